@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, cast
 
 from troupe.orchestrator.cluster.actor_class import actor_class
@@ -17,12 +18,15 @@ from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
+from troupe.orchestrator.roles.memory import Sizes, kv_cache_bytes
 from troupe.orchestrator.roles.table import resolve, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
+from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import WorkerHealth
 
 logger = logging.getLogger(__name__)
@@ -112,12 +116,20 @@ class WorkerLauncher:
         group: WorkerGroup[Any] = resolve(row.group)(label, workers, tokens, self._spec.failures.hung_s)
         if isinstance(group, TrainerGroup):
             await self._start_trainers(group)
+            if role == "policy" and self._takes_turns:
+                await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
         elif isinstance(group, ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)
         if row.trains:
             for name in names:
                 self._started(name)
         return group
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether the policy's optimizer leaves its GPU while an engine there samples."""
+        spec = self._spec.rollouts
+        return spec is not None and spec.resolved_sleep != "none"
 
     async def _start_trainers(self, group: TrainerGroup[Any]) -> None:
         """Starts the ranks of a group, once more if one dies meanwhile; one that dies again has a cause that stays."""
@@ -213,12 +225,27 @@ class WorkerLauncher:
         detail = "" if health is None else f"host {health.host}, pid {health.pid}"
         self._cluster.events.record(event, worker=name, detail=detail)
 
+    @cached_property
+    def _shared_cache(self) -> int | None:
+        """KV cache of an engine on the policy's GPU, as `troupe plan` counts it, for every engine alike.
+
+        None: each engine takes what it finds free, as it has its GPU to itself, or the memory of a GPU is not known.
+        """
+        spec: RolloutSpec | None = self._spec.rollouts
+        if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:
+            return None
+        gpu = self._cluster.gpu_memory()
+        return (kv_cache_bytes(spec, gpu, Sizes()) or None) if gpu else None
+
     def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]
         row, settings = row_of(self._spec, seat.role), settings_of(self._spec, seat.role)
         own = self._classes.get(row.kind)
         worker_class = own or actor_class(row.worker, row.protocol, concurrent=row.concurrent)
-        arguments = (settings.config, name, *settings.extra)
+        config = settings.config
+        if isinstance(config, RolloutConfig):
+            config = config.model_copy(update={"kv_cache_bytes": self._shared_cache})
+        arguments = (config, name, *settings.extra)
         actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent)
         worker = self._cluster.spawn(placement, seat, name, actor)
         self._workers[name] = worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.evaluation import Evaluator
+from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
@@ -75,6 +77,11 @@ class RolloutRun:
         self._pools = RunPools(spec, context)
         self._pool = self._pools.engines
         self._rewards = self._pools.rewards
+        policy = self._workers.policy
+        self._handover: MemoryHandover | None = None
+        """None: engines and policy share no GPU, or do not take turns."""
+        if policy is not None and spec.resolved_sleep != "none":
+            self._handover = MemoryHandover(self._pool, policy, spec.schedule.sync_timeout_s)
         file = out / RESOLVED_SPEC
         self._scaler = WorkerScaler(
             spec,
@@ -108,6 +115,7 @@ class RolloutRun:
             restart=self._context.launcher.restart,
             console=self._context.console,
             done=done,
+            turn=None if self._handover is None else self._handover.training,
         )
         self._pool.renew = lambda: recovery.retry(sync.renew)
         texts = await self._texts(policy)
@@ -120,6 +128,8 @@ class RolloutRun:
                     texts.restore(found.state["source"]["texts"])
                 state = ControllerState.model_validate(found.state["memory"])
             await recovery.retry(lambda: self._load(found))
+            if self._handover is not None:
+                await recovery.retry(lambda: sync.push(done))  # engines that rest wake with weights
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(
             workers=self._workers,
@@ -181,7 +191,10 @@ class RolloutRun:
 
     def queues(self) -> Queues:
         """What the engines have to do. May be called from any thread."""
-        engines = [EngineQueue(e.name, e.state.value, e.outstanding) for e in list(self._pool.engines)]
+        engines = [
+            EngineQueue(e.name, "resting" if e.resting else e.state.value, e.outstanding)
+            for e in list(self._pool.engines)
+        ]
         return Queues(tuple(engines), tuple(self._pool.starting), self._pool.waiting)
 
     def listen(self) -> None:
@@ -234,7 +247,9 @@ class RolloutRun:
     async def _load(self, found: Checkpoint) -> None:
         """Loads the checkpoint of policy and critic."""
         groups = [group for group in (self._workers.policy, self._workers.critic) if group is not None]
-        for line in await load_checkpoint(found, groups, self._spec.schedule.train_timeout_s):
+        async with nullcontext() if self._handover is None else self._handover.training():
+            lines = await load_checkpoint(found, groups, self._spec.schedule.train_timeout_s)
+        for line in lines:
             self._context.console.message(line)
 
 

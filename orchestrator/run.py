@@ -302,7 +302,7 @@ async def open_run(
     cluster = Cluster.connect(room(request.spec), request.address)
     if resume_at is not None:
         cluster.events.open(request.out, resume_at)
-        cluster.events.record("run_started", **_facts(request.spec), resume_at=resume_at)
+        cluster.events.record("run_started", **_facts(request.spec), capacity=cluster.capacity(), resume_at=resume_at)
     cluster.watch(request.spec.failures.stopped_s)
     stop = asyncio.Event()
     observer = None if resume_at is None else RunObserver(request.out, request.spec.name, console, cluster)

@@ -269,6 +269,12 @@ class FakeEngine:
     async def write_weights(self, update: WeightUpdate, payload: Any) -> None:
         """Writes nothing."""
 
+    async def rest(self) -> None:
+        """Rests."""
+
+    async def wake(self) -> None:
+        """Wakes."""
+
     async def health(self) -> WorkerHealth:
         """Healthy."""
         await asyncio.sleep(0)
@@ -427,6 +433,10 @@ class FakeTrainer:
         """Writes one file, so that the checkpoint has something to verify."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / f"rank-{self.rank}").write_text(json.dumps(self.learned))
+
+    async def offload_states(self) -> int:
+        """Has nothing to move."""
+        return 0
 
     async def try_save(self, directory: str) -> None:
         """As `save`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from troupe.workers.training.step_length import HeldStep
 from troupe.workers.training.token_records import TokenRecorder
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import WeightPublisher, read_payload, weight_bytes
+from troupe.workers.weights.gpu_handles import check_allocator
 from troupe.workers.weights.shared_memory import shared_directory
 
 
@@ -57,13 +59,15 @@ class PolicyWorker(TrainingRank):
         self._records = TokenRecorder() if config.records_tokens else None
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
-        """Join the group and load the models. Raises OSError for a missing model."""
+        """Join the group and load the models. Raises OSError for a missing model, ValueError for torch's allocator."""
         self.join(rendezvous)
         return self.build()
 
     def build(self) -> WorkerHealth:
         """Load the models, the policy into DeepSpeed; the process must have joined its group."""
         config = self._config
+        if config.transfer_backend == "ipc":
+            check_allocator(os.environ)
         announce(Activity.MODEL)
         model = load_causal(config.model)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)

@@ -37,6 +37,7 @@ from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from troupe.workers.engine.process import engine_processes
+from troupe.workers.engine.rest import EngineMemory
 from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
 from troupe.workers.engine.settings import check_structured, engine_args, set_environment, structured_outputs
 from troupe.workers.engine.tool_calls import tool_parser
@@ -91,6 +92,7 @@ class RolloutWorker:
         self._running: set[asyncio.Task[Any]] = set()
         self._serial = itertools.count()
         self._update_lock = asyncio.Lock()
+        self._memory = EngineMemory(config.sleep, self._call)
         self._files_written: set[str] = set()
         self._environments: EnvironmentLink | None = None
         self._reader: TurnReader | None = None
@@ -246,6 +248,7 @@ class RolloutWorker:
         async with self._update_lock:
             engine = await self._pause()
             try:
+                await self._memory.begin_update(engine)
                 await self._call(engine.collective_rpc("troupe_forget_unfinished_update"))
                 await self._call(engine.start_weight_update())
                 await self._call(engine.update_weights(WeightTransferUpdateRequest(asdict(update))))
@@ -285,10 +288,35 @@ class RolloutWorker:
         """
         return await self._call(self._open_engine().reset_prefix_cache())
 
+    async def rest(self) -> None:
+        """Release the memory that `sleep` names, until new weights are loaded or `wake` is called.
+
+        Requests that run continue after that; those that arrive wait. A closed engine rests as well. After a failure
+        the engine is closed.
+
+        Raises:
+            EngineDead: the engine's process has ended.
+        """
+        async with self._update_lock:
+            closed = self._state is _State.CLOSED
+            engine = await self._pause()
+            await self._closing_on_failure(self._memory.rest(engine), "it could not rest")
+            self._state = _State.CLOSED if closed else _State.OPEN
+
+    async def wake(self) -> None:
+        """Serve again with the weights that the engine has.
+
+        Raises:
+            StaleWake: they were discarded.
+            EngineDead: the engine's process has ended.
+        """
+        async with self._update_lock:
+            await self._memory.wake(self._open_engine())
+
     async def health(self) -> WorkerHealth:
         """Health of the worker, requested through the engine's process: a hanging engine does not answer.
 
-        During an update the engine answers when the update has ended.
+        During an update the engine answers when the update has ended. A resting engine is healthy.
 
         Raises:
             EngineClosed: the engine does not serve.
@@ -327,6 +355,7 @@ class RolloutWorker:
         """
         async with self._update_lock:
             engine = await self._pause()
+            await self._closing_on_failure(self._memory.begin_update(engine))
             await self._closing_on_failure(engine.collective_rpc("troupe_forget_unfinished_update"))
             await self._closing_on_failure(engine.start_weight_update())
 
@@ -348,11 +377,13 @@ class RolloutWorker:
         await self._resume(version)
         return WeightAck(self._name, version, digest, time.monotonic() - started, peak=await self._peak())
 
-    async def _closing_on_failure(self, call: Coroutine[Any, Any, object]) -> None:
+    async def _closing_on_failure(
+        self, call: Coroutine[Any, Any, object], failure: str = "a weight update failed"
+    ) -> None:
         try:
             await self._call(call)
         except BaseException as error:
-            self._shut(f"a weight update failed: {error}")
+            self._shut(f"{failure}: {error}")
             raise
 
     def _live_engine(self) -> AsyncLLM:
@@ -407,7 +438,11 @@ class RolloutWorker:
         return engine
 
     async def _resume(self, version: int) -> None:
-        await self._call(self._live_engine().resume_generation())
+        """Serve the weights of this version, which have been verified."""
+        engine = self._live_engine()
+        self._memory.verified()
+        if not await self._memory.wake(engine):
+            await self._call(engine.resume_generation())
         self._version = version
         self._state = _State.OPEN
 

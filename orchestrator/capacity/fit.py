@@ -11,12 +11,13 @@ from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.table import named, row_of, settings_of
-from troupe.orchestrator.roles.worker_memory import WIDTHS, Cache, Part, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import TURNS, WIDTHS, Cache, Part, Turn, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.units import GIB, MIB
 
 HEADROOM = 0.1
 """Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
+_TURN_NAMES: dict[Turn, str] = {"sampling": "sampling", "update": "updates", "transfer": "new weights"}
 RAY_PROCESSES = 700 * MIB
 """Host memory of Ray's processes and the controller, on the first node. Not measured."""
 
@@ -50,6 +51,22 @@ class UnknownModel:
 
 
 @dataclass(frozen=True)
+class TurnUse:
+    """The memory of one shared GPU in each turn of the workers on it."""
+
+    workers: tuple[str, ...]
+    turns: Mapping[Turn, int]
+    alone: int
+    """Sum of what each worker needs at its own peak: what the GPU would need if they took no turns."""
+    capacity: int
+
+    @property
+    def most(self) -> int:
+        """Of the fullest turn."""
+        return max(self.turns.values())
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Memory of a run."""
 
@@ -63,6 +80,8 @@ class MemoryPlan:
     """The first thing that does not fit."""
     warnings: tuple[str, ...]
     """GPUs and nodes that are nearly full."""
+    shared: tuple[TurnUse, ...] = ()
+    """GPUs on which workers take turns."""
 
 
 def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], sizes: Sizes) -> MemoryPlan:
@@ -85,7 +104,15 @@ def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], s
     )
     flat = tuple(memory for memories in workers.values() for memory in memories)
     warnings = (*_nearly_full_gpus(shared), *_nearly_full_nodes(node_memories))
-    return MemoryPlan(flat, caches, node_memories, _unknown(spec, sizes), next(iter(misfits), None), warnings)
+    return MemoryPlan(
+        workers=flat,
+        caches=caches,
+        nodes=node_memories,
+        unknown=_unknown(spec, sizes),
+        misfit=next(iter(misfits), None),
+        warnings=warnings,
+        shared=tuple(use.by_turn for use in shared if use.takes_turns),
+    )
 
 
 def _unknown(spec: RunSpec, sizes: Sizes) -> tuple[UnknownModel, ...]:
@@ -154,23 +181,45 @@ def _engines_without_cache(
 class _SharedGpu:
     """What the workers of one bundle need of their GPU, or each of their GPUs."""
 
-    needs: Mapping[Seated, int]
+    memories: Mapping[Seated, Sequence[WorkerMemory]]
     capacity: int
+
+    @property
+    def needs(self) -> Mapping[Seated, int]:
+        """What each needs in the fullest turn."""
+        return self._during(max(TURNS, key=lambda turn: sum(self._during(turn).values())))
 
     @property
     def total(self) -> int:
         return sum(self.needs.values())
 
     @property
+    def takes_turns(self) -> bool:
+        return any(part.turns != TURNS for held in self.memories.values() for m in held for part in m.parts)
+
+    @property
+    def by_turn(self) -> TurnUse:
+        turns = {turn: sum(self._during(turn).values()) for turn in TURNS}
+        alone = sum(memory.total for held in self.memories.values() for memory in held)
+        return TurnUse(tuple(seat.worker for seat in self.memories), turns, alone, self.capacity)
+
+    def _during(self, turn: Turn) -> Mapping[Seated, int]:
+        return {seat: sum(memory.during(turn) for memory in held) for seat, held in self.memories.items()}
+
+    @property
     def names(self) -> str:
-        return " and ".join(seat.worker for seat in self.needs)
+        return " and ".join(seat.worker for seat in self.memories)
 
     @property
     def misfit(self) -> Misfit:
         # An engine takes a fixed share of the GPU, so of two workers on a GPU the other one is too large.
-        roles = [s.role for s in sorted(self.needs, key=lambda seat: (seat.role == "rollout", -self.needs[seat]))]
-        need = "need" if len(self.needs) > 1 else "needs"
+        needs = self.needs
+        roles = [s.role for s in sorted(needs, key=lambda seat: (seat.role == "rollout", -needs[seat]))]
+        need = "need" if len(needs) > 1 else "needs"
         problem = f"{self.names} {need} {gib(self.total)} GiB of a GPU's {gib(self.capacity)}"
+        if self.takes_turns:
+            turn = max(TURNS, key=self.by_turn.turns.__getitem__)
+            problem += f" in the turn of {_TURN_NAMES[turn]}"
         return Misfit("gpu", self.names, tuple(dict.fromkeys(roles)), problem)
 
 
@@ -183,9 +232,9 @@ def _shared_gpus(
         if seat.gpus > 0 and seat.node in nodes and nodes[seat.node].gpu_memory:
             bundles[seat.group, seat.bundle].append(seat)
     for sharing in bundles.values():
-        needs = {seat: sum(m.total for m in workers[seat.worker] if m.where == "gpu") for seat in sharing}
+        memories = {seat: [m for m in workers[seat.worker] if m.where == "gpu"] for seat in sharing}
         capacity = int(min(1.0, sum(seat.gpus for seat in sharing)) * nodes[sharing[0].node].gpu_memory)
-        yield _SharedGpu(needs, capacity)
+        yield _SharedGpu(memories, capacity)
 
 
 def _full_node(node: NodeMemory) -> Misfit:
@@ -199,7 +248,7 @@ def _nearly_full_gpus(shared: Sequence[_SharedGpu]) -> Iterator[str]:
     """One line for all workers that leave as little. An engine alone is no reason: its cache takes what is left."""
     alike: dict[tuple[tuple[str, ...], int, int], list[_SharedGpu]] = {}
     for use in shared:
-        roles = tuple(seat.role for seat in use.needs)
+        roles = tuple(seat.role for seat in use.memories)
         if use.total <= use.capacity < use.total / (1 - HEADROOM) and {*roles} - named(lambda row: row.engine):
             alike.setdefault((roles, use.total, use.capacity), []).append(use)
     for (_, total, capacity), uses in alike.items():

@@ -165,6 +165,10 @@ def as_json(name: str, seating: Plan) -> dict[str, Any]:
         "memory": [
             {"worker": w.worker, "of": w.where, "parts": _by_name(w.parts), "total": w.total} for w in memory.workers
         ],
+        "shared_gpus": [
+            {"workers": list(u.workers), **u.turns, "most": u.most, "alone": u.alone, "capacity": u.capacity}
+            for u in memory.shared
+        ],
         "kv_caches": {engine: asdict(cache) for engine, cache in memory.caches.items()},
         "nodes": [
             {"node": n.node, "parts": _by_name(n.parts), "total": n.total, "capacity": n.capacity or None}

@@ -184,6 +184,8 @@ def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes
     if not gpu:
         yield _halves(spec, f"{path}.kv_cache_gib", 0.0625)
         return
+    if role == "rollout" and data["colocate_with"] is not None and data["sleep"] != "weights":
+        yield iter([{f"{path}.sleep": level} for level in ("kv_cache", "weights") if data["sleep"] != level])
     lower = [share for share in _UTILIZATIONS if share < data["gpu_memory_utilization"]]
     yield iter([{f"{path}.gpu_memory_utilization": share} for share in lower])
 

@@ -330,6 +330,12 @@ class Cluster:
         finally:
             ray.shutdown()
 
+    def capacity(self) -> dict[str, float]:
+        """CPUs and GPUs of all nodes; of a cluster that was started for this run, the cores that the machine has."""
+        nodes = ray_nodes.nodes()
+        cpus = float(os.cpu_count() or 1) if self._owned else sum(node.cpus for node in nodes)
+        return {"CPU": cpus, "GPU": sum(node.gpus for node in nodes)}
+
     def watch(self, stopped_s: float) -> None:
         """From now on, ends workers whose process is stopped for so many seconds (SIGSTOP, a frozen container)."""
         self._watch = ProcessWatch(self.logs, stopped_s)
@@ -338,6 +344,10 @@ class Cluster:
     def node(self) -> str:
         """Ray's id of the driver's node."""
         return "" if self._watch is None else self._watch.node
+
+    def gpu_memory(self) -> int:
+        """Memory of the smallest GPU of the cluster, in bytes; 0: no type of GPU is known."""
+        return min((node.gpu_memory for node in ray_nodes.nodes() if node.gpu_memory), default=0)
 
     def open_calls(self) -> list[OpenCall]:
         """Calls to workers that have not ended. May be called from any thread."""

@@ -211,6 +211,10 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
         """One optimizer step on the rows of each rank's plan."""
 
+    async def offload_states(self, *, timeout_s: float) -> int:
+        """Frees the ranks' GPUs of what only an update needs; returns the bytes freed on all of them."""
+        return sum(await self._broadcast(Trainer.offload_states, timeout_s))
+
     async def save(self, directory: str, *, timeout_s: float) -> None:
         """Writes a checkpoint of model, optimizer and schedule."""
         await self._broadcast(Trainer.save, timeout_s, directory)

@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, UnknownModel, gib
+from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, TurnUse, UnknownModel, gib
 from troupe.orchestrator.capacity.plan import Plan
-from troupe.orchestrator.roles.worker_memory import Part, Where, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import TURNS, Part, Where, WorkerMemory
 
 COLUMNS = {
     "weights": ("weights",),
@@ -29,7 +29,9 @@ COLUMNS = {
     "step": ("step",),
     "bufs": ("buffers", "transfer"),
     "kv": ("kv cache",),
+    "graphs": ("graphs",),
     "load": ("loading",),
+    "moved": ("moved",),
     "funcs": ("functions",),
     "proc": ("process",),
 }
@@ -102,6 +104,43 @@ def render_memory(memory: MemoryPlan, where: Where, width: int = _UNBOUNDED) -> 
     return table
 
 
+def render_turns(memory: MemoryPlan, width: int = _UNBOUNDED) -> Table:
+    """What shared GPUs need in each turn, and what their workers would need without turns, in GiB.
+
+    Where rows are wider than `width`, every number has one.
+    """
+    headings = (*TURNS, "most", "no turns", "GPU")
+    alike: dict[tuple[int, ...], list[TurnUse]] = {}
+    for use in memory.shared:
+        numbers = (*use.turns.values(), use.most, use.alone, use.capacity)
+        alike.setdefault(numbers, []).append(use)
+    table = _turns_table(headings)
+    for numbers, uses in alike.items():
+        table.add_row(_sharing(uses), *map(gib, numbers))
+    if _width(table) <= width:
+        return table
+    table = _turns_table(("", "GiB"))
+    for numbers, uses in alike.items():
+        name = _sharing(uses)
+        for heading, number in zip(headings, numbers, strict=True):
+            table.add_row(name, heading, gib(number), end_section=heading == headings[-1])
+            name = ""
+    return table
+
+
+def _turns_table(headings: Sequence[str]) -> Table:
+    table = Table(title="shared GPUs, GiB", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("workers", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _sharing(uses: Sequence[TurnUse]) -> str:
+    """The workers of the first of some GPUs that are alike, and how many more there are."""
+    return ", ".join(uses[0].workers) + (f" (and {len(uses) - 1} more)" if len(uses) > 1 else "")
+
+
 def _memory_table(where: Where) -> Table:
     title = "memory of each GPU, GiB" if where == "gpu" else "host memory, GiB"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -170,5 +209,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
     for where in ("gpu", "host"):
         if any(worker.where == where for worker in plan.memory.workers):
             console.print(render_memory(plan.memory, where, console.width))
+    if plan.memory.shared:
+        console.print(render_turns(plan.memory, console.width))
     for note in notes(plan.memory):
         console.print(note, markup=False, highlight=False, soft_wrap=console.width == _UNBOUNDED)

@@ -32,21 +32,18 @@ def report(
     """
     from troupe.orchestrator.reporting.html.report import MIB, REPORT, Budget, write_report
     from troupe.orchestrator.reporting.run_folder import RunFolder
-    from troupe.orchestrator.reporting.verdicts.apply import apply_rules
-    from troupe.orchestrator.reporting.verdicts.history import History
+    from troupe.orchestrator.reporting.verdicts.running import alarm_lines, verdicts_of
 
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")
     runs = [RunFolder(folder) for folder in run_folders]
-    verdicts = {str(run.path): apply_rules(History.of(run.metrics(), run.spec, run.events())) for run in runs}
+    verdicts = {str(run.path): verdicts_of(run) for run in runs}
     if as_json:
         plain = {folder: [asdict(verdict) for verdict in found] for folder, found in verdicts.items()}
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
         return
     file = write_report(run_folders, output or run_folders[0] / REPORT, Budget(samples=samples_mib * MIB))
     for folder, found in verdicts.items():
-        alarms = [verdict for verdict in found if verdict.is_alarm]
-        lines = [f"{verdict.level}: {verdict.title} (since step {verdict.since})" for verdict in alarms]
-        for line in lines or ["healthy: no check found anything wrong"]:
+        for line in alarm_lines(found):
             typer.echo(f"{folder}: {line}")
     typer.echo(f"wrote {file} ({file.stat().st_size / MIB:.1f} MiB)")

@@ -18,8 +18,6 @@ from troupe.orchestrator.starter.demo import (
     demo_folder,
     demo_spec,
     list_examples,
-    next_steps,
-    write_demo_report,
 )
 
 
@@ -53,13 +51,15 @@ def demo(
     example, overrides = demo_spec(spec, steps)
     runs = ready(example, [*overrides, *set_], out or demo_folder(spec))
     resume = any(any((planned.out / "checkpoints").glob("step-*")) for planned in runs)
-    train(runs, resume, None)
-    typer.echo(next_steps(example, runs, write_demo_report(runs)))
+    train(example, runs, resume, None)
 
 
 def init(
     model: Annotated[str | None, typer.Option(help="Model folder in Hugging Face format.")] = None,
-    data: Annotated[str | None, typer.Option(help="JSON Lines file, or reasoning_gym:TASK.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="File or pattern of files, `datasets` folder, dataset on the hub, or reasoning_gym:TASK."),
+    ] = None,
     algorithm: Annotated[str | None, typer.Option(help="Algorithm (default: grpo).")] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine (default: those it has).")] = None,
     gpu_type: Annotated[str | None, typer.Option(help="Their type, such as H100 (default: as detected).")] = None,

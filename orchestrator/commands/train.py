@@ -20,6 +20,7 @@ from troupe.orchestrator.commands.options import (
     SpecArgument,
     exit_with,
 )
+from troupe.orchestrator.commands.results import next_steps, write_run_report
 from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
@@ -44,7 +45,7 @@ def run(
     runs = ready(spec, set_, out, resume=resume)
     if supervise:
         sys.exit(_supervise(runs))
-    train(runs, resume, address)
+    train(spec, runs, resume, address)
 
 
 def evaluate(
@@ -72,8 +73,8 @@ def evaluate(
     typer.echo(json.dumps(metrics, indent=2))
 
 
-def train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
-    """Train every run of a file that is not complete yet."""
+def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
+    """Train every run of a file that is not complete yet; then say where the results are and what can be done next."""
     from troupe.orchestrator.reporting.console import Console
     from troupe.orchestrator.run import run as run_spec
 
@@ -85,7 +86,7 @@ def train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None
             typer.echo(f"{planned.spec.name}: already complete in {planned.out} (schedule.steps: {steps})")
             continue
         console = Console()
-        console.start(planned.spec.name, planned.spec.schedule.steps)
+        console.start(planned.spec.name, planned.spec.schedule.steps, planned.out)
         try:
             outcome = run_spec(request, console)
             console.finish(outcome.summary(request.out))
@@ -93,6 +94,7 @@ def train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None
             console.close()
         if outcome.stopped:
             sys.exit(STOPPED)
+    typer.echo(next_steps(spec, runs, write_run_report(runs)))
 
 
 def _supervise(runs: Sequence[PlannedRun]) -> int:

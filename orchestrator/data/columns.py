@@ -43,16 +43,16 @@ def find_column(row: Tree, name: str) -> Any:
     raise KeyError(name)
 
 
-def require_columns(fields: Mapping[str, str], label: str, where: str, there: Tree) -> None:
+def require_columns(fields: Mapping[str, str] | None, label: str, where: str, there: Tree) -> None:
     """Raise DataError for a source without the columns that the spec names.
 
     Args:
-        fields: Column of each field of the source's section of the spec.
+        fields: Column of each field of the source's section of the spec; None: no column is needed.
         label: Path of that section (`data.train`).
         where: The file, for the message.
         there: Its columns.
     """
-    for field, column in fields.items():
+    for field, column in (fields or {}).items():
         try:
             find_column(there, column)
         except KeyError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import dataclasses
+import glob
 import gzip
 import importlib
 import json
@@ -63,6 +64,8 @@ class RawValues:
 
 
 TableSource = JsonlFile | JsonFile | ParquetFile | CsvFile | DatasetsFolder | HubFiles
+Fields = Mapping[str, str] | None
+"""Column of each field of a source; None: every column."""
 PromptTable = JsonlSource | JsonSource | ParquetSource | CsvSource | DatasetsSource | HubSource
 
 
@@ -81,12 +84,12 @@ def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
     return _prompt_rows(source, label)
 
 
-def read_table(source: TableSource, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def read_table(source: TableSource, fields: Fields, label: str) -> Iterator[RawValues]:
     """Rows of a source with named columns, in its own order.
 
     Args:
         source: The source's section of the spec.
-        fields: Column of each field of that section (`answer`, `metadata.0`).
+        fields: Column of each field of that section (`answer`, `metadata.0`); None: all columns, as they are.
         label: Path of that section (`data.train`), for error messages.
 
     Raises:
@@ -98,8 +101,17 @@ def read_table(source: TableSource, fields: Mapping[str, str], label: str) -> It
         files = map(Path, source.files)  # the run has downloaded them and put their paths here
         rows = chain.from_iterable(_FORMATS[file_format(path.name)](path, fields, label) for path in files)
     else:
-        rows = _FORMATS[source.kind](Path(source.path), fields, label)
+        files = matching_files(source.path)
+        rows = chain.from_iterable(_FORMATS[source.kind](path, fields, label) for path in files)
     return islice(rows, source.limit or None)
+
+
+def matching_files(path: str) -> list[Path]:
+    """The files of a path that may be a pattern (`data/train-*.parquet`), in order of their names; one as it is, where
+    nothing matches."""
+    if Path(path).exists() or not glob.has_magic(path):
+        return [Path(path)]
+    return [Path(name) for name in sorted(glob.glob(path, recursive=True))] or [Path(path)]
 
 
 def _prompt_rows(source: PromptTable, label: str) -> Iterator[RawRow]:
@@ -116,8 +128,10 @@ def _prompt_rows(source: PromptTable, label: str) -> Iterator[RawRow]:
         yield RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates)
 
 
-def _row(fields: Mapping[str, str], origin: str, row: Tree) -> RawValues:
-    """The values of the columns that the spec names."""
+def _row(fields: Fields, origin: str, row: Tree) -> RawValues:
+    """The values of the columns that the spec names, or all of them."""
+    if fields is None:
+        return RawValues(origin, dict(row))
     values: dict[str, Any] = {}
     for column in fields.values():
         try:
@@ -127,17 +141,17 @@ def _row(fields: Mapping[str, str], origin: str, row: Tree) -> RawValues:
     return RawValues(origin, values)
 
 
-def _jsonl(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def _jsonl(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
     return _objects(_json_lines(path, label), fields, label)
 
 
-def _json(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def _json(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
     """Rows of one JSON array; a file that begins with something else is read as JSON lines."""
     parse = _json_array if _begins_with_a_list(path, label) else _json_lines
     return _objects(parse(path, label), fields, label)
 
 
-def _objects(parsed: Iterator[tuple[str, Any, str]], fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def _objects(parsed: Iterator[tuple[str, Any, str]], fields: Fields, label: str) -> Iterator[RawValues]:
     """Rows of parsed values: (origin, value, why there is no value)."""
     checked = False
     for origin, values, error in parsed:
@@ -214,7 +228,7 @@ def _open(path: Path) -> BinaryIO | gzip.GzipFile:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
-def _csv(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def _csv(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
     """Rows of RFC 4180: a quoted value may hold commas and line breaks."""
     csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; the default of 128 KiB would end the file
     try:
@@ -230,13 +244,13 @@ def _csv(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValue
         raise _unreadable(path, label, error) from None
 
 
-def _csv_row(fields: Mapping[str, str], origin: str, columns: Sequence[str], row: Sequence[str]) -> RawValues:
+def _csv_row(fields: Fields, origin: str, columns: Sequence[str], row: Sequence[str]) -> RawValues:
     if len(row) != len(columns):
         return RawValues(origin, error=f"{len(row)} values for {len(columns)} columns")
     return _row(fields, origin, dict(zip(columns, row, strict=True)))
 
 
-def _parquet(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def _parquet(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -245,7 +259,8 @@ def _parquet(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawV
         with pq.ParquetFile(path) as file:
             require_columns(fields, label, path.name, arrow_columns(file.schema_arrow))
             # A dotted name reads one field of a struct, and also a column of this very name.
-            for batch in file.iter_batches(batch_size=1024, columns=list(set(fields.values()))):
+            columns = None if fields is None else list(set(fields.values()))
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for values in batch.to_pylist():
                     number += 1
                     yield _row(fields, f"{path.name}:{number}", values)
@@ -253,7 +268,7 @@ def _parquet(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawV
         raise _unreadable(path, label, error) from None
 
 
-def _datasets(source: DatasetsFolder, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def _datasets(source: DatasetsFolder, fields: Fields, label: str) -> Iterator[RawValues]:
     datasets = _library("datasets", label)
     path = Path(source.path)
     try:
@@ -278,11 +293,11 @@ def _datasets(source: DatasetsFolder, fields: Mapping[str, str], label: str) -> 
         yield _row(fields, f"{path.name}:{number + 1}", values)
 
 
-def _reads(fields: Mapping[str, str], column: str) -> bool:
-    return any(name == column or name.startswith(f"{column}.") for name in fields.values())
+def _reads(fields: Fields, column: str) -> bool:
+    return fields is None or any(name == column or name.startswith(f"{column}.") for name in fields.values())
 
 
-_FORMATS: Mapping[str, Callable[[Path, Mapping[str, str], str], Iterator[RawValues]]] = {
+_FORMATS: Mapping[str, Callable[[Path, Fields, str], Iterator[RawValues]]] = {
     "jsonl": _jsonl,
     "parquet": _parquet,
     "csv": _csv,

@@ -203,6 +203,20 @@ def _pinned_data(source: HubFiles) -> HubFiles:
     return source.model_copy(update={"revision": commit, "files": tuple(names)})
 
 
+def downloaded(source: HubFiles, most: int) -> HubFiles:
+    """A section with the paths of the first `most` of its files, which are downloaded.
+
+    Raises:
+        NoFiles: The section selects no file.
+        HubError: A file cannot be downloaded.
+    """
+    pinned = _pinned_data(source)
+    chosen = pinned.files[:most]
+    names = tuple(map(glob.escape, chosen))
+    folder = client.download(Snapshot(Repo("dataset", source.name), str(pinned.revision), names))
+    return pinned.model_copy(update={"files": tuple(str(folder / name) for name in chosen)})
+
+
 def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:
     """The files of a dataset that a section of the spec selects, sorted, all of one format.
 

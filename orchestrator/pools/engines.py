@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -23,6 +24,7 @@ from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.turns import MemoryTurns
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
@@ -64,6 +66,8 @@ class Engine:
     """What ended the engine that this one replaced; empty where it is not known or there was none."""
     missed_probes: int = 0
     state: EngineState = EngineState.SERVING
+    resting: bool = False
+    """Whether it has given its memory to the trainers. It is healthy, and groups wait in it until it has weights."""
 
     @property
     def name(self) -> str:
@@ -100,6 +104,10 @@ class Engine:
     def reset_prefix_cache(self, timeout_s: float) -> Coroutine[Any, Any, bool]:
         """Forgets the states of earlier prompts."""
         return self.handle.call(roles.RolloutEngine.reset_prefix_cache, timeout_s)
+
+    def rest(self, timeout_s: float) -> Coroutine[Any, Any, None]:
+        """Gives its memory to the trainers, until it has new weights."""
+        return self.handle.call(roles.RolloutEngine.rest, timeout_s)
 
     def health(self, timeout_s: float) -> Coroutine[Any, Any, WorkerHealth]:
         """Probes the engine."""
@@ -165,6 +173,9 @@ class EnginePool(ReplicaPool[Engine]):
         """None: an engine does not start where the current weights are damaged."""
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
+        self.turns = MemoryTurns()
+        """Turns with the trainers, where engines share their GPUs."""
+        self._sleeps = spec.resolved_sleep != "none"
         self._spawn = spawn
         self._faults: dict[str, str] = {}
         """What ended the engines that are being replaced, by name."""
@@ -286,6 +297,23 @@ class EnginePool(ReplicaPool[Engine]):
 
         await gather_all(probe(engine) for engine in self.serving)
 
+    async def rest(self, timeout_s: float) -> None:
+        """Has every engine give its memory to the trainers; replaces one that does not, once they have given it back.
+
+        Unfinished groups, which there are only when trainers are restarted, continue afterwards.
+        """
+
+        async def rest(engine: Engine) -> None:
+            try:
+                await engine.rest(timeout_s)
+            except WorkerError as error:
+                await self.lose(engine, error)
+            else:
+                engine.resting = True
+
+        async with self.transfer_lock:
+            await gather_all(rest(engine) for engine in list(self.engines))
+
     async def lose(self, worker: Engine, error: WorkerError, may_replace: bool = True) -> None:
         """Ends a lost engine and replaces it, unless it died like the engine that it replaced, before a first group."""
         if worker not in self.workers:
@@ -337,31 +365,39 @@ class EnginePool(ReplicaPool[Engine]):
 
     async def _start(self, name: str) -> None:
         """Starts an engine, loads the current weights into it and adds it to the serving engines."""
-        engine = await asyncio.wait_for(self._spawn(name), self.spec.schedule.start_timeout_s)
+        engine: Engine | None = None
         try:
-            await self._admit(engine)
+            for renewals in itertools.count():
+                async with self._turn():
+                    if engine is None:
+                        engine = await asyncio.wait_for(self._spawn(name), self.spec.schedule.start_timeout_s)
+                    try:
+                        await self._admit(engine)
+                        return
+                    except UpdateDamaged as error:
+                        if self.renew is None or renewals == _RENEWALS:
+                            raise
+                        logger.warning("%s; the trainers publish the weights again", error)
+                        if self._sleeps:
+                            await engine.rest(self.spec.schedule.sync_timeout_s)
+                # Here neither the lock nor the memory is taken: trainers that are restarted for it push their weights.
+                await self.renew()
         except BaseException:
-            engine.kill()
+            if engine is not None:
+                engine.kill()
             raise
 
-    async def _admit(self, engine: Engine) -> None:
-        """Loads the current weights into a started engine and adds it.
+    def _turn(self) -> AbstractAsyncContextManager[None]:
+        """The memory that an engine starts with, where trainers share its GPU."""
+        return self.turns.starting() if self._sleeps else nullcontext()
 
-        The lock is free while damaged weights are renewed: trainers that are restarted for it push their weights.
-        """
-        for renewals in itertools.count():
-            try:
-                async with self.transfer_lock:
-                    if self.bring_up is not None:
-                        await self.bring_up(engine)
-                    engine.predecessor_fault = self._faults.pop(engine.name, "")
-                    self._add(engine)
-                return
-            except UpdateDamaged as error:
-                if self.renew is None or renewals == _RENEWALS:
-                    raise
-                logger.warning("%s; the trainers publish the weights again", error)
-                await self.renew()
+    async def _admit(self, engine: Engine) -> None:
+        """Loads the current weights into a started engine and adds it."""
+        async with self.transfer_lock:
+            if self.bring_up is not None:
+                await self.bring_up(engine)
+            engine.predecessor_fault = self._faults.pop(engine.name, "")
+            self._add(engine)
 
     def _add(self, worker: Engine) -> None:
         super()._add(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def _absolute(spec: RunSpec, working_folder: Path) -> Iterator[str]:
             sections[f"data.{name}"] = source.path
     for section, path in sections.items():
         found = working_folder / path
-        if not Path(path).is_absolute() and found.exists():
+        if not Path(path).is_absolute() and (found.exists() or glob.glob(str(found), recursive=True)):
             yield f"{section}.path={json.dumps(str(found))}"
 
 

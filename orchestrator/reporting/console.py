@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console as Terminal
@@ -20,9 +21,11 @@ from rich.table import Table
 from rich.text import Text
 
 from troupe.orchestrator.reporting.run_summary import RunSummary, duration
+from troupe.orchestrator.reporting.verdicts.running import RunningVerdicts, alarm_lines, faster
 
 SHOWN_STEPS = 8
 """Rows of the live table."""
+NO_UPDATE = "no update: no group has a signal"
 QUIET_S = 30.0
 """Without a terminal: seconds of silence after which the progress of the current phase is printed."""
 
@@ -89,9 +92,11 @@ class Console:
         self._printed = time.monotonic()
         self._writing = threading.Lock()
         self._closed = threading.Event()
+        self._verdicts: RunningVerdicts | None = None
 
-    def start(self, spec_name: str, total_steps: int) -> None:
-        """Start showing a run."""
+    def start(self, spec_name: str, total_steps: int, folder: Path | None = None) -> None:
+        """Start showing a run; with its folder, also the verdicts on what it records there."""
+        self._verdicts = folder and RunningVerdicts(folder, self.message)
         self._name, self._total = spec_name, total_steps
         self._started, self._summary = time.monotonic(), RunSummary(total_steps)
         if self._terminal.is_terminal:
@@ -119,7 +124,10 @@ class Console:
         if self._live is None:
             cells = ((column.title, cell(metrics, column)) for column in COLUMNS)
             shown = [f"{title} {text}" for title, text in cells if text != "-"]
-            self._line("  ".join(filter(None, [f"step {step}/{self._total}", *shown, self._summary.left()])))
+            line = [f"step {step}/{self._total}", *shown, note(metrics), self._summary.left()]
+            self._line("  ".join(filter(None, line)))
+        if self._verdicts is not None and step < self._total:  # the last step's are in the summary
+            self._verdicts.after_step(step)
 
     def progress(self) -> Progress:
         """Where the run is. May be called from any thread."""
@@ -136,12 +144,14 @@ class Console:
                 self._terminal.print(Text(text))
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Close the live display and print a summary of the run: these lines, and the summary of its steps."""
+        """Close the live display and print a summary of the run: these lines, that of its steps, and the verdicts."""
         self.close()
+        verdicts = self._verdicts.final() if self._verdicts is not None else []
         summarized = {
             "learning": self._summary.learns(),
             "time": ", ".join(filter(None, [duration(time.monotonic() - self._started), self._summary.bound()])),
-            "bottleneck": self._summary.advice(),
+            "bottleneck": self._summary.bottleneck(),
+            "to go faster": "; ".join(faster(verdicts)),
         }
         summary = {**summary, **{name: text for name, text in summarized.items() if text}}
         if self._terminal.is_terminal:
@@ -153,6 +163,8 @@ class Console:
             width = max((len(name) for name in summary), default=0)
             for name, value in summary.items():
                 self._line(f"{name:<{width}}  {format_value(value)}")
+        for line in alarm_lines(verdicts) if self._verdicts is not None else ():
+            self._line(line)
 
     def close(self) -> None:
         """Restore the terminal; required if a run ends without `finish`."""
@@ -206,8 +218,9 @@ class Console:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for title in ("step", *(column.title for column in columns)):
             table.add_column(title, justify="right", no_wrap=True)
+        table.add_column()
         for step, metrics in self._latest:
-            table.add_row(str(step), *(cell(metrics, column) for column in columns))
+            table.add_row(str(step), *(cell(metrics, column) for column in columns), note(metrics))
         return table
 
 
@@ -218,6 +231,11 @@ def cell(metrics: Mapping[str, object], column: Column) -> str:
         if isinstance(value, int | float):
             return format(value, column.format)
     return "-"
+
+
+def note(metrics: Mapping[str, object]) -> str:
+    """Why a step has no metrics of an update; empty for one that has."""
+    return "" if metrics.get("updates", 1.0) else NO_UPDATE
 
 
 def format_value(value: object) -> str:

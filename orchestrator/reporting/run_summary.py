@@ -1,4 +1,4 @@
-"""Summary of a run: whether it learns, how long it still takes, its bottleneck and what to try."""
+"""Summary of a run: whether it learns, how long it still takes, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -74,14 +74,12 @@ class RunSummary:
             return f"{train:.0%} training"
         return f"{generate:.0%} waiting for samples, {train:.0%} training"
 
-    def advice(self) -> str:
-        """The bottleneck and how to widen it; empty if unknown."""
+    def bottleneck(self) -> str:
+        """Which side of a step takes longer: `engines` or `trainer`; empty if unknown."""
         generate, train = self.shares()
         if not generate:
             return ""  # offline, or no step yet
-        if generate > train:
-            return "engines: increase roles.rollout.workers, or set schedule.max_staleness: 1"
-        return "trainer: increase roles.policy.workers"
+        return "engines" if generate > train else "trainer"
 
     def _recent_values(self, name: str) -> list[float]:
         found = (metrics.get(name) for metrics in self._recent)

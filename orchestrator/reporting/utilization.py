@@ -14,7 +14,6 @@ from troupe.orchestrator.telemetry.timeline import DRIVER
 
 ENGINES = ("rollout",)
 """Roles whose time is R: they generate."""
-"""Roles whose time is T: they train."""
 
 Interval = tuple[float, float]
 

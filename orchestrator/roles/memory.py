@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
+from troupe.orchestrator.roles import turns
 from troupe.orchestrator.roles.worker_memory import (
     Cache,
     Part,
@@ -121,7 +122,17 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     held = {"shm": 0, "ipc": 1, "nccl": 2, "gloo": 2}[config.transfer_backend]
     transfer = held * bucket_bytes(size, config.model.dtype)
     on_gpu = gpu if config.device == "cuda" else None
-    return engine(seat.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS, transfer)
+    shared = spec.roles.rollout.colocate_with == "policy" and not config.engine.enforce_eager
+    graphs = turns.GRAPHS if shared else 0
+    place = config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS, transfer, graphs
+    memories, cache = engine(seat.worker, size, *place)
+    return tuple(turns.of_engine(memories, config.sleep)), cache
+
+
+def kv_cache_bytes(spec: RolloutSpec, gpu: int, sizes: Sizes) -> int | None:
+    """KV cache of an engine that shares a GPU of this many bytes; None: its model's size is not known."""
+    _, cache = of_engine(spec, Seated("rollout-0", "", 0, spec.roles.rollout.gpus, ""), gpu, sizes)
+    return None if cache is None else cache.bytes
 
 
 def of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
@@ -225,7 +236,12 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
     )
-    return training(seat.worker, rank), None
+    memories = training(seat.worker, rank)
+    if spec.resolved_sleep == "none":
+        return memories, None
+    scores = spec.reference_in_policy or (spec.needs_old_logprobs and not spec.old_logprobs_at_batch)
+    model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, spec.longest_sequence, gpu=True)
+    return tuple(turns.of_trainer(memories, scoring(seat.worker, model) if scores else ())), None
 
 
 def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:

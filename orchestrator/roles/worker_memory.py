@@ -25,6 +25,10 @@ from troupe.workers.contract.units import GIB, MIB
 
 Where = Literal["gpu", "host"]
 Phase = Literal["always", "pass", "step"]
+Turn = Literal["sampling", "update", "transfer"]
+"""What the workers of a shared GPU do at one time: engines sample and models score; trainers update; weights are
+sent."""
+TURNS: tuple[Turn, ...] = ("sampling", "update", "transfer")
 
 WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 """Bytes per number."""
@@ -51,6 +55,8 @@ class Part:
     bytes: int
     phase: Phase = "always"
     """When it is held: `always`; in the `pass` through the model; in the optimizer `step` and its preparation."""
+    turns: tuple[Turn, ...] = TURNS
+    """The turns of a shared GPU in which it is held."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,16 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        """The most that is held at once, in bytes.
+        """The most that is held at once, in bytes."""
+        return max(map(self.during, TURNS))
+
+    def during(self, turn: Turn) -> int:
+        """The most that is held at once in a turn, in bytes.
 
         A pass and a step hardly overlap, and on a GPU torch's allocator reuses the memory of one for the other. In host
         memory both count: buckets fill while the backward pass runs, and freed blocks below 1 MiB stay.
         """
-        phases = {phase: sum(part.bytes for part in self.parts if part.phase == phase) for phase in _PHASES}
+        phases = {phase: sum(p.bytes for p in self.parts if p.phase == phase and turn in p.turns) for phase in _PHASES}
         either = max if self.where == "gpu" else sum
         return phases["always"] + either((phases["pass"], phases["step"]))
 
@@ -353,7 +363,14 @@ def sequence_bytes(size: ModelSize, per_token: int, tokens: int, block: int, bat
 
 
 def engine(
-    worker: str, size: ModelSize, dtype: Dtype, config: EngineConfig, gpu: int | None, process: int, transfer: int = 0
+    worker: str,
+    size: ModelSize,
+    dtype: Dtype,
+    config: EngineConfig,
+    gpu: int | None,
+    process: int,
+    transfer: int = 0,
+    graphs: int = 0,
 ) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
     """Memory of one vLLM engine, and its cache (None where its size is not known).
 
@@ -368,6 +385,7 @@ def engine(
         gpu: Memory of one GPU in bytes; 0: not known; None: the engine runs on the CPU.
         process: Host memory of the engine's processes without the model, in bytes.
         transfer: Memory of the buffers for new weights, in bytes.
+        graphs: Memory of the CUDA graphs, in bytes, where the cache has to leave it free.
     """
     width, ranks = WIDTHS[dtype], config.tensor_parallel_size
     # vLLM's CPU build packs the output head; of a tied one it keeps the embedding as well.
@@ -386,6 +404,8 @@ def engine(
     host = WorkerMemory(worker, "host", (Part("process", process),))
     at_work = forward(size, width, GPU_BATCH_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
     fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
+    if graphs:
+        fixed.append(Part("graphs", graphs))
     sent = Part("transfer", transfer)
     if not gpu:
         return (WorkerMemory(worker, "gpu", (*fixed, sent)), host), None

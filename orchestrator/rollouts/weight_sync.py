@@ -308,4 +308,4 @@ def _verify(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) ->
             f"{engine.name} acknowledged version {ack.version} digest {ack.digest}; "
             f"sent was version {sent.version} digest {sent.digest}"
         )
-    engine.version = ack.version
+    engine.version, engine.resting = ack.version, False

@@ -5,6 +5,7 @@ Reads small files and headers and imports nothing heavy; the user's code is load
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -292,8 +293,9 @@ def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
         path = Path(source.path)
         if source.kind == "datasets" and not path.is_dir():
             yield f"data.{name}.path", f"no such folder: {path}"
-        if source.kind != "datasets" and not path.is_file():
-            yield f"data.{name}.path", f"no such file: {path}"
+        if source.kind != "datasets" and not path.is_file() and not glob.glob(source.path, recursive=True):
+            what = "no file matches" if glob.has_magic(source.path) else "no such file"
+            yield f"data.{name}.path", f"{what}: {path}"
 
 
 def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -> Iterator[Finding]:

@@ -41,6 +41,7 @@ from troupe.workers.contract.config import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    Sleep,
     TrainerConfig,
     TransferBackend,
 )
@@ -219,6 +220,14 @@ class RolloutSpec(RunSpec, frozen=True):
             return "shm"
         return "ipc" if self.roles.rollout.colocate_with == "policy" else "nccl"
 
+    @property
+    def resolved_sleep(self) -> Sleep:
+        """What engines release while the policy trains, null resolved."""
+        role = self.roles.rollout
+        if role.sleep is not None:
+            return role.sleep
+        return "kv_cache" if role.colocate_with == "policy" and self.device == "cuda" else "none"
+
     def rollout_config(self) -> RolloutConfig:
         """Configuration of each rollout worker."""
         return RolloutConfig(
@@ -230,6 +239,7 @@ class RolloutSpec(RunSpec, frozen=True):
             device=self.device,
             episode=self.episode_config(),
             turn_forms=section.corrects_sampler(self.algorithm) or not section.policy_loss(self.algorithm).has_ratio,
+            sleep=self.resolved_sleep,
         )
 
     def episode_config(self) -> EpisodeConfig | None:

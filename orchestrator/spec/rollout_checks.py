@@ -251,6 +251,17 @@ def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
         yield "weight_sync.backend", "nccl needs rollout and policy on separate GPUs; here use ipc (or auto)"
 
 
+def _sleep(spec: RolloutSpec) -> Iterator[Finding]:
+    rollout = spec.roles.rollout
+    if rollout.sleep in (None, "none"):
+        return
+    if spec.device == "cpu":
+        yield "roles.rollout.sleep", f"{rollout.sleep} needs a GPU: vLLM's CPU build releases no memory; remove it"
+    elif rollout.colocate_with != "policy":
+        why = "nobody takes the memory of an engine that rests on GPUs of its own"
+        yield "roles.rollout.sleep", f"{why}; remove it or set roles.rollout.colocate_with: policy"
+
+
 def _reward(spec: RolloutSpec) -> Iterator[Finding]:
     reward = spec.roles.reward
     if not reward.functions and reward.model is None:
@@ -422,6 +433,7 @@ _CHECKS = (
     _scaling,
     _devices,
     _weight_sync,
+    _sleep,
     _reward,
     _data,
     _texts,

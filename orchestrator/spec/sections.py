@@ -19,6 +19,7 @@ from troupe.workers.contract.config import (
     GreedyOrTemperature,
     ModelConfig,
     RewardConfig,
+    Sleep,
     StructuredConfig,
     TrainerConfig,
 )
@@ -95,6 +96,10 @@ class RolloutRole(EngineConfig, ScaledRole):
 
     autoscale: AutoscaleConfig | None = None
     """Add and remove engines by how long the trainer waits for samples; null: only `troupe scale` does."""
+    sleep: Sleep | None = None
+    """What an engine on the policy's GPU releases while the policy trains: `none`, its `kv_cache`, or also its
+    `weights`, which then come back with every new version. Meanwhile the optimizer has the memory; it is in host memory
+    while the engine samples. null: `kv_cache` where they share a GPU, else `none`."""
 
 
 class TrainerRole(TrainerConfig, RoleResources):
@@ -243,7 +248,8 @@ class _Located(Frozen):
     """Where the rows are, and how many of them are read."""
 
     path: str = Field(min_length=1)
-    """Where the data is; relative paths start at the current directory."""
+    """Where the data is; relative paths start at the current directory. A pattern such as `data/train-*.parquet` names
+    several files of one format."""
     limit: int = Field(default=0, ge=0)
     """Read only this many rows; 0: all."""
 

@@ -15,9 +15,11 @@ from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec.examples import PREFIX, example_text
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.starter.choices import GYM, Choices, check_algorithm, read_data
+from troupe.orchestrator.starter.choices import Choices, check_algorithm
+from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.commented import commented
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
+from troupe.orchestrator.starter.tables import GYM
 
 Ask = Callable[[str, str], str]
 """Asks a question with a default answer (empty: none) and returns the answer."""
@@ -52,11 +54,11 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     missing = [flag for flag, value in (("--model", flags.model), ("--data", flags.data)) if value is None]
     if missing and ask is None:
         raise UsageError(
-            f"{' and '.join(missing)}: required where there is no terminal to ask (--data: a JSON Lines "
-            f"file, or {GYM}chain_sum)"
+            f"{' and '.join(missing)}: required where there is no terminal to ask (--data: a file, a "
+            f"dataset on the hub, or {GYM}chain_sum)"
         )
     model = flags.model or _answer(ask, "Model folder (Hugging Face format)", "")
-    data = flags.data or _answer(ask, f"Data: a JSON Lines file, or {GYM}TASK", f"{GYM}chain_sum")
+    data = flags.data or _answer(ask, f"Data: a file, a dataset on the hub, or {GYM}TASK", f"{GYM}chain_sum")
     # What has a default is asked only where something is asked anyway.
     algorithm = flags.algorithm or _answer(ask if missing else None, "Algorithm (see `troupe algorithms`)", "grpo")
     check_algorithm(algorithm)
@@ -78,7 +80,8 @@ def text_of(choices: Choices, output: Path) -> str:
     """The spec for these choices. Raises UsageError, SpecError or DoesNotFit."""
     if choices.data.startswith(GYM):
         _check_task(choices.data.removeprefix(GYM))
-    document, _ = fitting_document(choices, read_data(choices))
+    data = read_data(choices)
+    document, _ = fitting_document(choices, data)
     described = f" --cluster {cluster(choices)}" if choices.gpus else ""
     machine = (
         f"{choices.gpus} {choices.gpu_type or 'GPU'}{'s' if choices.gpus > 1 else ''}"
@@ -91,6 +94,10 @@ def text_of(choices: Choices, output: Path) -> str:
         f"  troupe plan {output}{described}",
         f"  troupe run {output}",
     ]
+    if data.reward is not None and data.reward.note:
+        heading.append(f"Reward: {data.reward.note}.")
+    if data.without_evaluation:
+        heading.append(f"No evaluation: {data.without_evaluation} (data.eval).")
     if choices.gpus and not choices.gpu_type:
         heading.append("The type of GPU is not known (--gpu-type): the memory of the GPUs is not checked.")
     return commented(document, OfflineSpec if choices.offline else RolloutSpec, heading)

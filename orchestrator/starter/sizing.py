@@ -186,6 +186,7 @@ def _offline(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
         "algorithm": {"name": choices.algorithm},
         "schedule": {"steps": choices.steps, "examples_per_step": max(16, 8 * settings.policies)},
         "data": {**data.section, "max_length": longest(choices, data)},
+        **({"evaluation": {"every_steps": 20}} if "eval" in data.section else {}),
         "checkpoint": {"every_steps": 50, "keep": 2},
     }
 
@@ -210,9 +211,10 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
         roles["critic"] = _trainer(choices, settings, settings.critics)
     if settings.critics or row.loss.kl_coef > 0 or row.advantage.kl_coef > 0:
         roles["reference"] = {"colocate_with": "policy"}
+    reward = data.reward.function if data.reward is not None else ""
     scorers = max(1, min(8, choices.cpus // 4))
     reward_cpus = 1 if choices.gpus else max(0.1, int(20 * choices.cpus / scorers) / 100)
-    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [{"name": data.reward}]}
+    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [{"name": reward}]}
     ahead = int(bool(choices.gpus) and not settings.shared_gpus)
     algorithm = {"name": choices.algorithm} | ({"group_size": row.group_size} if row.group_size > 1 else {})
     updates = {"minibatches": 2} if row.kl_penalty is not None else {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 Push = Callable[[int], Awaitable[object]]
 """Loads the policy's weights into every engine as this version."""
+Turn = Callable[[], AbstractAsyncContextManager[None]]
+"""Gives the trainers the memory of GPUs that they share with engines. Engines that rested need weights afterwards."""
 RestartGroups = Callable[[Sequence[TrainerGroup[Any]]], Awaitable[None]]
 """Ends the processes of these groups, and starts the same ranks with their initial model."""
 
@@ -56,6 +59,7 @@ class TrainerRecovery:
         restart: RestartGroups,
         console: Console,
         done: int = 0,
+        turn: Turn | None = None,
     ) -> None:
         """Restarts nothing yet.
 
@@ -67,6 +71,7 @@ class TrainerRecovery:
             restart: Starts the trainers again.
             console: Shows the progress.
             done: Step of the checkpoint that the trainers have loaded, if any.
+            turn: Entered for updates and restarts; None: the trainers share no GPU with an engine.
         """
         self._spec = spec
         self._updates = updates
@@ -75,6 +80,8 @@ class TrainerRecovery:
         self._restart_groups = restart
         self._console = console
         self._saved = done
+        self._shares = turn is not None
+        self._turn: Turn = turn or nullcontext
         self._steps: list[_Trained] | None = []
         """Since the checkpoint; None: there were more than are kept."""
         self._restarting: asyncio.Task[None] | None = None
@@ -90,12 +97,16 @@ class TrainerRecovery:
 
     async def train(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         """All updates of a step on this batch (`Updates.run`)."""
-        done = await self.retry(lambda: self._updates.run(step, batch, state))
+        done = await self.retry(lambda: self._run(step, batch, state))
         if self._steps is not None:
             self._steps.append(_Trained(step, batch, state))
             if len(self._steps) > self._spec.failures.replay_steps:
                 self._steps = None
         return done
+
+    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+        async with self._turn():
+            return await self._updates.run(step, batch, state)
 
     async def commit(self, step: int, write: Callable[[], T]) -> T:
         """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then.
@@ -199,9 +210,13 @@ class TrainerRecovery:
             names = " and ".join(group.role for group in groups)
             logger.warning("%s is lost: %s; restarting %s from %s", lost.worker, lost, names, origin)
             try:
-                await self._restart_groups(groups)
-                await self._load(lost)
-                await self._repeat(steps)
+                async with self._turn():
+                    await self._restart_groups(groups)
+                    await self._load(lost)
+                    await self._repeat(steps)
+                version = self._saved + len(steps)
+                if self._push is not None and (version or self._shares):
+                    await self._push(version)
             except WorkerError as error:
                 again = await self._lost(error)
                 if again is None:
@@ -233,13 +248,10 @@ class TrainerRecovery:
         await load_checkpoint(found, self._updates.trainers, self._spec.schedule.train_timeout_s)
 
     async def _repeat(self, steps: Sequence[_Trained]) -> None:
-        """Trains on the batches since the checkpoint again; then the engines get the weights of these trainers."""
+        """Trains on the batches since the checkpoint again."""
         for number, trained in enumerate(steps):
             self._console.phase("repeat updates", number, len(steps))
             await self._updates.repeat(trained.step, trained.batch, trained.state)
-        version = self._saved + len(steps)
-        if self._push is not None and version:
-            await self._push(version)
 
 
 def _is_cancelled() -> bool:

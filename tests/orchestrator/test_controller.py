@@ -34,6 +34,7 @@ from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
@@ -94,7 +95,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
         if found:
             prompts.restore(found.state["source"]["prompts"])
-        pool = self.pool = fake_pool(self.engines)
+        pool = self.pool = self.engine_pool()
         policy = self.policy = policy_group(*self.policies)
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
         scorer = Scorer(rewards, [TokenScorer(policy, policy.compute_logprobs, 1.0)])
@@ -135,6 +136,10 @@ class RolloutRun(FakeRun[RolloutSpec]):
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
         self.controller = Controller(self.spec, components, store, sinks, console, self.stop, done)
         return self.controller
+
+    def engine_pool(self) -> EnginePool:
+        """The pool of the engines."""
+        return fake_pool(self.engines)
 
     def recorder(self, done: int) -> RunRecorder:
         """Records into the run folder, as a run does."""

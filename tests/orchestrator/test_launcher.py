@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,11 +14,27 @@ from tests.conftest import ROOT
 from tests.fakes import FakePolicy, fake_spec, fakes_of, policy_group, restart_fakes
 from tests.orchestrator.roles.test_worker_memory import spec_of
 from tests.orchestrator.training.test_recovery import RecoveringRun
+from troupe.orchestrator.capacity.placement import place, role_sizes
+from troupe.orchestrator.capacity.plan import described_nodes, plan
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised
 from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.training.checkpoint import load_checkpoint
+from troupe.workers.contract.units import GIB
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
 
 
 class _Launcher(WorkerLauncher):
@@ -107,3 +125,47 @@ def test_an_engine_starts_after_the_trainer_on_its_gpu(shared: bool) -> None:
     begins, ended = launcher.events.index("rollout begins"), launcher.events.index("policy has started")
     assert (begins > ended) is shared
     assert launcher.events.index("reward begins") < ended
+
+
+class _Spawning(SimpleNamespace):
+    """A cluster of H100s that keeps the configuration of every actor."""
+
+    def __init__(self, gpu: int) -> None:
+        super().__init__(configs=[])
+        self.gpu = gpu
+
+    def gpu_memory(self) -> int:
+        return self.gpu
+
+    def spawn(self, placement: Any, seat: Any, name: str, actor: Any) -> Any:
+        self.configs.append(actor.args[0])
+
+
+@pytest.mark.parametrize(("shared", "gpu"), [(True, 80), (True, 0), (False, 80)])
+def test_an_engine_on_a_shared_gpu_has_the_cache_of_the_plan_also_as_a_replacement(
+    shared: bool, gpu: int, tmp_path: Path
+) -> None:
+    """What it finds free while it starts says nothing: trainers hold or release memory meanwhile."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    changes = ["roles.policy.gpus=0.5", "schedule.max_staleness=0", "weight_sync.backend=auto"]
+    where = "colocate_with: policy, gpus: 0.5" if shared else "gpus: 1"
+    changes.append(f"roles.rollout={{workers: 8, {where}, gpu_memory_utilization: 0.5, max_model_len: 4096}}")
+    spec = spec_of(
+        ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml",
+        *changes,
+        "roles.policy.workers=8",
+        f"model.path={tmp_path}",
+    )
+    cluster = _Spawning(gpu * GIB)
+    launcher = WorkerLauncher(spec, cast(Cluster, cluster))
+    placements = place(role_sizes(spec))
+    launcher._seats._seats = {f"{seat.role}-{seat.index}": (one, seat) for one in placements for seat in one.seats}
+    for _ in range(2):
+        launcher._spawn("rollout-3")
+    first, replacement = (config.kv_cache_bytes for config in cluster.configs)
+    assert first == replacement
+    if not (shared and gpu):
+        assert first is None
+        return
+    caches = plan(spec, described_nodes("1x8xA100", 128), Sizes()).memory.caches
+    assert first == caches["rollout-3"].bytes > GIB

@@ -30,10 +30,12 @@ from tests.real.rollout_helpers import (
 )
 from troupe.workers.contract.messages import GroupRequest, WeightAck
 from troupe.workers.engine.errors import EngineClosed
+from troupe.workers.engine.rest import GONE, StaleWake
 from troupe.workers.rollout import RolloutWorker, _State
 from troupe.workers.weights import device_sender as sending
 from troupe.workers.weights.buckets import Shape
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
+from troupe.workers.weights.file import WeightDigestMismatch
 from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
@@ -79,8 +81,8 @@ class LoopLink:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers(tiny_model: Path) -> AsyncIterator[list[RolloutWorker]]:
-    """Two engines that receive over gloo."""
-    config = rollout_config(tiny_model).model_copy(update={"transfer_backend": "gloo"})
+    """Two engines that receive over gloo. They may rest: the CPU build takes part and releases nothing."""
+    config = rollout_config(tiny_model).model_copy(update={"transfer_backend": "gloo", "sleep": "weights"})
     started = [RolloutWorker(config, f"rollout-{number}") for number in range(2)]
     for worker in started:
         await worker.start()
@@ -188,10 +190,15 @@ def _stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending.GroupSender, "_broadcast", nothing)
 
 
-@pytest.mark.parametrize("phase", ["started", "middle", "corrupted", "stalled", "incomplete"])
+@pytest.mark.parametrize(
+    ("phase", "rests"),
+    [("started", True), ("middle", True), ("corrupted", True), ("stalled", False), ("incomplete", False)],
+)
 async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_the_next_transfer(
-    workers: list[RolloutWorker], model: PreTrainedModel, phase: str, monkeypatch: pytest.MonkeyPatch
+    workers: list[RolloutWorker], model: PreTrainedModel, phase: str, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if rests:
+        await asyncio.gather(*(worker.rest() for worker in workers))
     described, tensors = shapes(model), named_weights(model)
     if phase == "incomplete":
         described = [shape for shape in described if "layers.1.mlp.down_proj" not in shape[0]]
@@ -227,6 +234,51 @@ async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_
     version = await send(again, named_weights(model))
     again.close()
     await assert_serves(workers, model, version)
+
+
+async def test_resting_engines_are_healthy_and_wake_with_what_was_sent(
+    workers: list[RolloutWorker], model: PreTrainedModel
+) -> None:
+    """Requests under way rest with the engine, and those that arrive wait."""
+    sender = await connect(workers, shapes(model))
+    before = await send(sender, named_weights(model))
+    with sampling_config(workers[0], max_tokens=256):
+        running = asyncio.create_task(rows(workers[0]))
+        await asyncio.sleep(0.3)
+        await asyncio.gather(*(worker.rest() for worker in workers))
+        arriving = asyncio.create_task(rows(workers[1]))
+        assert [(await worker.health()).version for worker in workers] == [GONE, GONE]
+        for worker in workers:
+            with pytest.raises(StaleWake):
+                await worker.wake()
+        done, _ = await asyncio.wait({running, arriving}, timeout=0.5)
+        assert not done
+        perturb(model, "mlp")
+        after = await send(sender, named_weights(model))
+        sender.close()
+        assert versions_of(await arriving) == {after}
+        assert versions_of(await running) == {before, after}
+    await assert_serves(workers, model, after)
+
+
+async def test_an_engine_that_vllm_woke_over_discarded_weights_does_not_serve_them(
+    workers: list[RolloutWorker], model: PreTrainedModel
+) -> None:
+    """vLLM resumes by itself, over whatever is in memory."""
+    sender = await connect(workers[:1], shapes(model))
+    version = await send(sender, named_weights(model))
+    engine = workers[0]._engine
+    assert engine is not None
+    (held,) = await engine.collective_rpc("troupe_loaded_weights")
+    await workers[0].rest()
+    assert await engine.wake_up() is True
+    with pytest.raises(WeightDigestMismatch, match="rollout-0: weights have digest"):
+        await workers[0].transfer_finish(version, held["digest"])
+    with pytest.raises(EngineClosed):
+        await rows(workers[0])
+    version = await send(sender, named_weights(model))
+    sender.close()
+    await assert_serves(workers[:1], model, version)
 
 
 async def test_requests_under_way_continue_on_the_new_weights(

@@ -17,6 +17,8 @@ spins and takes CPU time from the workers that share its cores."""
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
 TransferBackend = Literal["shm", "ipc", "nccl", "gloo"]
+Sleep = Literal["none", "kv_cache", "weights"]
+"""What an engine releases while the trainer on its GPU updates: nothing, its KV cache, or also its weights."""
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
 GPU_BATCH_TOKENS = 8192
@@ -496,6 +498,10 @@ class RolloutConfig(Frozen):
     """Bounds of an episode in an environment; None: a sample is one response to its prompt."""
     turn_forms: bool = False
     """Whether a turn of an episode can have a form: the loss then accounts for the tokens that it permits."""
+    sleep: Sleep = "none"
+    """What the engine releases while it rests."""
+    kv_cache_bytes: int | None = None
+    """KV cache of each GPU, where others share it; None: what vLLM finds free (`gpu_memory_utilization`)."""
 
 
 class PolicyConfig(Frozen):

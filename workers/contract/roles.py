@@ -165,6 +165,14 @@ class RolloutEngine(Replica, Protocol):
         """Forgets the states of earlier prompts."""
         ...
 
+    def rest(self) -> Reply[None]:
+        """Releases the memory that the trainer on the engine's GPU needs, until new weights are loaded."""
+        ...
+
+    def wake(self) -> Reply[None]:
+        """Takes that memory back without new weights, where the engine has kept its own."""
+        ...
+
     def transfer_init(self, init_info: dict[str, Any]) -> Reply[None]:
         """Joins a transfer group (device back-ends)."""
         ...
@@ -228,6 +236,10 @@ class Trainer(Worker, Protocol):
     def packs(self) -> Reply[bool]:
         """Whether all models of the rank take the rows of a micro-batch concatenated, without padding. Not
         collective."""
+        ...
+
+    def offload_states(self) -> Reply[int]:
+        """Moves what only an update needs to host memory, until the next update; returns the bytes. Not collective."""
         ...
 
     def save(self, directory: str) -> Reply[None]:

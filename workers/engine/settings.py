@@ -132,6 +132,9 @@ def _device_args(config: RolloutConfig) -> dict[str, Any]:
             # node and in one bundle.
             "distributed_executor_backend": "mp" if engine.tensor_parallel_size > 1 else "uni",
             "max_num_batched_tokens": GPU_BATCH_TOKENS,
+            "enable_sleep_mode": config.sleep != "none",
+            # On a shared GPU what is free while the engine starts says nothing. With a given size vLLM does not look.
+            "kv_cache_memory_bytes": config.kv_cache_bytes,
         }
     args: dict[str, Any] = {
         "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),

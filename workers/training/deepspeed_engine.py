@@ -26,6 +26,7 @@ from troupe.workers.models.modeling import ModelModule
 from troupe.workers.training import masters
 from troupe.workers.training.checkpoint import ReshardingLoader, reshard_average
 from troupe.workers.training.group import import_deepspeed
+from troupe.workers.training.host_states import HostStates, gradient_buffers, optimizer_states
 from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
 from troupe.workers.training.resharding import opened, rank_file, rank_files
 from troupe.workers.training.shards import restrict_loading
@@ -130,6 +131,7 @@ class TrainEngine:
         # Each rank averages what it holds: its partitions under ZeRO-3, otherwise the whole parameters.
         self._average = [held.float().clone() for held in self._held()] if config.ema_decay else []
         self.device: torch.device = self._engine.device
+        self._states = HostStates(self.device)
 
     @property
     def rank(self) -> int:
@@ -156,6 +158,7 @@ class TrainEngine:
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch; pass an empty one if there are no rows")
+        self._states.move_back()
         rate = learning_rate(self._config, self._updates, self._total_updates)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
@@ -192,8 +195,24 @@ class TrainEngine:
         self._engine.step()
         return norm, True
 
+    def offload_states(self) -> int:
+        """Move what only an update needs to host memory; returns the bytes that are free on the device then.
+
+        The next update moves it back, and so does whatever else computes with it. It can be saved where it is.
+        """
+        if self._states.moved:
+            return 0
+        if self.gathers:
+            self._engine.empty_partition_cache()
+        kept = (*optimizer_states(self._engine, self._stage), *self._average)
+        released = self._states.move_out(kept, gradient_buffers(self._engine, self._stage))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return released
+
     def hold_step(self) -> HeldStep:
         """The weights before a step, so that it can be shortened afterwards. Needs as much memory as the weights."""
+        self._states.move_back()
         return HeldStep(self._engine, self._stage)
 
     def digest(self) -> str:
@@ -202,11 +221,13 @@ class TrainEngine:
 
     def weight_digests(self) -> dict[str, str]:
         """Digest of each whole parameter, in the optimizer's precision; only on rank 0. Collective."""
+        self._states.move_back()
         weights = masters.whole(self._model)
         return {name: masters.digest((weight,)) for name, weight in weights if self.rank == 0}
 
     def write_weights(self, path: str) -> None:
         """Rank 0 writes every whole parameter, in the optimizer's precision, to an Arrow file. Collective."""
+        self._states.move_back()
         weights = masters.whole(self._model)
         if self.rank == 0:
             masters.write(weights, Path(path))
@@ -276,6 +297,7 @@ class TrainEngine:
             ValueError: a file cannot be read or has other contents. When resharding, both are raised before anything
                 is changed.
         """
+        self._states.move_back()
         files = rank_files(directory)
         resized = len(files) != dist.get_world_size()
         # All ranks start from one seed, so an additional rank can take the random state of any other rank.

@@ -69,6 +69,13 @@ class TrainingRank:
         """Whether all models of the rank take the rows of a micro-batch concatenated, without padding."""
         return self._packs
 
+    def offload_states(self) -> int:
+        """Move what only an update needs to host memory; returns the bytes that are free on the GPU then.
+
+        The next update moves it back.
+        """
+        return self.engine.offload_states()
+
     def save(self, directory: str) -> None:
         """Write this rank's part of a resumable checkpoint."""
         self.engine.save(directory)

@@ -6,6 +6,7 @@ segments.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,15 @@ PlainHandle = list[Any]
 """Offset and length of the buffer in its storage, then the numbers and bytes of `reduce_tensor` behind its types."""
 _DEVICE = 6
 """Place of the device's number among the arguments of `rebuild_cuda_tensor`."""
+
+
+def check_allocator(environment: Mapping[str, str]) -> None:
+    """Verify that torch allocates memory that another process can open. Raises ValueError."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        settings = environment.get(name, "").lower().replace(" ", "").split(",")
+        if {"expandable_segments:true", "expandable_segments:1"}.intersection(settings):
+            why = "another process cannot open such memory, and weight_sync.backend is ipc"
+            raise ValueError(f"the environment variable {name} sets expandable_segments: {why}; unset it")
 
 
 def gpu_id(device: torch.device) -> str:

@@ -263,6 +263,11 @@ class EngineExtension:
         """Allow a new update although the caller of the last one disappeared before its end."""
         self._weight_update_active = False
 
+    def troupe_forget_weights(self) -> None:
+        """Report no weights, because they are about to be discarded."""
+        if isinstance(self.weight_transfer_engine, LoadingEngine):
+            self.weight_transfer_engine.loaded = LoadedWeights(version=None, digest="", mismatch="")
+
     def troupe_loaded_weights(self) -> LoadedWeights:
         """Weights that this process holds."""
         if not isinstance(self.weight_transfer_engine, LoadingEngine):

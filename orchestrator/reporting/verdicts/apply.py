@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.verdicts import data, learning, pace, responses, updates
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict
 from troupe.orchestrator.spec.errors import Source, SpecError
-from troupe.orchestrator.spec.load import parse_spec
+from troupe.orchestrator.spec.load import RunSpec, parse_spec
 from troupe.orchestrator.spec.yaml_reader import Document
 
 logger = logging.getLogger(__name__)
@@ -37,11 +39,13 @@ _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
 def apply_rules(history: History) -> list[Verdict]:
     """The verdicts of every rule: problems first, then by the step at which they began.
 
-    A remedy whose lines the run's spec cannot take (an option that its algorithm does not have) is left out.
+    A remedy whose lines the run's spec cannot take (an option that its algorithm does not have), or for whose workers
+    the cluster has no room, is left out.
     """
-    usable = bool(history.spec) and _loads(history.spec)
+    usable = bool(history.spec) and _loads(history.spec) is not None
+    capacity = history.capacity
     found = [
-        replace(verdict, remedies=tuple(one for one in verdict.remedies if not usable or fits(one, history.spec)))
+        replace(verdict, remedies=tuple(r for r in verdict.remedies if not usable or fits(r, history.spec, capacity)))
         for rule in RULES
         for verdict in _verdicts(rule, history)
     ]
@@ -56,9 +60,26 @@ def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
         logger.exception("the rule %s is left out: it failed on this run", rule.__name__)
 
 
-def fits(remedy: Remedy, spec: Mapping[str, Any]) -> bool:
-    """Whether the spec is still valid with the lines of a remedy."""
-    return not remedy.spec or _loads(with_lines(spec, remedy.spec))
+def fits(remedy: Remedy, spec: Mapping[str, Any], capacity: Mapping[str, float] | None = None) -> bool:
+    """Whether the spec is still valid with the lines of a remedy, and what they add fits into the cluster.
+
+    Args:
+        remedy: The change.
+        spec: A valid spec.
+        capacity: `CPU` and `GPU` of the cluster; None or without one of them: not known.
+    """
+    if not remedy.spec:
+        return True
+    changed = _loads(with_lines(spec, remedy.spec))
+    if changed is None or not capacity:
+        return changed is not None
+    before, after = _request(_loads(spec)), _request(changed)
+    return all(after[kind] <= max(before[kind], capacity.get(kind, math.inf)) for kind in after)
+
+
+def _request(spec: RunSpec | None) -> dict[str, float]:
+    """CPUs and GPUs that a run reserves."""
+    return {} if spec is None else demand(place(role_sizes(spec)))
 
 
 def with_lines(spec: Mapping[str, Any], lines: str) -> dict[str, Any]:
@@ -73,9 +94,9 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return below
 
 
-def _loads(spec: Mapping[str, Any]) -> bool:
+def _loads(spec: Mapping[str, Any]) -> RunSpec | None:
+    """The spec; None where it is not valid."""
     try:
-        parse_spec(Document(dict(spec), Source("spec.yaml")))
+        return parse_spec(Document(dict(spec), Source("spec.yaml")))
     except (SpecError, TroupeError):
-        return False
-    return True
+        return None

@@ -210,6 +210,12 @@ class History:
         return max((series.steps[-1] for series in self.metrics.values()), default=0)
 
     @property
+    def capacity(self) -> Mapping[str, float]:
+        """`CPU` and `GPU` of the cluster when the run started last; empty where they are not recorded."""
+        started = [event.get("capacity") for event in self.events if event.get("event") == "run_started"]
+        return started[-1] if started and isinstance(started[-1], Mapping) else {}
+
+    @property
     def samples_per_step(self) -> int:
         """Samples of a step's batch; 0 where the spec does not say."""
         return int(self.get("schedule.prompts_per_step", 0)) * int(self.get("algorithm.group_size", 1) or 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -36,6 +37,12 @@ class Remedy:
     spec: str = ""
     """Lines of the spec; empty: the change is not in the spec."""
 
+    @property
+    def line(self) -> str:
+        """The change in one line, with the fields to set as options of a command."""
+        options = [f"--set {path}={value}" for path, value in _fields(yaml.safe_load(self.spec) or {})]
+        return " ".join([self.text, *options])
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -60,6 +67,12 @@ class Verdict:
         """Whether the run is not healthy."""
         return self.level is not Level.NOTE
 
+    def lines(self) -> list[str]:
+        """What a terminal shows: the finding, and each change to try."""
+        span = f"since step {self.since}" if self.until is None else f"steps {self.since} to {self.until}"
+        found = f"{self.level}: {self.title} ({span}): {self.summary}"
+        return [found, *(f"  try: {remedy.line}" for remedy in self.remedies)]
+
 
 def field(path: str, value: object) -> str:
     """Lines of a spec that set one field: `roles.policy.learning_rate` becomes three nested lines."""
@@ -75,6 +88,22 @@ def flow(path: str, items: Sequence[Mapping[str, Any]]) -> str:
     indent = " " * (2 * path.count(".") + 2)
     texts = [yaml.safe_dump(row, default_flow_style=True, sort_keys=False, width=10_000).strip() for row in rows]
     return "\n".join([head, *(f"{indent}- {text}" for text in texts)])
+
+
+def _fields(node: Mapping[str, Any], below: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path and value of every field."""
+    for name, value in node.items():
+        path = f"{below}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _fields(value, f"{path}.")
+        else:
+            yield path, _option(value)
+
+
+def _option(value: object) -> str:
+    """A value as a shell passes it on: quoted where it holds more than a word."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    return shlex.quote(text)
 
 
 def _shown(value: object) -> str:

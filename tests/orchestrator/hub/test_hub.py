@@ -20,7 +20,7 @@ from troupe.orchestrator.live.diff import compare
 from troupe.orchestrator.spec.hub import with_pins
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.paths import absolute_paths, path_fields
-from troupe.orchestrator.spec.sections import HubFiles
+from troupe.orchestrator.spec.sections import HubFiles, HubSource
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
@@ -96,6 +96,23 @@ def test_validate_looks_a_model_up_and_downloads_no_weights(hub: Hub) -> None:
     files = {request.path.rpartition("/")[2] for request in hub.server.requests if "/resolve/" in request.path}
     assert files == {"config.json"}
     assert {request.token for request in hub.server.requests if "acme" in request.path} == {TOKEN}
+
+
+def test_a_first_spec_is_written_for_a_dataset_with_its_held_out_split(
+    hub: Hub, tiny_model: Path, tmp_path: Path
+) -> None:
+    rows = b'{"question": "Two and two?", "answer": "2 + 2 = 4. #### 4"}\n' * 3
+    files = {f"{subset}/{split}.jsonl": rows for subset in ("main", "socratic") for split in ("train", "test")}
+    hub.server.add("acme/sums", files, kind="datasets", token=TOKEN)
+    init = ("-m", "troupe", "init", "--model", str(tiny_model), "-o", str(tmp_path / "run.yaml"), "--data")
+    several = hub.run(*init, "acme/sums")
+    assert several.returncode == 2 and "write --data acme/sums:SUBSET" in several.stderr
+    done = hub.run(*init, "acme/sums:main")
+    assert done.returncode == 0, done.stderr
+    spec = load_rollout_spec(tmp_path / "run.yaml")
+    assert isinstance(spec.data.train, HubSource) and isinstance(spec.data.eval, HubSource)
+    assert (spec.data.train.split, spec.data.eval.split, spec.data.eval.subset) == ("train", "test", "main")
+    assert [function.name for function in spec.roles.reward.functions] == ["last_number"]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,17 @@ def test_a_step_says_how_long_the_run_still_takes_and_the_end_what_bounded_it() 
     assert "step 10/40  reward 1.000  generate s 18.0  update s 9.0  15 min left" in text
     assert "learning    reward 0.2 to 0.9: rises\n" in text
     assert "60% waiting for samples, 30% training\n" in text
-    assert "bottleneck  engines: increase roles.rollout.workers" in text
+    assert "bottleneck  engines\n" in text
+
+
+def test_a_step_without_an_update_says_so() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("name", 40)
+    console.step(1, {"reward/mean": 0.0, "updates": 0.0})
+    console.step(2, {"reward/mean": 0.5, "updates": 1.0})
+    console.close()
+    assert "step 1/40  reward 0.000  no update: no group has a signal\nstep 2/40  reward 0.500\n" in stream.getvalue()
 
 
 def test_a_run_that_prints_steps_prints_no_progress_between_them() -> None:

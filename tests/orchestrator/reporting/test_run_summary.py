@@ -65,7 +65,7 @@ def test_the_bound_is_what_most_of_a_step_goes_to() -> None:
         "seconds/update": 6.0,
     }
     assert glance(step).bound() == "20% waiting for samples, 70% training"
-    assert glance(step).advice() == "trainer: increase roles.policy.workers"
+    assert glance(step).bottleneck() == "trainer"
     offline = glance({"seconds/step": 10.0, "seconds/update": 9.0})
-    assert (offline.bound(), offline.advice()) == ("90% training", "")
+    assert (offline.bound(), offline.bottleneck()) == ("90% training", "")
     assert glance({}).bound() == ""

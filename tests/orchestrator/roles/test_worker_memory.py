@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from tests.conftest import ROOT
+from troupe.orchestrator.capacity.fit import gib
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
-from troupe.orchestrator.commands.plan_table import notes, unknown_sizes
+from troupe.orchestrator.commands.plan_table import notes, render_turns, unknown_sizes
 from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.roles.worker_memory import (
@@ -38,7 +41,7 @@ from troupe.orchestrator.roles.worker_memory import (
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
-from troupe.workers.contract.units import GIB
+from troupe.workers.contract.units import GIB, MIB
 
 SMALL = ModelSize(
     backbone=1000,
@@ -357,10 +360,67 @@ def test_host_memory_is_added_up_by_node() -> None:
 
 
 def test_colocated_workers_share_their_gpu() -> None:
-    changes = ("roles.rollout={colocate_with: policy, workers: 8, gpus: 0.5, max_model_len: 4096}",)
-    more = ("roles.policy.workers=8", "roles.policy.gpus=0.5", "weight_sync.backend=ipc", "schedule.max_staleness=0")
-    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *changes, *more)
+    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated("none"))
     assert seating.misfit.startswith("policy-0 and rollout-0 need ")
+    assert {"roles.rollout.sleep": "kv_cache"} in [remedy.changes for remedy in seating.remedies]
+    assert seating.memory.shared == ()
+
+
+def colocated(sleep: str, share: float = 0.85) -> tuple[str, ...]:
+    """Changes after which each policy rank has an engine on its GPU."""
+    engine = f"workers: 8, gpus: 0.5, max_model_len: 4096, sleep: {sleep}, gpu_memory_utilization: {share}"
+    return (
+        f"roles.rollout={{colocate_with: policy, {engine}}}",
+        "roles.policy.workers=8",
+        "roles.policy.gpus=0.5",
+        "weight_sync.backend=ipc",
+        "schedule.max_staleness=0",
+    )
+
+
+@pytest.mark.parametrize("sleep", ["kv_cache", "weights"])
+def test_workers_that_take_turns_need_the_fullest_turn_and_not_the_sum(sleep: str) -> None:
+    """By hand: a 7B model under ZeRO-3 on eight GPUs of 79.6 GiB, engines with 0.7 of each."""
+    share = 0.7
+    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated(sleep, share))
+    assert seating.misfit == ""
+    (use, *others) = seating.memory.shared
+    assert use.workers == ("policy-0", "rollout-0") and {other.turns["update"] for other in others} == {
+        use.turns["update"]
+    }
+    numbers, gpu = SEVEN_B.parameters, int(79.6 * GIB)
+    kept = 2 * numbers // 8 + 2 * 500_000_000 + 800 * MIB  # weights, DeepSpeed's bucket, CUDA
+    bucket = 2 * SEVEN_B.largest
+    sampling = int(share * gpu) + kept
+    assert use.turns["sampling"] == pytest.approx(sampling, rel=1e-6)
+    policy = next(m for m in seating.memory.workers if (m.worker, m.where) == ("policy-0", "gpu"))
+    parts = {part.name: part.bytes for part in policy.parts}
+    assert parts["optimizer"] == pytest.approx(12 * numbers / 8, rel=1e-6)
+    states = parts["optimizer"] + 4 * numbers // 8 + parts["kept"]
+    passes = parts["gathered"] + parts["activations"] + parts["logits"]
+    forward = next(
+        p.bytes for m in seating.memory.workers if m.worker == "rollout-0" for p in m.parts if p.phase == "pass"
+    )
+    rests = 800 * MIB + GIB + (2 * numbers + forward if sleep == "kv_cache" else 0)  # CUDA, graphs
+    assert use.turns["update"] == pytest.approx(kept + states + max(passes, parts["step"]) + rests, rel=1e-6)
+    sent = 2 * bucket + 2 * numbers + 800 * MIB + GIB + (forward if sleep == "kv_cache" else 0)
+    assert use.turns["transfer"] == pytest.approx(kept + sent, rel=1e-6)
+    assert use.most == max(use.turns.values()) < use.alone
+    host = next(m for m in seating.memory.workers if (m.worker, m.where) == ("policy-0", "host"))
+    assert {part.name: part.bytes for part in host.parts}["moved"] == parts["optimizer"]
+    table = render_turns(seating.memory)
+    assert [str(column.header) for column in table.columns][1:4] == ["sampling", "update", "transfer"]
+    assert table.row_count == 1, "the eight GPUs are alike"
+    narrow = Console(file=io.StringIO(), width=44)
+    narrow.print(render_turns(seating.memory, narrow.width))
+    assert isinstance(narrow.file, io.StringIO)
+    assert all(gib(needs) in narrow.file.getvalue() for needs in (*use.turns.values(), use.alone)), "no number is cut"
+    assert as_json("x", seating)["shared_gpus"][0]["most"] == use.most
+
+
+def test_a_gpu_that_is_too_small_for_one_turn_says_which() -> None:
+    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated("weights", 0.98))
+    assert "in the turn of sampling" in seating.misfit
 
 
 def test_unknown_sizes_leave_the_placement() -> None:

@@ -629,6 +629,11 @@ CPU_CASES = [
         ("  reward:", "  reference:\n    colocate_with: policy\n    node_labels: {zone: a}\n  reward:"),
     ),
     case(
+        "sleep_on_cpu",
+        "9: roles.rollout.sleep: kv_cache needs a GPU: vLLM's CPU build releases no memory; remove it",
+        ("    cpus: 1", "    cpus: 1\n    sleep: kv_cache"),
+    ),
+    case(
         "colocated_cpu",
         ("9: roles.rollout.colocate_with: rollout and policy can share GPUs only; set gpus on both or remove it"),
         ("    cpus: 1", "    cpus: 1\n    colocate_with: policy"),
@@ -867,6 +872,14 @@ GPU_CASES = [
         "ipc_apart",
         ("23: weight_sync.backend: ipc needs rollout on the policy's GPUs (roles.rollout.colocate_with: policy)"),
         ("  backend: auto", "  backend: ipc"),
+    ),
+    case(
+        "sleep_alone",
+        (
+            "8: roles.rollout.sleep: nobody takes the memory of an engine that rests on GPUs of its own; "
+            "remove it or set roles.rollout.colocate_with: policy"
+        ),
+        ("    gpus: 1\n  policy:", "    gpus: 1\n    sleep: weights\n  policy:"),
     ),
     case(
         "nccl_shared",

@@ -138,6 +138,30 @@ def test_the_transfer_backend_follows_from_the_devices(tmp_path: Path, overrides
     assert spec.device == ("cuda" if overrides else "cpu")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sleep"),
+    [
+        ([], "none"),
+        (["roles.rollout.gpus=1", "roles.policy.gpus=1", "roles.critic.gpus=1"], "none"),
+        (
+            ["roles.rollout={gpus: 0.5, colocate_with: policy}", "roles.policy.gpus=0.5", "roles.critic.gpus=1"],
+            "kv_cache",
+        ),
+        (
+            [
+                "roles.rollout={gpus: 0.5, colocate_with: policy, sleep: weights}",
+                "roles.policy.gpus=0.5",
+                "roles.critic.gpus=1",
+            ],
+            "weights",
+        ),
+    ],
+)
+def test_engines_on_the_policys_gpus_rest_by_default(tmp_path: Path, overrides: list[str], sleep: str) -> None:
+    spec = load(tmp_path, PPO, *overrides)
+    assert spec.resolved_sleep == spec.rollout_config().sleep == sleep
+
+
 def test_a_spec_is_frozen_and_checked_when_parsed(tmp_path: Path) -> None:
     spec = load(tmp_path, GRPO)
     with pytest.raises(ValidationError):

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from troupe.orchestrator.cli import app
+from troupe.orchestrator.commands.results import next_steps, write_run_report
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -19,8 +20,6 @@ from troupe.orchestrator.starter.demo import (
     demo_spec,
     list_examples,
     named_models,
-    next_steps,
-    write_demo_report,
 )
 
 
@@ -94,19 +93,21 @@ def test_the_end_names_the_results_and_commands_that_work(models: Path) -> None:
     text = next_steps(Path("examples:tiny-dpo"), runs)
     assert text.startswith("results are in runs/tiny-dpo; next:\n")
     assert "troupe export runs/tiny-dpo trained/" in text and "troupe init --from tiny-dpo " in text
-    assert "troupe eval examples:tiny-dpo --model trained/" in text
+    assert "troupe eval runs/tiny-dpo/spec.yaml --model trained/" in text
     chain = next_steps(Path("examples:tiny-three-stage"), plan_runs(read_document("examples:tiny-three-stage")))
     assert "results are in runs/tiny-three-stage;" in chain and "export runs/tiny-three-stage/ppo" in chain
     plain = next_steps(Path("examples:tiny-grpo"), plan_runs(read_document("examples:tiny-grpo")))
     assert "troupe eval" not in chain + plain, "nothing is held out"
+    own = next_steps(Path("run.yaml"), plan_runs(read_document("examples:tiny-grpo")))
+    assert "troupe samples runs/tiny-grpo " in own and "troupe init" not in own
 
 
 def test_the_last_line_names_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runs = plan_runs(read_document("examples:tiny-grpo"), tmp_path / "run")
-    assert write_demo_report(runs) is None and "the report was not written" in caplog.text, "nothing has run"
+    assert write_run_report(runs) is None and "the report was not written" in caplog.text, "nothing has run"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 0.5}\n')
-    report = write_demo_report(runs)
+    report = write_run_report(runs)
     assert report is not None and report == tmp_path / "run" / "report.html" and report.is_file()
     last = next_steps(Path("examples:tiny-grpo"), runs, report).splitlines()[-1]
     assert str(report) in last and last.startswith("report:")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -14,11 +17,13 @@ from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.capacity.stages import plan_stages
+from troupe.orchestrator.data.summary import read_pools
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-from troupe.orchestrator.starter.choices import Choices, check_algorithm, read_data
+from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm
+from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.command import InitFlags, complete, text_of, write
 from troupe.orchestrator.starter.sizing import fitting_document, nodes
 
@@ -134,7 +139,82 @@ def test_columns_are_found_under_their_usual_names(tiny_model: Path, tmp_path: P
     }
     assert document["roles"]["reward"]["functions"] == [{"name": "last_number"}]
     file.write_text('{"prompt": "Capital of France?", "answer": "Paris"}\n')
-    assert read_data(choices).reward == "exact_match"
+    assert read_data(choices).reward == Earned("exact_match", 1, 1)
+
+
+GSM8K = {"question": "Two and two?", "answer": "Two and two are 2 + 2 = 4.\n#### 4"}
+MATH = {"problem": "Half?", "level": "Level 1", "solution": r"It is $\boxed{\frac{1}{2}}$."}
+VERL = {
+    "data_source": "gsm8k",
+    "prompt": [{"role": "user", "content": "Two and two?"}],
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 0, "answer": "2 + 2 = 4"},
+}
+OPENRLHF = {"input": "Capital of France?", "label": "Paris"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]}
+TRL_CHAT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
+TRL_PAIR = {name: [TRL_CHAT["messages"][0], {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+
+
+@pytest.mark.parametrize(
+    ("row", "algorithm", "columns", "reward"),
+    [
+        (GSM8K, "grpo", {"prompt": "question"}, "last_number"),
+        (MATH, "grpo", {"prompt": "problem", "answer": "solution"}, "numeric"),
+        (VERL, "grpo", {"answer": "reward_model.ground_truth"}, "last_number"),
+        (OPENRLHF, "grpo", {"prompt": "input", "answer": "label"}, "exact_match"),
+        (SHAREGPT, "sft", {"messages": "conversations"}, None),
+        (TRL_CHAT, "sft", {"messages": "messages"}, None),
+        (TRL_PAIR, "dpo", {"prompt": None}, None),
+    ],
+)
+def test_rows_of_other_libraries_are_read_as_they_are(
+    row: dict[str, Any], algorithm: str, columns: dict[str, Any], reward: str | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The spec is written, its data are loaded by the run's own readers, and their answers earn the reward."""
+    pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "train.parquet")
+    choices = chosen(tiny_model, algorithm=algorithm, data=str(tmp_path / "train.parquet"))
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    section = document["data"]["train"]
+    assert {name: value for name, value in section.items() if name not in {"kind", "path"}} == columns
+    spec = plan_runs(read_document(tmp_path / "run.yaml"))[0].spec
+    assert read_pools(spec)["train"].rows == 4
+    if reward is not None:
+        assert document["roles"]["reward"]["functions"] == [{"name": reward}]
+        assert f"# Reward: {reward}: 4 of 4 answers of the data earn 1." in (tmp_path / "run.yaml").read_text()
+
+
+def test_what_is_held_out_is_found_beside_the_data_or_the_spec_says_why_not(tiny_model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(8)]
+    for name in ("train-0.csv", "train-1.csv", "test-0.csv", "test-1.csv", "other.csv"):
+        with (tmp_path / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["prompt", "answer"])
+            writer.writeheader()
+            writer.writerows(rows if name.startswith("train") else [{"prompt": "9 + 9?", "answer": "18"}])
+    choices = chosen(tiny_model, data=str(tmp_path / "train-*.csv"))
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["data"]["eval"] == {"kind": "csv", "path": str(tmp_path / "test-*.csv")}
+    assert document["evaluation"]["every_steps"]
+    pools = read_pools(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec)
+    assert {name: pool.rows for name, pool in pools.items()} == {"train": 16, "eval": 2}
+    other = text_of(chosen(tiny_model, data=str(tmp_path / "other.csv")), tmp_path / "run.yaml")
+    assert "# No evaluation: no file beside other.csv is called as it is with `test` (data.eval)." in other
+
+
+def test_a_folder_of_datasets_and_its_splits_are_found(tiny_model: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([GSM8K] * 3)
+    datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(tmp_path / "gsm"))
+    choices = chosen(tiny_model, data=str(tmp_path / "gsm"))
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    source = {"kind": "datasets", "path": str(tmp_path / "gsm"), "prompt": "question"}
+    assert document["data"] == {"train": source | {"split": "train"}, "eval": source | {"split": "validation"}}
+
+
+def test_a_column_without_answers_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "answer": ""}\n{"prompt": "?", "answer": null}\n')
+    with pytest.raises(UsageError, match="--data: the column with the answer is empty"):
+        read_data(chosen(tiny_model, data=str(tmp_path / "rows.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +222,8 @@ def test_columns_are_found_under_their_usual_names(tiny_model: Path, tmp_path: P
     [
         ('{"text": "a"}\n', "has no column prompt (it has: text)"),
         ('{"prompt": "a"}\n', "has no column with the answer (it has: prompt)"),
-        ('{"prompt": "a"}\n{"prompt\n', "line 2 is not a JSON object"),
-        ("\n", "has no JSON object"),
+        ('{"prompt": "a"}\n{"prompt\n', "rows.jsonl:2: not JSON"),
+        ("\n", "has no rows"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(text: str, error: str, tmp_path: Path) -> None:

@@ -167,6 +167,13 @@ def test_no_engine_that_serves() -> None:
     assert "none serves, rollout-0 is starting, 4 group(s) wait" in found.summary
 
 
+def test_an_engine_that_rests_while_the_policy_trains_is_healthy() -> None:
+    """Groups wait for an update then, not for an engine."""
+    queues = Queues((EngineQueue("rollout-0", "resting", 0),), (), waiting=4)
+    found = diagnose(replace(facts(), queues=queues))
+    assert found.cause != "no_engine" and "policy-1 (update, 84 s of 600 s)" in found.summary
+
+
 def test_an_engine_that_starts_at_the_beginning_is_no_finding() -> None:
     start = replace(RUN, steps=0, phase="start workers", step_s=3.0, usual_step_s=0.0)
     queues = Queues((EngineQueue("rollout-0", "serving", 0),), (), 0)

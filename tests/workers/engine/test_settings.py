@@ -67,6 +67,9 @@ def test_an_engine_on_gpus_does_not_start_its_processes_with_ray(
     )
     args = engine_args(config)
     assert args.max_num_batched_tokens == GPU_BATCH_TOKENS
+    assert (args.enable_sleep_mode, args.kv_cache_memory_bytes) == (False, None)
+    resting = engine_args(config.model_copy(update={"sleep": "kv_cache", "kv_cache_bytes": 5 << 30}))
+    assert (resting.enable_sleep_mode, resting.kv_cache_memory_bytes) == (True, 5 << 30)
     parallel: Any = import_module("vllm.config.parallel")
     monkeypatch.setattr(parallel, "current_platform", FakeCuda())
     chosen = parallel.ParallelConfig(

@@ -117,3 +117,11 @@ def test_an_engine_that_fails_ends_the_transfer(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TransferFailed, match="rollout-0 is gone"):
         sender.send(4, weights())
     assert engine.calls[-1] == "bucket 0"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_another_process_cannot_open_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} sets expandable_segments: another process cannot open"):
+        gpu_handles.check_allocator({name: "max_split_size_mb:128, expandable_segments:True"})
+    gpu_handles.check_allocator({name: "expandable_segments:False,max_split_size_mb:128"})
+    gpu_handles.check_allocator({})

@@ -1,0 +1,69 @@
+"""Memory of workers that take turns on a GPU: which part of each is held in which turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from troupe.orchestrator.roles.worker_memory import TURNS, Part, Turn, WorkerMemory
+from troupe.workers.contract.config import Sleep
+from troupe.workers.contract.units import GIB
+
+GRAPHS = GIB
+"""Memory of an engine's CUDA graphs, by reports of vLLM's log. Not measured here. They stay while it rests."""
+
+_TRAINER: dict[str, tuple[Turn, ...]] = {
+    "gradients": ("update",),
+    "optimizer": ("update",),
+    "average": ("update",),
+    "gathered": ("update",),
+    "activations": ("update",),
+    "logits": ("update",),
+    "kept": ("update",),
+    "step": ("update",),
+    "transfer": ("transfer",),
+}
+"""Turns of the parts of a trainer that it does not hold always."""
+_MOVED = ("optimizer", "average")
+"""Parts of a trainer that are in host memory outside of its turn."""
+_RESTS: dict[Sleep, dict[str, tuple[Turn, ...]]] = {
+    "none": {},
+    "kv_cache": {"kv cache": ("sampling",), "transfer": ("transfer",)},
+    "weights": {
+        "kv cache": ("sampling",),
+        "activations": ("sampling",),
+        "weights": ("sampling", "transfer"),
+        "transfer": ("transfer",),
+    },
+}
+"""Turns of the parts of an engine, by what it releases. vLLM keeps freed activations until it discards its weights."""
+
+
+def of_trainer(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]) -> Iterator[WorkerMemory]:
+    """Memory of a trainer that hands its GPU over: its optimizer is in host memory outside of its turn.
+
+    Args:
+        memories: Its memory as if it had the GPU to itself.
+        scoring: Memory of its model when it scores while the engines sample; empty: it does not.
+    """
+    for memory in memories:
+        if memory.where == "host":
+            moved = sum(part.bytes for other in memories for part in other.parts if _is_moved(other, part))
+            yield replace(memory, parts=(*memory.parts, Part("moved", moved)))
+            continue
+        parts = [replace(part, turns=_TRAINER.get(part.name, TURNS)) for part in memory.parts]
+        passes = (p for other in scoring if other.where == "gpu" for p in other.parts if p.phase == "pass")
+        parts += [replace(part, turns=("sampling",)) for part in passes]
+        parts += [replace(part, turns=("sampling",)) for part in memory.parts if scoring and part.name == "gathered"]
+        yield replace(memory, parts=tuple(parts))
+
+
+def of_engine(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[WorkerMemory]:
+    """Memory of an engine that rests while the trainer updates."""
+    for memory in memories:
+        turns = _RESTS[sleep] if memory.where == "gpu" else {}
+        yield replace(memory, parts=tuple(replace(part, turns=turns.get(part.name, TURNS)) for part in memory.parts))
+
+
+def _is_moved(memory: WorkerMemory, part: Part) -> bool:
+    return memory.where == "gpu" and part.name in _MOVED

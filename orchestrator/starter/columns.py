@@ -1,0 +1,108 @@
+"""Reads the user's data for a first spec: the columns that the algorithm needs, by their usual names, and a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.starter.choices import Choices, Data, Earned
+from troupe.orchestrator.starter.rewards import fitting_reward
+from troupe.orchestrator.starter.tables import GYM, Table, find_tables
+
+_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "instruction", "problem", "query", "input", "context_messages", "messages"),
+    "answer": (
+        *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "gold"),
+        *("extra_info.answer", "target", "label", "solution"),
+    ),
+    "response": ("response", "completion", "output", "answer", "extra_info.answer"),
+    "chosen": ("chosen", "preferred"),
+    "rejected": ("rejected", "dispreferred"),
+    "label": ("label", "desirable"),
+    "answers": ("answers", "responses", "candidates"),
+    "scores": ("scores", "rewards"),
+}
+"""Names under which a column of the spec is looked for, the spec's own first: those of GSM8K, MATH, verl, TRL and
+OpenRLHF."""
+_CONVERSATIONS = ("messages", "conversations")
+"""Names of a column with whole conversations."""
+_OFFLINE_COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
+    "demonstrations": ("prompt", "response"),
+    "pairs": ("prompt", "chosen", "rejected"),
+    "labelled": ("prompt", "response", "label"),
+    "ranked": ("prompt", "answers", "scores"),
+}
+
+
+def read_data(choices: Choices) -> Data:
+    """The data that were chosen. Raises UsageError where they do not fit the algorithm."""
+    if choices.data.startswith(GYM):
+        if choices.offline:
+            raise UsageError(f"--data: {choices.algorithm} learns from examples, not from generated tasks")
+        recipe = choices.data.removeprefix(GYM)
+        train = {"kind": "reasoning_gym", "recipes": [{"name": recipe}], "size": 2000, "seed": 1}
+        return Data({"train": train, "eval": train | {"size": 200, "seed": 2}}, 512, 0, Earned("reasoning_gym"))
+    train, held_out, why = find_tables(choices.data)
+    found = _examples(choices, train) if choices.offline else _prompts(choices, train)
+    columns = {name: value for name, value in found.section["train"].items() if name not in train.section}
+    if held_out is not None and (lost := [name for name in columns.values() if name and name not in held_out.rows[0]]):
+        held_out, why = None, f"the held-out part has no column {lost[0]}"
+    if held_out is None:
+        return replace(found, without_evaluation=why)
+    return replace(found, section=found.section | {"eval": held_out.section | columns})
+
+
+def _prompts(choices: Choices, table: Table) -> Data:
+    """Prompts with answers, and the reward function that their answers earn."""
+    columns = _named(("prompt",), table, choices.data)
+    answer = _found("answer", table)
+    if answer is None:
+        raise UsageError(
+            f"--data: {choices.data} has no column with the answer (it has: {', '.join(table.rows[0])}): name it "
+            f"{' or '.join(_COLUMNS['answer'][:3])}"
+        )
+    columns |= {"answer": answer} if answer != "answer" else {}
+    reward = fitting_reward([row.get(answer) for row in table.rows])
+    return Data({"train": table.section | columns}, _tokens(table, columns.get("prompt", "prompt")), 0, reward)
+
+
+def _examples(choices: Choices, table: Table) -> Data:
+    """Demonstrations or comparisons, in the first of the algorithm's formats."""
+    needed = _OFFLINE_COLUMNS[OFFLINE_ALGORITHMS[choices.algorithm].formats[0]]
+    whole = next((name for name in _CONVERSATIONS if name in table.rows[0]), None)
+    if needed == ("prompt", "response") and whole is not None and _found("response", table) is None:
+        return Data({"train": table.section | {"messages": whole}}, 0, _tokens(table, whole))
+    if "chosen" in needed and _found("prompt", table) is None:
+        columns: dict[str, str | None] = {"prompt": None, **_named(needed[1:], table, choices.data)}
+        prompt_tokens = 0  # the answers are whole conversations
+    else:
+        columns = {**_named(needed, table, choices.data)}
+        prompt_tokens = _tokens(table, columns.get("prompt") or "prompt")
+    if choices.algorithm == "rrhf":  # has no columns by default
+        columns = {name: columns.get(name, name) for name in ("answers", "scores")} | columns
+    longest = max(_tokens(table, columns.get(name) or name) for name in needed[1:])
+    return Data({"train": table.section | columns}, prompt_tokens, longest)
+
+
+def _found(column: str, table: Table) -> str | None:
+    return next((name for name in _COLUMNS[column] if name in table.rows[0]), None)
+
+
+def _named(columns: Sequence[str], table: Table, data: str) -> dict[str, str]:
+    """The columns whose name in the file is not the spec's default. Raises UsageError if one is missing."""
+    named: dict[str, str] = {}
+    for column in columns:
+        name = _found(column, table)
+        if name is None:
+            raise UsageError(f"--data: {data} has no column {column} (it has: {', '.join(table.rows[0])})")
+        if name != column:
+            named[column] = name
+    return named
+
+
+def _tokens(table: Table, column: str) -> int:
+    """Room for the longest value, with the chat template: two characters a token, and at least 128."""
+    longest = max(len(str(row.get(column, ""))) for row in table.rows)
+    return min(4096, max(128, 64 * -(-(longest // 2 + 64) // 64)))

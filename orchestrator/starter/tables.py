@@ -1,0 +1,159 @@
+"""Finds the user's data for a first spec: what kind of source they are, their first rows, and their held-out part."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from troupe.orchestrator.data.readers import TableSource, file_format, matching_files, read_table
+from troupe.orchestrator.errors import DataError, UsageError
+
+GYM = "reasoning_gym:"
+HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+"""Names of the part of the data that is held out, the usual one first."""
+
+_ROWS = 1000
+"""Rows that are looked at."""
+_HUB = re.compile(r"(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*?)(:(?P<subset>[\w.-]+))?")
+_FORMS = (
+    "a .jsonl, .json, .csv or .parquet file, a pattern of files, a folder of the `datasets` library, a name on the "
+    f"Hugging Face hub (org/name or org/name:subset), or {GYM}TASK"
+)
+
+Section = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where rows are, and the first of them."""
+
+    section: Section
+    """The source as a section of the spec, without its columns."""
+    rows: Sequence[Mapping[str, Any]]
+    """By column; the fields of a struct are columns with dotted names."""
+
+
+def find_tables(data: str) -> tuple[Table, Table | None, str]:
+    """The rows to train on, the held-out rows, and why there are none of those.
+
+    Args:
+        data: What the user calls the data: a file, a pattern, a folder, or a name on the hub.
+
+    Raises:
+        UsageError: There are no such data, or they have no rows.
+        HubError: The hub cannot be reached, or has no such dataset.
+    """
+    path = Path(data)
+    if path.is_dir():
+        return _folder(data)
+    if path.is_file() or glob.has_magic(data):
+        return _files(data)
+    if (named := _HUB.fullmatch(data)) and not file_format(data):
+        return _on_hub(named["name"], named["subset"])
+    raise UsageError(f"--data: no such file: {data} ({_FORMS})")
+
+
+def _files(data: str) -> tuple[Table, Table | None, str]:
+    files = [path for path in matching_files(data) if path.is_file()]
+    if not files:
+        raise UsageError(f"--data: no file matches {data}")
+    kinds = {file_format(path.name) for path in files}
+    if len(kinds) > 1:
+        raise UsageError(f"--data: {data} matches files of several formats: {', '.join(sorted(kinds))}")
+    (kind,) = kinds
+    if not kind:
+        raise UsageError(f"--data: {data}: no reader reads this format; expected {_FORMS}")
+    held_out = next(_siblings(data), None)
+    other = None if held_out is None else _table({"kind": kind, "path": held_out})
+    name = Path(data).name
+    return _table({"kind": kind, "path": data}), other, f"no file beside {name} is called as it is with `test`"
+
+
+def _siblings(data: str) -> Iterator[str]:
+    """The same path with the name of a held-out part in the place of `train`, where such files exist."""
+    path = Path(data)
+    for word in HELD_OUT:
+        for part in (path.name, path.parent.name):
+            name = re.sub(r"(?<![a-z])train(?![a-z])", word, part, count=1)
+            found = str(path.with_name(name) if part == path.name else path.parent.with_name(name) / path.name)
+            if name != part and any(one.is_file() for one in matching_files(found)):
+                yield found
+
+
+def _folder(data: str) -> tuple[Table, Table | None, str]:
+    """A folder of the `datasets` library, with one split or several."""
+    splits = [path.name for path in Path(data).iterdir() if (path / "state.json").is_file()]
+    if not splits and not (Path(data) / "state.json").is_file():
+        raise UsageError(f"--data: {data} is no folder of the `datasets` library; expected {_FORMS}")
+    held_out, why = _held_out_split(splits)
+    train = {} if not splits else {"split": "train" if "train" in splits else min(splits)}
+    section = {"kind": "datasets", "path": data}
+    other = None if held_out is None else _table(section | {"split": held_out})
+    return _table(section | train), other, why
+
+
+def _held_out_split(splits: Sequence[str]) -> tuple[str | None, str]:
+    found = next((word for word in HELD_OUT if word in splits), None)
+    return found, f"the data have no split called {', '.join(HELD_OUT[:-1])} or {HELD_OUT[-1]}"
+
+
+def _on_hub(name: str, subset: str | None) -> tuple[Table, Table | None, str]:
+    """A dataset on the hub, of which the first file of each split is downloaded."""
+    from troupe.orchestrator.hub.resolve import NoFiles, downloaded
+    from troupe.orchestrator.spec.sections import HubFiles
+
+    section: Section = {"kind": "hub", "name": name} | ({"subset": subset} if subset else {})
+
+    def part(split: str) -> Table:
+        source = downloaded(HubFiles(kind="hub", name=name, subset=subset, split=split), most=1)
+        return Table(section | {"split": split}, _rows(source, name))
+
+    try:
+        train = part("train")
+    except NoFiles as error:
+        hint = f"; write --data {name}:SUBSET" if error.field == "subset" else ""
+        raise UsageError(f"--data: {error}{hint}") from None
+    for split in HELD_OUT:
+        with suppress(NoFiles):
+            return train, part(split), ""
+    return train, None, _held_out_split(())[1]
+
+
+def _table(section: Section) -> Table:
+    try:
+        source = TypeAdapter[TableSource](TableSource).validate_python(section)
+    except ValidationError as error:
+        raise UsageError(f"--data: {error.errors()[0]['msg']}") from None
+    return Table(section, _rows(source, str(section["path"])))
+
+
+def _rows(source: TableSource, name: str) -> list[dict[str, Any]]:
+    """The first rows of a source. Raises UsageError where one cannot be read, or there is none."""
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in islice(read_table(source, None, "--data"), _ROWS):
+            if row.error:
+                raise UsageError(f"--data: {row.origin}: {row.error}")
+            rows.append(dict(_flat(row.values)))
+    except DataError as error:
+        raise UsageError(str(error).replace("; see --data.path", "")) from None
+    if not rows:
+        raise UsageError(f"--data: {name} has no rows")
+    return rows
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Columns and values, the fields of a struct under dotted names."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

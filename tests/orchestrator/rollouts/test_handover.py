@@ -1,0 +1,305 @@
+"""Engines and trainers on the same GPUs: at no time do both hold the memory that only one of them can have."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
+from tests.orchestrator.test_controller import RolloutRun
+from troupe.orchestrator.errors import EnginesLost, WorkerRaised
+from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.pools.turns import MemoryTurns
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.rollouts.handover import MemoryHandover
+from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.recovery import Push, TrainerRecovery
+from troupe.orchestrator.training.updates import Updates
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, UpdateMetrics, WeightAck, WeightUpdate
+
+SHARED = {
+    "rollout": {"gpus": 0.5, "colocate_with": "policy", "workers": 2},
+    "policy": {"gpus": 0.5, "workers": 2},
+}
+
+
+class Gpus:
+    """The memory of the GPUs of a run, and what happens on them in order."""
+
+    def __init__(self) -> None:
+        self.caches: set[str] = set()
+        """Engines that have their KV cache."""
+        self.optimizer: set[int] = set()
+        """Ranks with their optimizer on the GPU."""
+        self.both: list[str] = []
+        """Where both were there."""
+        self.log: list[str] = []
+        self.deaths: list[str] = []
+        """Methods in which the policy dies, each once."""
+        self.unresting: set[str] = set()
+        """Engines that do not rest."""
+
+    def note(self, what: str) -> None:
+        """It happens now."""
+        self.log.append(what)
+        if self.caches and self.optimizer:
+            self.both.append(what)
+
+
+class SharedEngine(FaultyEngine):
+    """An engine with a cache."""
+
+    def __init__(self, name: str, gpus: Gpus) -> None:
+        super().__init__(name, random.Random(0))
+        self.gpus = gpus
+        gpus.caches.add(name)
+        gpus.note(f"start {name}")
+
+    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, Any]:
+        """Waits while the engine rests, also in the middle."""
+        await self._awake()
+        answer = await super().generate(request, prompts)
+        await self._awake()
+        return answer
+
+    async def _awake(self) -> None:
+        while self.name not in self.gpus.caches:
+            await asyncio.sleep(0.001)
+
+    async def rest(self) -> None:
+        """Gives the cache away."""
+        if self.name in self.gpus.unresting:
+            raise WorkerRaised(self.name, "rest", "CUDA error")
+        await asyncio.sleep(0.001)
+        self.gpus.caches.discard(self.name)
+        self.gpus.note(f"rest {self.name}")
+
+    async def update_weights(self, update: WeightUpdate) -> WeightAck:
+        """Takes it back."""
+        ack = await super().update_weights(update)
+        self.gpus.caches.add(self.name)
+        self.gpus.note(f"wake {self.name}")
+        return ack
+
+
+class SharedPolicy(FakePolicy):
+    """A rank with an optimizer. `run` is set by the run."""
+
+    run: SharedRun
+
+    async def start(self, rendezvous: Any) -> Any:
+        """Builds the optimizer on the GPU."""
+        self._take("start policy")
+        return await super().start(rendezvous)
+
+    async def update(self, *args: Any, **kwargs: Any) -> UpdateMetrics:
+        """Takes the optimizer back."""
+        self._take("update")
+        await self._dies("update")
+        return await super().update(*args, **kwargs)
+
+    async def compute_logprobs(self, plan: Any, *rollouts: Any) -> Any:
+        """Needs the weights alone."""
+        await self._dies("compute_logprobs")
+        return await super().compute_logprobs(plan, *rollouts)
+
+    async def offload_states(self) -> int:
+        """Moves the optimizer away."""
+        self.run.gpus.optimizer.discard(self.rank)
+        self.run.gpus.note("offload")
+        return 1
+
+    def _take(self, what: str) -> None:
+        self.run.gpus.optimizer.add(self.rank)
+        self.run.gpus.note(what)
+
+    async def _dies(self, method: str) -> None:
+        gpus = self.run.gpus
+        if self.rank == 0 and method in gpus.deaths:
+            gpus.deaths.remove(method)
+            for worker in fakes_of(self.run.policy):
+                worker.kill()  # what it held is free
+            gpus.optimizer.clear()
+            await asyncio.sleep(1)
+
+
+class SharedRun(RolloutRun):
+    """A run whose two engines share the GPUs of two policy ranks."""
+
+    def __init__(self, out: Path, resume: bool = False, **sections: Mapping[str, Any]) -> None:
+        super().__init__(out, resume=resume, roles=SHARED, **sections)
+        self.gpus = Gpus()
+        kind = type("Policy", (SharedPolicy,), {"run": self})
+        self.policies = [kind(rank) for rank in range(2)]
+        self.start_s = 0.001
+
+    def engine_pool(self) -> EnginePool:
+        """Of engines that have started."""
+
+        async def spawn(name: str) -> Engine:
+            engine = Engine(FaultyWorker(name, SharedEngine(name, self.gpus)), "host")
+            await asyncio.sleep(self.start_s)
+            return engine
+
+        self.started = [FaultyWorker(f"rollout-{i}", SharedEngine(f"rollout-{i}", self.gpus)) for i in range(2)]
+        return EnginePool([Engine(worker, "host") for worker in self.started], spawn, self.spec)
+
+    def recovery(
+        self, updates: Updates, push: Push | None, store: CheckpointStore, console: Console, done: int
+    ) -> TrainerRecovery:
+        """As `RolloutRun` has it in a run."""
+        whole = super().recovery(updates, push, store, console, done)
+        turn = MemoryHandover(self.pool, self.policy, 1.0).training
+        return TrainerRecovery(self.spec, updates, push, store, whole._restart_groups, console, done, turn)
+
+    def trained(self) -> list[list[str]]:
+        """What each rank has learned."""
+        return [worker.target.learned for worker in fakes_of(self.policy)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SharedRun:
+    """A run without a fault."""
+    run = SharedRun(tmp_path_factory.mktemp("whole"))
+    run.run()
+    return run
+
+
+def test_every_step_rests_updates_offloads_and_wakes_in_this_order(whole: SharedRun) -> None:
+    assert whole.gpus.both == []
+    log = [line for line in whole.gpus.log if not line.startswith("start")]
+    kinds = [line.partition(" ")[0] for line in log]
+    assert kinds == 4 * ["rest", "rest", "update", "update", "offload", "offload", "wake", "wake"]
+    assert not any(engine.resting for engine in whole.pool.engines)
+
+
+@pytest.mark.parametrize(("method", "version"), [("update", 0), ("update", 3), ("compute_logprobs", 0)])
+def test_trainers_that_are_lost_restart_while_the_engines_rest(
+    tmp_path: Path, whole: SharedRun, method: str, version: int
+) -> None:
+    """Also in the middle of sampling, and before there was a version to send: the engines wake all the same."""
+    run = SharedRun(tmp_path, failures={"trainer_restarts": 1})
+    run.change(algorithm={"kl": {"coef": 0.0}}, schedule={"epochs": 2 if method == "compute_logprobs" else 1})
+
+    async def main() -> None:
+        controller = run.build()
+        if method == "compute_logprobs":  # of the first group, while the others are sampled
+            run.started[1].target.mean_s = 0.1
+
+        async def die() -> None:
+            while controller.version < version:
+                await asyncio.sleep(0)
+            run.gpus.deaths.append(method)
+
+        dying = asyncio.create_task(die())
+        await controller.run()
+        await dying
+
+    asyncio.run(main())
+    assert (run.gpus.both, run.gpus.deaths) == ([], [])
+    assert "start policy" in run.gpus.log and run.controller.version == 4
+    restart = run.gpus.log.index("start policy")
+    assert {"rest rollout-0", "rest rollout-1"} <= set(run.gpus.log[:restart])
+    if method == "update":
+        assert run.trained() == whole.trained()
+
+
+@pytest.mark.parametrize("start_s", [0.001, 0.05])
+def test_an_engine_that_is_replaced_starts_when_the_trainers_have_given_the_memory_back(
+    tmp_path: Path, start_s: float
+) -> None:
+    run = SharedRun(tmp_path, schedule={"steps": 6})
+    run.start_s = start_s
+    run.policies[0].update_s = 0.02
+
+    async def main() -> None:
+        controller = run.build()
+
+        async def kill() -> None:
+            while "update" not in run.gpus.log:
+                await asyncio.sleep(0)
+            run.started[0].kill()  # it rests; its loss is noticed when it is to load weights
+            run.gpus.caches.discard("rollout-0")
+            await run.pool.probe_all()
+
+        killing = asyncio.create_task(kill())
+        await controller.run()
+        await killing
+
+    asyncio.run(main())
+    assert run.gpus.both == []
+    assert run.gpus.log.count("start rollout-0") == 2 and run.controller.version == 6
+
+
+def test_an_engine_that_does_not_rest_is_replaced_before_the_update(tmp_path: Path) -> None:
+    run = SharedRun(tmp_path)
+    run.gpus.unresting.add("rollout-1")
+
+    async def main() -> None:
+        controller = run.build()
+        lose = run.pool.lose
+
+        async def freed(engine: Engine, error: Any, may_replace: bool = True) -> None:
+            run.gpus.caches.discard(engine.name)  # its process is killed
+            run.gpus.unresting.clear()
+            await lose(engine, error, may_replace)
+
+        run.pool.lose = freed
+        await controller.run()
+
+    asyncio.run(main())
+    assert run.gpus.both == [] and run.gpus.log.count("start rollout-1") == 2
+
+
+def test_a_run_whose_engines_all_fail_to_rest_ends(tmp_path: Path) -> None:
+    run = SharedRun(tmp_path, failures={"engine_restarts": 0})
+    run.gpus.unresting.update(("rollout-0", "rollout-1"))
+    with pytest.raises(EnginesLost, match="no rollout engine is left"):
+        run.run()
+
+
+async def test_trainers_wait_for_engines_that_start_and_keep_others_from_it() -> None:
+    turns, log = MemoryTurns(), list[str]()
+
+    async def start(name: str) -> None:
+        async with turns.starting():
+            log.append(f"{name} starts")
+            await asyncio.sleep(0.01)
+            log.append(f"{name} serves")
+
+    async def train() -> None:
+        async with turns.training():
+            log.append("training")
+            await asyncio.sleep(0.01)
+            log.append("trained")
+
+    first = [asyncio.create_task(start("a")), asyncio.create_task(start("b"))]
+    await asyncio.sleep(0.001)
+    training = asyncio.create_task(train())
+    await asyncio.sleep(0.001)
+    late = asyncio.create_task(start("c"))
+    await asyncio.gather(*first, training, late)
+    assert log == ["a starts", "b starts", "a serves", "b serves", "training", "trained", "c starts", "c serves"]
+
+
+async def test_a_turn_that_is_cancelled_while_it_waits_is_free_again() -> None:
+    turns = MemoryTurns()
+    async with turns.starting():
+        waiting = asyncio.create_task(_enter(turns))
+        await asyncio.sleep(0.001)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(1), turns.starting():
+            pass
+    async with asyncio.timeout(1), turns.training():
+        pass
+
+
+async def _enter(turns: MemoryTurns) -> None:
+    async with turns.training():
+        pass

@@ -1,0 +1,199 @@
+"""An engine that rests and wakes, on a stand-in with vLLM's rules: what wakes, what resumes, and what still reports."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, Sleep
+from troupe.workers.engine.rest import GONE, MemoryState, StaleWake
+from troupe.workers.rollout import RolloutWorker, _State
+from troupe.workers.weights.file import WeightDigestMismatch
+
+TAGS = {"weights", "kv_cache"}
+
+
+class Vllm:
+    """vLLM's sleep mode as `EngineCore`, `Executor` and `CuMemAllocator` of 0.32 have it."""
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self.paused = False
+        self.weights = "digest-7"
+        self.version = "7"
+        self.loaded: dict[str, Any] = {"version": 7, "digest": "digest-7", "mismatch": ""}
+        self.errored = False
+        self.calls: list[str] = []
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
+
+    @property
+    def samples_from(self) -> str | None:
+        """The weights that a request is computed with now; None: requests wait."""
+        return None if self.paused else self.weights
+
+    async def _pause(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", True)
+        self.paused = True
+
+    async def sleep(self, level: int, mode: str) -> None:
+        assert mode == "keep"
+        self.calls.append(f"sleep {level}")
+        self.paused = True
+        if level == 2 and "weights" not in self.asleep:
+            self.weights = "garbage"  # the version and `loaded` stay
+        self.asleep = set(TAGS)
+
+    async def release_kv_cache_memory(self) -> None:
+        if not self.paused or self.asleep:
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        self.calls.append("release")
+        self.asleep = {"kv_cache"}
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        self.calls.append(f"wake {tags}")
+        self.asleep -= set(tags or TAGS)
+        if not self.asleep:
+            self.paused = False  # by itself
+        return not self.asleep
+
+    async def resume_generation(self) -> None:
+        assert not self.asleep, "the scheduler would run on memory that is not there"
+        self.paused = False
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    async def get_weight_version(self) -> str:
+        return self.version
+
+    async def start_weight_update(self) -> None:
+        assert "weights" not in self.asleep, "weights are copied into memory that is not there"
+        self.loaded = {"version": None, "digest": "", "mismatch": ""}
+
+    async def finish_weight_update(self, version: str) -> None:
+        self.version = version
+
+    async def collective_rpc(self, method: str) -> list[Any]:
+        match method:
+            case "troupe_loaded_weights":
+                return [self.loaded]
+            case "troupe_forget_weights":
+                self.loaded = {"version": None, "digest": "", "mismatch": ""}
+        return [None]
+
+    def receive(self, version: int) -> None:
+        """Weights arrive."""
+        self.weights = f"digest-{version}"
+        self.loaded = {"version": version, "digest": self.weights, "mismatch": ""}
+
+
+def opened(sleep: Sleep, vllm: Vllm) -> RolloutWorker:
+    """A worker whose engine is the stand-in."""
+    config = RolloutConfig(
+        model=ModelConfig(path="model"),
+        engine=EngineConfig(),
+        sampling=SamplingConfig(),
+        seed=1,
+        transfer_backend="ipc",
+        device="cpu",
+        sleep=sleep,
+    )
+    worker = RolloutWorker(config, "rollout-0")
+    worker._engine, worker._state = vllm, _State.OPEN  # pyright: ignore[reportAttributeAccessIssue]
+    return worker
+
+
+@pytest.mark.parametrize("sleep", ["kv_cache", "weights"])
+async def test_the_cache_wakes_after_the_weights_are_verified_and_only_then_sampling_resumes(sleep: Sleep) -> None:
+    vllm = Vllm()
+    worker = opened(sleep, vllm)
+    await worker.rest()
+    assert vllm.asleep == (TAGS if sleep == "weights" else {"kv_cache"})
+    assert (await worker.health()).version == (GONE if sleep == "weights" else 7), "a resting engine is healthy"
+    await worker.transfer_start()
+    assert vllm.asleep == {"kv_cache"}
+    vllm.receive(8)
+    assert vllm.samples_from is None
+    await worker.transfer_finish(8, "digest-8")
+    assert (vllm.asleep, vllm.samples_from, worker._state) == (set(), "digest-8", _State.OPEN)
+    assert (await worker.health()).version == 8
+    assert worker._memory.state is MemoryState.AWAKE
+
+
+async def test_a_resting_engine_with_its_weights_wakes_without_an_update() -> None:
+    vllm = Vllm()
+    worker = opened("kv_cache", vllm)
+    await worker.rest()
+    await worker.rest()
+    assert vllm.calls == ["release"]
+    await worker.wake()
+    await worker.wake()
+    assert (vllm.samples_from, vllm.calls) == ("digest-7", ["release", "wake ['kv_cache']"])
+
+
+async def test_requests_under_way_rest_with_the_engine() -> None:
+    """A trainer is restarted while its engine samples. To vLLM, paused requests are no unfinished ones."""
+    vllm = Vllm()
+    worker = opened("kv_cache", vllm)
+    request = asyncio.create_task(asyncio.sleep(60))
+    worker._running.add(request)
+    await worker.rest()
+    assert (vllm.asleep, vllm.samples_from, vllm.weights) == ({"kv_cache"}, None, "digest-7")
+    await worker.wake()
+    assert vllm.samples_from == "digest-7" and not request.cancelled()
+    request.cancel()
+
+
+async def test_weights_that_were_discarded_do_not_serve_without_new_ones() -> None:
+    vllm = Vllm()
+    worker = opened("weights", vllm)
+    await worker.rest()
+    with pytest.raises(StaleWake, match="were discarded"):
+        await worker.wake()
+    assert vllm.samples_from is None
+
+
+async def test_a_wake_behind_the_workers_back_is_caught_by_the_digest() -> None:
+    """vLLM reports the old version over garbage: without the digest the engine would serve it."""
+    vllm = Vllm()
+    worker = opened("weights", vllm)
+    await worker.rest()
+    await vllm.wake_up(["weights"])
+    assert vllm.weights == "garbage"
+    with pytest.raises(WeightDigestMismatch, match="rollout-0"):
+        await worker.transfer_finish(7, "digest-7")
+    assert (vllm.samples_from, worker._state) == (None, _State.CLOSED)
+
+
+@pytest.mark.parametrize("sleep", ["kv_cache", "weights"])
+async def test_after_a_failed_update_the_engine_stays_closed_with_no_cache_and_takes_the_next_one(sleep: Sleep) -> None:
+    vllm = Vllm()
+    worker = opened(sleep, vllm)
+    await worker.rest()
+    await worker.transfer_start()
+    vllm.receive(8)
+    with pytest.raises(WeightDigestMismatch):
+        await worker.transfer_finish(8, "another")
+    assert (vllm.asleep, vllm.samples_from, worker._state) == ({"kv_cache"}, None, _State.CLOSED)
+    with pytest.raises(StaleWake, match="were not verified"):
+        await worker._memory.wake(vllm)  # pyright: ignore[reportArgumentType]
+    await worker.rest()
+    assert worker._state is _State.CLOSED and "digest" in worker._closed_because
+    await worker.transfer_start()
+    vllm.receive(9)
+    await worker.transfer_finish(9, "digest-9")
+    assert (vllm.asleep, vllm.samples_from) == (set(), "digest-9")
+
+
+async def test_an_engine_without_sleep_resumes_as_before_and_does_not_rest() -> None:
+    vllm = Vllm()
+    worker = opened("none", vllm)
+    await worker.transfer_start()
+    vllm.receive(8)
+    await worker.transfer_finish(8, "digest-8")
+    assert (vllm.samples_from, vllm.calls) == ("digest-8", [])
+    with pytest.raises(ValueError, match="none does not rest"):
+        await worker.rest()
