@@ -105,37 +105,40 @@ class TransferCheck:
     """The trainer's model and the engines."""
 
     def __init__(self, model: Path, backend: TransferBackend, *, eager: bool) -> None:
-        self._path = model
         self._backend: TransferBackend = backend
         self._eager = eager
         self._device = torch.device("cpu" if backend == "gloo" else "cuda:0")
         dtype = "float32" if backend == "gloo" else "bfloat16"
         self._config = ModelConfig(path=str(model), dtype=dtype)
         self._model: PreTrainedModel = load_causal(self._config).to(self._device).eval()  # pyright: ignore[reportArgumentType]
-        self._engines: list[RolloutWorker] = []
+        self.engines: list[RolloutWorker] = []
         self._version = 0
-        self.figures: dict[str, float | str] = {"backend": backend, "engines": float(ENGINES)}
+        self.figures: dict[str, float | str] = {"backend": backend}
 
-    async def start(self, number: int) -> RolloutWorker:
-        """Start an engine; with nccl, on its own GPU."""
-        if self._backend == "nccl":
-            os.environ[_VISIBLE] = str(number + 1)  # of its process, which begins here
-        config = RolloutConfig(
+    def rollout_config(self) -> RolloutConfig:
+        """Configuration of an engine."""
+        engine = EngineConfig(
+            max_num_seqs=8,
+            max_model_len=256,
+            enforce_eager=self._eager,
+            gpu_memory_utilization=GPU_SHARE,
+            kv_cache_gib=0.1,
+            threads=1,
+        )
+        return RolloutConfig(
             model=self._config,
-            engine=EngineConfig(
-                max_num_seqs=8,
-                max_model_len=256,
-                enforce_eager=self._eager,
-                gpu_memory_utilization=GPU_SHARE,
-                kv_cache_gib=0.1,
-                threads=1,
-            ),
+            engine=engine,
             sampling=SamplingConfig(max_tokens=16),
             seed=1,
             transfer_backend=self._backend,
             device="cpu" if self._backend == "gloo" else "cuda",
         )
-        worker = RolloutWorker(config, f"rollout-{number}")
+
+    async def start(self, number: int) -> RolloutWorker:
+        """Start an engine; with nccl, on its own GPU."""
+        if self._backend == "nccl":
+            os.environ[_VISIBLE] = str(number + 1)  # of its process, which begins here
+        worker = RolloutWorker(self.rollout_config(), f"rollout-{number}")
         try:
             await worker.start()
         finally:
@@ -144,27 +147,27 @@ class TransferCheck:
 
     async def run(self) -> None:
         """Send, fail, and send again. Raises NotRight."""
-        self._engines = [await self.start(number) for number in range(ENGINES)]
+        self.engines = [await self.start(number) for number in range(ENGINES)]
         self._note_graphs()
-        await self._send_and_check("first transfer, s")
+        await self.send_and_check("first transfer, s")
         await self._fails("trainer", self._raising)
-        await self._send_and_check("after the trainer's failure, s")
+        await self.send_and_check("after the trainer's failure, s")
         await self._fails("engine", self._killing)
         began = time.monotonic()
-        lost = self._engines.pop()
+        lost = self.engines.pop()
         await lost.close()
-        self._engines.append(await self.start(ENGINES - 1))
+        self.engines.append(await self.start(ENGINES - 1))
         self.figures["replacing an engine, s"] = time.monotonic() - began
-        await self._send_and_check("after the engine's loss, s")
+        await self.send_and_check("after the engine's loss, s")
 
     async def close(self) -> None:
         """End the engines."""
-        for worker in self._engines:
+        for worker in self.engines:
             await worker.close()
 
     def _note_graphs(self) -> None:
         """Record how the engines capture CUDA graphs. Raises NotRight where they should and do not."""
-        engine: Any = self._engines[0]._engine
+        engine: Any = self.engines[0]._engine
         mode = engine.vllm_config.compilation_config.cudagraph_mode.name
         self.figures["CUDA graphs"] = mode
         if mode == "NONE" and self._device.type == "cuda" and not self._eager:
@@ -180,7 +183,7 @@ class TransferCheck:
     def _killing(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Kills the last engine's process in the middle."""
         yield from islice(self._weights(), 3)
-        engine: Any = self._engines[-1]._engine
+        engine: Any = self.engines[-1]._engine
         (core,) = engine.engine_core.resources.engine_manager.processes
         psutil.Process(core.pid).kill()
         yield from islice(self._weights(), 3, None)
@@ -193,10 +196,11 @@ class TransferCheck:
 
     async def _connect(self) -> DeviceSender:
         shapes = [(name, weight.dtype, tuple(weight.shape)) for name, weight in self._weights()]
-        link = LocalLink(self._engines)
+        link = LocalLink(self.engines)
         return await asyncio.to_thread(device_sender, self._backend, link, shapes, 0, self._device)
 
-    async def _send_and_check(self, label: str) -> None:
+    async def send_and_check(self, label: str) -> None:
+        """Change the weights, send them to all engines, and check what these serve. Raises NotRight."""
         self._change()
         self._version += 1
         began = time.monotonic()
@@ -206,7 +210,7 @@ class TransferCheck:
         sender.close()
         if sent is None or {(ack.version, ack.digest) for ack in sent.acks} != {(self._version, sent.digest)}:
             raise NotRight(f"{label}: not every engine has acknowledged the weights")
-        gaps = [await self._gap(worker) for worker in self._engines]
+        gaps = [await self.gap(worker) for worker in self.engines]
         if not max(gaps) <= MAX_GAP:
             raise NotRight(f"{label}: samples differ from the weights that were sent by {max(gaps):.4f} nats per token")
         self.figures["nats per token"] = max(gaps)
@@ -226,7 +230,7 @@ class TransferCheck:
         finally:
             sender.close()
 
-    async def _gap(self, worker: RolloutWorker) -> float:
+    async def gap(self, worker: RolloutWorker) -> float:
         """Mean difference between an engine's log-probs of its samples and the model's."""
         request = GroupRequest("p", 0, 0, 4, seed=self._version)
         _, rows = await worker.generate(request, _PROMPTS)
