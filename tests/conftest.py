@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Generator, Mapping
@@ -40,6 +41,10 @@ os.environ |= {
     **CPU_THREADS,
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
 }
+
+# A shell starts what runs in the background with SIGINT ignored, and every process of a test would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on what else runs on the machine; no test may.
 settings.register_profile("untimed", deadline=None)

@@ -32,6 +32,7 @@ from troupe.workers.rewards.environment import EnvironmentReward
 from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
 from troupe.workers.rewards.steps import Step, token_counts
+from troupe.workers.rewards.thoughts import with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_activity import Activity, announce
 
@@ -158,7 +159,8 @@ class RewardWorker:
             config: Reward functions and reward model.
             name: Name of the worker.
             device: Device of the reward model.
-            policy: The model whose tokenizer made the responses; needed for process rewards.
+            policy: The model whose tokenizer made the responses; needed for process rewards, and to know whether its
+                chat template opens the thought of a response.
         """
         pickle_tables()
         self.config = config
@@ -187,6 +189,8 @@ class RewardWorker:
             if self._splits_text:
                 self._tokenizer = _load_tokenizer(self.policy)
             announce(Activity.FUNCTIONS)
+            for process in self._processes:
+                process.config = with_opened_thoughts(process.config, self.policy)
             for process in (*self._processes, *self._judges):
                 process.start()
             if self.config.model is not None and self._model is None:

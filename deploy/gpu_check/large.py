@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
 LAYERS, VOCABULARY = 4, 152064
-WIDTHS = {
+WIDTHS: dict[str, Any] = {
     "hidden_size": 3584,
     "intermediate_size": 18944,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
 }
-NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def write(folder: Path, tokenizer: Path, *, narrow: bool) -> int:

@@ -171,7 +171,7 @@ PIECES: tuple[Piece, ...] = (
                 *("roles.rollout.gpus=2", "roles.policy.gpus=1", "roles.rollout.gpu_memory_utilization=0.3"),
             ),
         ),
-        on_cpu=(_run("tiny-grpo", "roles.rollout.tensor_parallel_size=2", *_TWO_STEPS),),
+        on_cpu=(_run("tiny-grpo", "roles.rollout.tensor_parallel_size=2", "roles.rollout.cpus=2", *_TWO_STEPS),),
         gpus=3,
     ),
     Piece(

@@ -115,8 +115,9 @@ def batch_of(worker: ExamplePolicyWorker, spec: OfflineSpec) -> tuple[RankPlan, 
 
 def losses(worker: ExamplePolicyWorker, batch: tuple[RankPlan, pa.Table], updates: int) -> Iterator[float]:
     """The loss of each update."""
+    plan, table = batch
     for _ in range(updates):
-        metrics = worker.update(*batch)
+        metrics = worker.update(plan, table)
         if metrics.skipped:
             raise NotRight("an update was skipped: its gradient is not finite")
         yield metrics.sums["loss"]

@@ -110,7 +110,8 @@ class TransferCheck:
         self._device = torch.device("cpu" if backend == "gloo" else "cuda:0")
         dtype = "float32" if backend == "gloo" else "bfloat16"
         self._config = ModelConfig(path=str(model), dtype=dtype)
-        self._model: PreTrainedModel = load_causal(self._config).to(self._device).eval()  # pyright: ignore[reportArgumentType]
+        self._model: PreTrainedModel = load_causal(self._config).eval()
+        torch.nn.Module.to(self._model, self._device)
         self.engines: list[RolloutWorker] = []
         self._version = 0
         self.figures: dict[str, float | str] = {"backend": backend}

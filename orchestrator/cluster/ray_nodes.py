@@ -34,6 +34,8 @@ TABLE_SETTINGS = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
 _CONNECT_TIMEOUT_S = 10.0
 _SLOW_START = "timed out during startup"
 """Part of Ray's error when a process needs more than 30 s to start; this limit cannot be configured."""
+_ORDERLY_END = "Raylet received SIGTERM"
+"""Words that Ray's agents look for in the log of the raylet."""
 _LONGEST_REASON = 1000
 """Characters."""
 _GPU_TYPE = "accelerator_type:"
@@ -82,7 +84,9 @@ def start(cpus: int) -> Path:
     context = _start(cpus)
     _protect_token()
     _stop_unused_processes()
-    return Path(context.address_info["session_dir"])
+    session = Path(context.address_info["session_dir"])
+    _let_agents_end(session)
+    return session
 
 
 def join(address: str) -> Path:
@@ -171,6 +175,16 @@ def _stop_unused_processes() -> None:
     node: Any = worker._global_node
     for end in (node.kill_dashboard, node.kill_monitor, node.kill_log_monitor):
         end(check_alive=False)
+
+
+def _let_agents_end(session: Path) -> None:
+    """Keeps Ray's agents from outliving a local cluster that is killed.
+
+    When the raylet is gone, they look into its log for the words of an orderly end. Where they do not find them, they
+    report its end to Ray's head before they exit, for a minute where that has been killed too.
+    """
+    with (session / "logs" / "raylet.out").open("a") as log:
+        log.write(f"Written by Troupe, so that Ray's agents do not outlive the raylet: {_ORDERLY_END}\n")
 
 
 def _nodes(listed: Sequence[dict[str, Any]]) -> list[Node]:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import FAILURE, AddressOption, SetOption, SpecArgument, exit_with
+from troupe.orchestrator.commands.options import (
+    FAILURE,
+    AddressOption,
+    JsonOption,
+    SetOption,
+    SpecArgument,
+    echo_json,
+    exit_with,
+)
 from troupe.orchestrator.commands.runs import checked, create_models, models_to_create, read_data
 from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import spec_schema
@@ -20,7 +29,7 @@ if TYPE_CHECKING:
     from troupe.orchestrator.capacity.placement import Node
 
 
-def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
+def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
     """Check a spec and the files and data it names; starts and writes nothing. Names on the hub are looked up.
 
     Models of the examples that this machine does not have yet are created by the run: their prompts are not checked.
@@ -28,13 +37,31 @@ def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
     runs = plan_runs(read_document(spec, set_))
     later = {planned.out: models_to_create(planned) for planned in runs}
     runs = checked(tuple(replace(run, borrowed=run.borrowed | later[run.out].keys()) for run in runs))
-    for planned, lines in zip(runs, read_data(runs), strict=True):
+    described = read_data(runs)
+    if as_json:
+        echo_json([_valid(planned, lines) for planned, lines in zip(runs, described, strict=True)])
+        return
+    for planned, lines in zip(runs, described, strict=True):
         loaded = planned.spec
         typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.batch_description} per step")
         for line in (*lines, *(f"warning: {warning}" for warning in loaded.warnings())):
             typer.echo(f"  {line}")
         for field, folder in later[planned.out].items():
             typer.echo(f"  {field}: {folder} is created when the run starts; prompts are not checked against it")
+
+
+def _valid(planned: PlannedRun, data: Sequence[str]) -> dict[str, object]:
+    """What is known of a valid run."""
+    loaded = planned.spec
+    return {
+        "name": loaded.name,
+        "algorithm": loaded.algorithm.name,
+        "steps": loaded.schedule.steps,
+        "batch": loaded.batch_description,
+        "run_folder": planned.out,
+        "data": list(data),
+        "warnings": loaded.warnings(),
+    }
 
 
 def plan(

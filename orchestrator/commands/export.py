@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import USER_ERROR, RunArgument, exit_with
+from troupe.orchestrator.commands.options import USER_ERROR, JsonOption, RunArgument, echo_json, exit_with
 
 
 def export(
@@ -26,25 +26,36 @@ def export(
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --push: do not ask before uploading.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."""
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model, write_model
 
     if target is None and push is None:
         exit_with("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
+    if as_json and push is not None and not yes:
+        exit_with("error: --json with --push needs --yes: nothing can be asked", USER_ERROR)
     source = exported_model(run_folder / "checkpoints", step, AVERAGE if average else MODEL)
+    done: dict[str, str] = {"checkpoint": source.parent.name}
     if target is not None:
-        typer.echo(f"wrote {write_model(source, target)}")
+        done["folder"] = str(write_model(source, target))
+        if not as_json:
+            typer.echo(f"wrote {done['folder']}")
     if push is not None:
-        _push(source, push, private=not public, ask=not yes)
+        done["pushed"] = _push(source, push, private=not public, ask=not yes, quiet=as_json)
+    if as_json:
+        echo_json(done)
 
 
-def _push(folder: Path, name: str, *, private: bool, ask: bool) -> None:
-    """Upload a model's folder to the hub, after listing what it holds."""
+def _push(folder: Path, name: str, *, private: bool, ask: bool, quiet: bool) -> str:
+    """Upload a model's folder to the hub, after listing what it holds, and return its page."""
     from troupe.orchestrator.hub.push import contents, push_model
 
     for line in contents(folder, name, private=private):
-        typer.echo(line)
+        typer.echo(line, err=quiet)
     if ask:
         typer.confirm("Upload?", abort=True)
-    typer.echo(f"pushed {push_model(folder, name, private=private)}")
+    page = push_model(folder, name, private=private)
+    if not quiet:
+        typer.echo(f"pushed {page}")
+    return page

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import FAILURE, JobArgument, JobServerOption, SetOption, SpecArgument
+from troupe.orchestrator.commands.options import (
+    FAILURE,
+    USER_ERROR,
+    JobArgument,
+    JobServerOption,
+    JsonOption,
+    SetOption,
+    SpecArgument,
+    echo_json,
+    exit_with,
+)
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 from troupe.orchestrator.spec.stages import plan_runs, read_document, to_send
 
@@ -25,35 +36,57 @@ def submit(
     requirements: Annotated[
         Path | None, typer.Option(help="Requirements file with the pinned dependencies of your reward functions.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Submit a spec to a cluster as a Ray job."""
+    if as_json and follow:
+        exit_with("error: --json prints one object: follow the job with `troupe logs`", USER_ERROR)
     document = read_document(spec, set_)
-    loaded = to_send(document, plan_runs(document))
+    runs = plan_runs(document)
+    loaded = to_send(document, runs)
     from troupe.orchestrator.platforms.ray_jobs import JobServer, Submission
 
     submission = Submission(job, working_dir, requirements)
     server = JobServer(address)
     job = server.submit(loaded, submission, lambda line: typer.echo(f"note: {line}", err=True))
-    typer.echo(f"submitted {job}")
+    folders = [str(planned.spec.run_folder.absolute()) for planned in runs]
+    of_job = f"{job} --address {address}"
+    commands = {"follow": f"troupe logs {of_job} --follow", "stop": f"troupe stop {of_job}"}
+    if as_json:
+        echo_json({"job": job, "address": address, "run_folders": folders, **commands})
+        return
+    typer.echo(f"submitted {job}, which writes to {', '.join(folders)} on the cluster")
     if not follow:
-        typer.echo(f"follow it with: troupe logs {job} --address {address} --follow")
+        for name, command in commands.items():
+            typer.echo(f"{name} it with: {command}")
     elif not server.follow(job, typer.echo):
         sys.exit(FAILURE)
 
 
-def jobs(address: JobServerOption) -> None:
+def jobs(address: JobServerOption, as_json: JsonOption = False) -> None:
     """List a cluster's jobs, newest first."""
     from troupe.orchestrator.platforms.ray_jobs import JobServer
 
-    for state in JobServer(address).jobs():
+    states = JobServer(address).jobs()
+    if as_json:
+        echo_json(states)
+        return
+    for state in states:
         typer.echo(state.line())
 
 
-def status(job: JobArgument, address: JobServerOption) -> None:
-    """Show the state of a job."""
-    from troupe.orchestrator.platforms.ray_jobs import JobServer
+def status(job: JobArgument, address: JobServerOption, as_json: JsonOption = False) -> None:
+    """Show the state of a job and where its run is: step, reward, time left."""
+    from troupe.orchestrator.platforms.ray_jobs import JobServer, latest_step
 
-    typer.echo(JobServer(address).state(job).line())
+    server = JobServer(address)
+    state, step = server.state(job), latest_step(server.logs(job))
+    if as_json:
+        echo_json(asdict(state) | {"step": step})
+        return
+    typer.echo(state.line())
+    if step:
+        typer.echo(step)
 
 
 def logs(

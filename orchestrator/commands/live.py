@@ -9,10 +9,12 @@ import typer
 from troupe.orchestrator.commands.options import (
     USER_ERROR,
     AnswerOption,
+    JsonOption,
     OutOption,
     RunArgument,
     SetOption,
     SpecArgument,
+    echo_json,
     exit_with,
 )
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -27,12 +29,17 @@ def scale(
         list[str] | None, typer.Argument(metavar="[ROLE=WORKERS]...", help="New number of workers of a role.")
     ] = None,
     timeout_s: AnswerOption = 30.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Add or remove workers of an active run. Without ROLE=WORKERS, show the state of its roles."""
     from troupe.orchestrator.live.control import ask
     from troupe.orchestrator.live.diff import worker_changes
 
-    for state in ask(run_folder, worker_changes(workers or []), timeout_s):
+    states = ask(run_folder, worker_changes(workers or []), timeout_s)
+    if as_json:
+        echo_json(states)
+        return
+    for state in states:
         typer.echo(state)
 
 
@@ -42,6 +49,7 @@ def apply(
     out: OutOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the differences without changing anything.")] = False,
     timeout_s: AnswerOption = 30.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Apply a changed spec to an active run: show the differences, change what can change, refuse the rest."""
     runs = plan_runs(read_document(spec, set_), out)
@@ -52,10 +60,14 @@ def apply(
     if runs[0].stage or wanted is None:
         exit_with(f"{spec}: only a run with rollouts and without stages can change while it is active", USER_ERROR)
     comparison = compare(runs[0].out, wanted)
-    for line in comparison.lines():
-        typer.echo(line)
-    if not dry_run:
-        for state in ask(runs[0].out, comparison.changes, timeout_s):
+    if not as_json:
+        for line in comparison.lines():
+            typer.echo(line)
+    states = () if dry_run else ask(runs[0].out, comparison.changes, timeout_s)
+    if as_json:
+        echo_json({"differences": comparison.differences, "roles": states})
+    else:
+        for state in states:
             typer.echo(state)
     if refused := comparison.refused:
         exit_with(f"{refused} of {len(comparison.differences)} difference(s) refused", USER_ERROR)

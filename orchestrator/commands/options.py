@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -14,7 +17,7 @@ SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/NAME).")]
+_STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def _not_empty(value: str | None) -> str | None:
@@ -24,6 +27,14 @@ def _not_empty(value: str | None) -> str | None:
     return value
 
 
+def _folder(value: Path | None) -> Path | None:
+    """Refuse an address of an object store: it would become a folder called `s3:`."""
+    if value is not None and _STORE.match(str(value)):
+        raise typer.BadParameter("is no folder: a run writes to a disk that the driver has (a shared one on a cluster)")
+    return value
+
+
+OutOption = Annotated[Path | None, typer.Option("--out", callback=_folder, help="Run folder (default: runs/NAME).")]
 AddressOption = Annotated[
     str | None,
     typer.Option("--address", callback=_not_empty, help="Ray cluster to join (default: start a local one)."),
@@ -34,8 +45,19 @@ RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run 
 AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 USER_ERROR = 2
 FAILURE = 1
+
+
+def echo_json(value: Any) -> None:
+    """Print a value as JSON; dataclasses become objects, and paths text."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def exit_with(text: str, code: int) -> NoReturn:

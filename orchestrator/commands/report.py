@@ -17,7 +17,11 @@ def report(
     run_folders: RunsArgument,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write (default: report.html in the first run's folder)."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write, - for standard output (default: report.html in the first run's folder).",
+        ),
     ] = None,
     samples_mib: Annotated[
         int, typer.Option(min=0, help="Most MiB of samples in the file; of more, evenly spread steps are kept.")
@@ -30,7 +34,7 @@ def report(
 
     The file needs no network and no server. Several runs are drawn over each other.
     """
-    from troupe.orchestrator.reporting.html.report import MIB, REPORT, Budget, write_report
+    from troupe.orchestrator.reporting.html.report import MIB, REPORT, Budget, report_text, write_report
     from troupe.orchestrator.reporting.run_folder import RunFolder
     from troupe.orchestrator.reporting.verdicts.running import alarm_lines, verdicts_of
 
@@ -41,6 +45,9 @@ def report(
     if as_json:
         plain = {folder: [asdict(verdict) for verdict in found] for folder, found in verdicts.items()}
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+        return
+    if output == Path("-"):
+        typer.echo(report_text(run_folders, Budget(samples=samples_mib * MIB)), nl=False)
         return
     file = write_report(run_folders, output or run_folders[0] / REPORT, Budget(samples=samples_mib * MIB))
     for folder, found in verdicts.items():

@@ -71,9 +71,19 @@ def init(
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    no_trial: Annotated[
+        bool, typer.Option("--no-trial", help="Do not sample generated tasks to choose their difficulty.")
+    ] = False,
 ) -> None:
     """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
-    from troupe.orchestrator.starter.command import InitFlags, complete, copy_of, text_of, write
+    from troupe.orchestrator.starter.command import (
+        InitFlags,
+        complete,
+        copy_of,
+        text_of,
+        with_difficulty,
+        write,
+    )
 
     if output.exists() and not force:
         exit_with(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
@@ -85,6 +95,7 @@ def init(
     if from_ is not None:
         text = copy_of(from_, flags, output)
     else:
-        text = text_of(complete(flags, ask if sys.stdin.isatty() else None), output)
+        choices = complete(flags, ask if sys.stdin.isatty() else None)
+        text = text_of(choices if no_trial else with_difficulty(choices, typer.echo), output)
     write(text, output, force)
     typer.echo(f"wrote {output}; next: troupe validate {output}")

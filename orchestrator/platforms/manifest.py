@@ -17,6 +17,7 @@ from troupe.orchestrator.platforms.kubernetes.patch import read_patches
 from troupe.orchestrator.platforms.kubernetes.pods import Limits
 from troupe.orchestrator.platforms.kubernetes.values import parse_claim, parse_secret_variable, parse_variable
 from troupe.orchestrator.platforms.slurm import SlurmOptions, script
+from troupe.orchestrator.spec.examples import example_name
 from troupe.orchestrator.spec.paths import absolute_paths
 from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
 
@@ -113,7 +114,7 @@ def batch_script(
     document = read_document(request.spec, request.overrides)
     runs = plan_runs(document)
     options = SlurmOptions(environment=environment, **nodes.given(), **flags.given())
-    command = [str(request.spec.absolute())]
+    command = [str(request.spec if example_name(request.spec) else request.spec.absolute())]
     command += [part for override in request.overrides for part in ("--set", override)]
     command += ["--out", str(request.out)] if request.out is not None else []
     return script(request.name or to_send(document, runs).name, command, runs, options)

@@ -57,6 +57,12 @@ def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[
         yield "evaluation", "never runs: set every_steps, at_start or at_end, or remove the section"
 
 
+def output_problems(folder: str) -> Iterator[Finding]:
+    """A run folder that would be named after the scheme of a URL."""
+    if "://" in folder:
+        yield "output.folder", "a run writes to a disk that the driver has (on a cluster a shared one), not to a URL"
+
+
 def template_problems(
     models: Mapping[str, ModelConfig], prompts: Mapping[str, PromptText], *, plain: bool
 ) -> Iterator[Finding]:

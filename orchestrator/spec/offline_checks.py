@@ -8,6 +8,7 @@ from troupe.orchestrator.spec.checks import (
     INSIDE_ANOTHER,
     changed,
     evaluation_problems,
+    output_problems,
     template_problems,
     trainer_problems,
 )
@@ -109,6 +110,10 @@ def _data(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"data.{split}.scores", f"is required: {spec.row.name} compares answers by their scores"
 
 
+def _output(spec: OfflineSpec) -> Iterator[Finding]:
+    yield from output_problems(spec.output.folder)
+
+
 def _template(spec: OfflineSpec) -> Iterator[Finding]:
     splits = {"data.train": spec.data.train, "data.eval": spec.data.eval}
     prompts = {name: source for name, source in splits.items() if source is not None}
@@ -125,4 +130,4 @@ def _evaluation(spec: OfflineSpec) -> Iterator[Finding]:
         yield from evaluation_problems(spec.evaluation, spec.data.eval is not None)
 
 
-_CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, _evaluation)
+_CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, _output, _evaluation)

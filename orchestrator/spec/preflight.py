@@ -293,9 +293,11 @@ def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
         path = Path(source.path)
         if source.kind == "datasets" and not path.is_dir():
             yield f"data.{name}.path", f"no such folder: {path}"
-        if source.kind != "datasets" and not path.is_file() and not glob.glob(source.path, recursive=True):
-            what = "no file matches" if glob.has_magic(source.path) else "no such file"
-            yield f"data.{name}.path", f"{what}: {path}"
+        if source.kind != "datasets" and not path.is_file():
+            if not glob.has_magic(source.path):
+                yield f"data.{name}.path", f"no such file: {path}"
+            elif not any(Path(found).is_file() for found in glob.iglob(source.path, recursive=True)):
+                yield f"data.{name}.path", f"no file matches: {path}"
 
 
 def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -> Iterator[Finding]:

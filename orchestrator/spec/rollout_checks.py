@@ -12,6 +12,7 @@ from troupe.orchestrator.spec.checks import (
     changed,
     environment_problems,
     evaluation_problems,
+    output_problems,
     template_problems,
     trainer_problems,
 )
@@ -399,6 +400,10 @@ def _texts(spec: RolloutSpec) -> Iterator[Finding]:
         yield "data.ptx.max_tokens", f"{texts.max_tokens} is more than roles.policy.micro_batch_tokens, {budget}"
 
 
+def _output(spec: RolloutSpec) -> Iterator[Finding]:
+    yield from output_problems(spec.output.folder)
+
+
 def _evaluation(spec: RolloutSpec) -> Iterator[Finding]:
     evaluation = spec.evaluation
     if evaluation is None:
@@ -438,6 +443,7 @@ _CHECKS = (
     _data,
     _texts,
     _evaluation,
+    _output,
     _alarm,
     _optimizers,
     environment_problems,

@@ -12,6 +12,26 @@ from troupe.orchestrator.errors import UsageError
 
 
 @dataclass(frozen=True)
+class Difficulty:
+    """Settings of a generated task, and how a model did at them."""
+
+    settings: dict[str, Any]
+    right: int
+    samples: int
+    mixed: int
+    """Prompts with right and wrong samples."""
+    prompts: int
+
+    @property
+    def note(self) -> str:
+        """What the trial has shown."""
+        shown = f"the model solves {self.right} of {self.samples} samples"
+        if not self.mixed:
+            return f"{shown}, and no prompt has right and wrong ones: there is nothing to learn; try another task"
+        return f"{shown}, and {self.mixed} of {self.prompts} prompts have right and wrong ones to learn from"
+
+
+@dataclass(frozen=True)
 class Choices:
     """A user's choices."""
 
@@ -27,6 +47,8 @@ class Choices:
     steps: int = 100
     max_tokens: int = 0
     """Longest response; 0: 64 on the CPU, 1024 on GPUs."""
+    difficulty: Difficulty | None = None
+    """Of a generated task; None: the task's own settings."""
 
     @property
     def offline(self) -> bool:

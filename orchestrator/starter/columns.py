@@ -41,8 +41,10 @@ def read_data(choices: Choices) -> Data:
     if choices.data.startswith(GYM):
         if choices.offline:
             raise UsageError(f"--data: {choices.algorithm} learns from examples, not from generated tasks")
-        recipe = choices.data.removeprefix(GYM)
-        train = {"kind": "reasoning_gym", "recipes": [{"name": recipe}], "size": 2000, "seed": 1}
+        recipe: dict[str, object] = {"name": choices.data.removeprefix(GYM)}
+        if choices.difficulty is not None and choices.difficulty.settings:
+            recipe["args"] = choices.difficulty.settings
+        train = {"kind": "reasoning_gym", "recipes": [recipe], "size": 2000, "seed": 1}
         return Data({"train": train, "eval": train | {"size": 200, "seed": 2}}, 512, 0, Earned("reasoning_gym"))
     train, held_out, why = find_tables(choices.data)
     found = _examples(choices, train) if choices.offline else _prompts(choices, train)

@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from troupe.orchestrator.capacity.placement import GPU_GIB
@@ -18,6 +18,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.starter.choices import Choices, check_algorithm
 from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.commented import commented
+from troupe.orchestrator.starter.difficulty import PROMPTS, find_difficulty, is_tried
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
 from troupe.orchestrator.starter.tables import GYM
 
@@ -76,10 +77,26 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     return Choices(model, data, algorithm, gpus, kind.upper(), cpus, name, flags.steps, flags.max_tokens)
 
 
+def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
+    """The choices with a difficulty of the generated tasks at which the model is sometimes right.
+
+    Raises:
+        UsageError: There is no such task, or the model cannot be sampled from.
+    """
+    if choices.data.startswith(GYM):
+        check_task(choices.data.removeprefix(GYM))
+    if not is_tried(choices):
+        return choices
+    say(f"trying {PROMPTS} prompts on the model for a difficulty that it can learn from (--no-trial leaves this out)")
+    found = find_difficulty(choices)
+    say(f"difficulty: {found.note}")
+    return replace(choices, difficulty=found)
+
+
 def text_of(choices: Choices, output: Path) -> str:
     """The spec for these choices. Raises UsageError, SpecError or DoesNotFit."""
     if choices.data.startswith(GYM):
-        _check_task(choices.data.removeprefix(GYM))
+        check_task(choices.data.removeprefix(GYM))
     data = read_data(choices)
     document, _ = fitting_document(choices, data)
     described = f" --cluster {cluster(choices)}" if choices.gpus else ""
@@ -94,6 +111,8 @@ def text_of(choices: Choices, output: Path) -> str:
         f"  troupe plan {output}{described}",
         f"  troupe run {output}",
     ]
+    if choices.difficulty is not None:
+        heading.append(f"Difficulty: {choices.difficulty.note}.")
     if data.reward is not None and data.reward.note:
         heading.append(f"Reward: {data.reward.note}.")
     if data.without_evaluation:
@@ -123,7 +142,7 @@ def write(text: str, output: Path, force: bool) -> None:
         raise UsageError(f"--output: {output}: {error.strerror}") from None
 
 
-def _check_task(name: str) -> None:
+def check_task(name: str) -> None:
     """Raise UsageError unless reasoning-gym has this task."""
     try:
         known = importlib.import_module("reasoning_gym.factory").DATASETS

@@ -83,8 +83,10 @@ def _siblings(data: str) -> Iterator[str]:
     for word in HELD_OUT:
         for part in (path.name, path.parent.name):
             name = re.sub(r"(?<![a-z])train(?![a-z])", word, part, count=1)
+            if name == part:
+                continue
             found = str(path.with_name(name) if part == path.name else path.parent.with_name(name) / path.name)
-            if name != part and any(one.is_file() for one in matching_files(found)):
+            if any(one.is_file() for one in matching_files(found)):
                 yield found
 
 

@@ -27,6 +27,8 @@ from troupe.orchestrator.training.checkpoint import CheckpointStore
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 HUNG_S = 15.0
+UNREAPED_S = 20.0
+"""Longest time until the last process of a driver that was killed has ended."""
 BUDGETS = tuple(f"failures.{role}_restarts=9" for role in ("trainer", "engine", "reward", "reference"))
 WORKERS = (
     *(("policy", "ray::PolicyWorker"), ("critic", "ray::CriticWorker"), ("reference", "ray::ReferenceWorker")),
@@ -360,6 +362,7 @@ def test_nothing_is_left_of_a_killed_driver_where_nobody_reaps(tmp_path: Path) -
     outcome = Outcome("SIGKILL of the driver where PID 1 reaps nothing", "every process ends", None, seconds, 0, words)
     record(replace(outcome, ok=not left))
     assert not left and zombies, left
+    assert seconds < UNREAPED_S, "Ray's agents report the end of the raylet to a head that is gone, for a minute"
 
 
 def _alive_below(init: psutil.Process) -> list[str]:

@@ -149,6 +149,14 @@ def test_validate_describes_the_spec(spec: Path) -> None:
     assert "tiny-grpo is valid: grpo, 64 samples per step\n  data.train: 8 rows\n" in answer.stdout
 
 
+def test_what_is_known_of_a_valid_spec_as_json(spec: Path) -> None:
+    answer = troupe("validate", str(spec), "--json")
+    assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
+    (found,) = json.loads(answer.stdout)
+    known = {"name": "tiny-grpo", "algorithm": "grpo", "batch": "64 samples", "data": ["data.train: 8 rows"]}
+    assert found | known == found
+
+
 def test_every_shipped_spec_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     clusters = {"node-8gpu-grpo.yaml": "1x8", "multinode-ppo.yaml": "4x8"}
@@ -329,7 +337,8 @@ def test_doctor_reports_an_invalid_spec_before_it_checks_anything(spec: Path) ->
 
 def test_init_writes_a_spec_that_validate_and_plan_accept(tiny_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "run.yaml"
-    arguments = ("init", "--model", str(tiny_model), "--data", "reasoning_gym:chain_sum", "-o", str(output))
+    data = ("--data", "reasoning_gym:chain_sum", "--no-trial")
+    arguments = ("init", "--model", str(tiny_model), *data, "-o", str(output))
     answer = troupe(*arguments)
     assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
     assert answer.stdout == f"wrote {output}; next: troupe validate {output}\n"

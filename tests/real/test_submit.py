@@ -59,10 +59,16 @@ def test_a_job_can_be_followed_and_stopped_and_saves_its_run(head: str, tmp_path
     options = [part for override in sets for part in ("--set", override)]
     answer = run_troupe(tmp_path, "submit", str(GRPO), "--address", head, "--submission-id", job, *options)
     assert f"troupe logs {job} --address {head} --follow" in answer
+    assert (
+        f"writes to {tmp_path}/runs/{job} on the cluster" in answer and f"troupe stop {job} --address {head}" in answer
+    )
     metrics = tmp_path / "runs" / job / "metrics.jsonl"
     with running(Command(tmp_path, troupe_command("logs", job, "--address", head, "--follow"))) as follower:
         follower.wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1, "two steps")
-        assert f"{job} ({job}): RUNNING" in run_troupe(tmp_path, "status", job, "--address", head)
+        state, step = run_troupe(tmp_path, "status", job, "--address", head).splitlines()
+        assert f"{job} ({job}): RUNNING" in state and step.startswith("step ") and "reward" in step
+        told = json.loads(run_troupe(tmp_path, "status", job, "--address", head, "--json"))
+        assert (told["job"], told["status"]) == (job, "RUNNING") and told["step"].startswith("step ")
         assert f"{job} ({job}): RUNNING" in run_troupe(tmp_path, "jobs", "--address", head).splitlines()[0]
         assert f"{job} ({job}): STOPPED" in run_troupe(tmp_path, "stop", job, "--address", head)
         assert follower.wait() == 1

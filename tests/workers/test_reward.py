@@ -122,6 +122,29 @@ def test_a_failed_component_fails_the_reward_and_says_which(worker: RewardWorker
     assert table["status"].to_pylist() == list(summary.statuses)
 
 
+@pytest.mark.parametrize(
+    ("opening", "args", "rewards"),
+    [
+        ("<assistant> <think>", {}, [0.0, 1.0]),
+        ("<assistant> <think>", {"opens_thought": False}, [1.0, 1.0]),
+        ("<assistant> <think> </think>", {}, [1.0, 1.0]),
+        ("<assistant>", {}, [1.0, 1.0]),
+    ],
+)
+def test_a_cut_thought_that_the_template_opened_is_no_answer(
+    tmp_path: Path, opening: str, args: dict[str, Any], rewards: list[float]
+) -> None:
+    tokenizer(WORDS, TEMPLATE.replace("<assistant>", opening)).save_pretrained(tmp_path)
+    config = RewardConfig(functions=(function("last_number", args=args),))
+    scoring = RewardWorker(config, "reward-0", policy=ModelConfig(path=str(tmp_path)))
+    try:
+        scoring.start()
+        summary, _ = scoring.score(rollouts(["It may be 5", "It is 5. </think> 5"]))
+    finally:
+        scoring.close()
+    assert list(summary.rewards) == rewards
+
+
 def test_samples_come_back_in_order_of_sample_index(worker: RewardWorker) -> None:
     summary, table = worker.score(rollouts(["5", "0", "x"], order=[2, 0, 1]))
     assert table["sample_index"].to_pylist() == [0, 1, 2]

@@ -29,6 +29,17 @@ def visible(response: str, *, opens_thought: bool = False) -> str:
     return "" if opens_thought and not ends else text
 
 
+def has_thought(text: str) -> bool:
+    """Whether a text has the tag that begins a thought."""
+    return _THOUGHT_START.search(text) is not None
+
+
+def in_thought(text: str) -> bool:
+    """Whether a text ends inside a thought."""
+    starts, ends = (list(tag.finditer(text)) for tag in (_THOUGHT_START, _THOUGHT_END))
+    return bool(starts) and (not ends or starts[-1].start() > ends[-1].start())
+
+
 def answer_part(response: str, *, opens_thought: bool = False) -> tuple[str, bool]:
     """(text, tagged): what the last <answer> tags of the visible response hold; without any, all of it."""
     text = visible(response, opens_thought=opens_thought)

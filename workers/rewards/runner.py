@@ -13,7 +13,7 @@ from typing import Any
 
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.isolation.child import LOAD_TIMEOUT_S, MAX_REPLY, Child, InvalidReply
-from troupe.workers.isolation.descendants import resident_bytes
+from troupe.workers.isolation.descendants import used_bytes
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.steps import Step, checked_steps
 
@@ -124,7 +124,7 @@ class RewardProcess:
             raise RewardFunctionError(str(reply.get("failure")))
         self._pid = int(reply["pid"])
         self._concurrent = reply.get("concurrent") is True
-        self._resident, _ = resident_bytes(child.mark)
+        self._resident, _ = used_bytes(child.mark)
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Score the samples of a group; faults of the function never raise.
@@ -219,7 +219,8 @@ class RewardProcess:
         """Raises _OutOfMemory where the process and all that it has started use more than the limit together."""
         if self._child is None or not self._resident:
             return
-        used, processes = resident_bytes(self._child.mark)
+        most = self._resident + (self.memory_limit_mib << 20)
+        used, processes = used_bytes(self._child.mark, at_most=most)
         grown = (used - self._resident) >> 20
         if grown > self.memory_limit_mib:
             raise _OutOfMemory(

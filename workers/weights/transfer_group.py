@@ -7,6 +7,7 @@ same code where there is no GPU. Every wait is bounded and ends as soon as the c
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ class TransferGroup:
         self._rank = rank
         store.set(f"here/{rank}", "1")
         self._until(lambda: store.check([f"here/{other}" for other in range(size)]), "not every member has joined")
-        self._group = _group(backend, store, rank, size)
+        self._group: Any = _group(backend, store, rank, size)
         greeting = torch.full((1,), _GREETING if rank == 0 else 0, dtype=torch.int64, device=device)
         self.broadcast(greeting)()
         if int(greeting.item()) != _GREETING:
@@ -91,6 +92,8 @@ class TransferGroup:
 
         The wait raises TransferFailed if a member fails or the bound passes; the group is then of no more use.
         """
+        if self._group is None:
+            raise TransferFailed(f"rank {self._rank} has left the transfer group")
         work = self._group.broadcast(tensor, 0)
 
         def wait() -> None:
@@ -102,8 +105,15 @@ class TransferGroup:
         return wait
 
     def leave(self) -> None:
-        """Leave the group and free its connections. Members that still wait for this one fail."""
-        self._group.abort()
+        """Leave the group and free its connections. Members that still wait for this one fail.
+
+        Gloo's destructor waits for a broadcast that is under way, which a member that is stopped or lost does not let
+        end. It runs on a thread that nobody waits for, or the next garbage collection would wait on any other.
+        """
+        held, self._group = [self._group], None
+        if held[0] is not None:
+            held[0].abort()
+            threading.Thread(target=held.clear, name="leaves a transfer group", daemon=True).start()
 
     def _until(self, done: Callable[[], bool], failure: str) -> None:
         deadline = time.monotonic() + self._bound_s

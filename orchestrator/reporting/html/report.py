@@ -58,10 +58,15 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
     Returns:
         The file. Raises UsageError where a folder holds no run, and OSError where the file cannot be written.
     """
-    text = render(page_data([RunFolder(folder) for folder in folders], budget or Budget()))
+    text = report_text(folders, budget or Budget())
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, text)
     return output
+
+
+def report_text(folders: Sequence[Path], budget: Budget) -> str:
+    """The page of one or several runs. Raises UsageError where a folder holds no run."""
+    return render(page_data([RunFolder(folder) for folder in folders], budget))
 
 
 def page_data(runs: Sequence[RunFolder], budget: Budget) -> Json:

@@ -172,6 +172,11 @@ CPU_CASES = [
         ),
         ("  steps: 4", "  steps: 4\n  <<: {}"),
     ),
+    case(
+        "url_folder",
+        "2: output.folder: a run writes to a disk that the driver has (on a cluster a shared one), not to a URL",
+        ("name: base", "name: base\noutput: {folder: s3://b/x}"),
+    ),
     case("name_number", "1: name: expected text, got 5", ("name: base", "name: 5")),
     case(
         "text_int",

@@ -41,6 +41,22 @@ def grows(response: str, answer: str, metadata: dict[str, Any]) -> float:
     return 1.0
 
 
+def forks(response: str, answer: str, metadata: dict[str, Any]) -> float:
+    """Hold 150 MiB, which the same three processes share that are started by a fork."""
+    held = bytearray(150 * 2**20)
+    held[::4096] = b"x" * (len(held) // 4096)
+    children = []
+    for _ in range(3):
+        if (child := os.fork()) == 0:
+            time.sleep(600)
+        children.append(child)
+    time.sleep(1.5)
+    for child in children:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    return 1.0
+
+
 def reads(response: str, answer: str, metadata: dict[str, Any]) -> float:
     """1 for a variable that is set."""
     return float(response in os.environ)

@@ -146,6 +146,12 @@ def test_memory_counts_over_all_processes_of_a_function(process: RewardProcess) 
     assert gone(mark)
 
 
+@pytest.mark.parametrize("process", ["forks"], indirect=True)
+def test_memory_that_forked_processes_share_counts_once(process: RewardProcess) -> None:
+    """Four processes share 150 MiB of 256, which each has in its resident set."""
+    assert score(process).status == "ok"
+
+
 @pytest.mark.parametrize("process", ["reads", ("reads", "MY_API_KEY")], indirect=True)
 def test_secrets_are_not_passed_on_unless_they_are_named(
     process: RewardProcess, monkeypatch: pytest.MonkeyPatch

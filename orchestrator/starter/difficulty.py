@@ -1,0 +1,94 @@
+"""Chooses the difficulty of generated tasks for a first spec: one at which the model is sometimes right."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from troupe.orchestrator.data.readers import json_safe
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
+from troupe.orchestrator.starter.choices import Choices, Difficulty
+from troupe.orchestrator.starter.sizing import response_tokens
+from troupe.orchestrator.starter.tables import GYM
+from troupe.workers.isolation.probe import ProbeFailed, ask
+
+PROMPTS, SAMPLES = 8, 8
+
+_TRIAL = "troupe.workers.rewards.difficulty:sample_levels"
+_LEVELS = 5
+_MOST_PARAMETERS = 2_000_000_000
+"""Of a model that is tried without a GPU."""
+_TIMEOUT_S = 600.0
+
+
+def is_tried(choices: Choices) -> bool:
+    """Whether the tasks are generated ones and the model is small enough to try them on this machine."""
+    if not choices.data.startswith(GYM) or choices.offline:
+        return False
+    try:
+        return read_size(Path(choices.model)).parameters <= _MOST_PARAMETERS
+    except SizeUnknown:
+        return False
+
+
+def find_difficulty(choices: Choices) -> Difficulty:
+    """Samples a few prompts of each level, the easiest first, and chooses the level with the most to learn from.
+
+    Raises:
+        UsageError: The model cannot be sampled from.
+    """
+    task = choices.data.removeprefix(GYM)
+    levels = task_levels(task)
+    request = {
+        "model": choices.model,
+        "task": task,
+        "levels": levels,
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "max_tokens": response_tokens(choices),
+        "enough": PROMPTS // 2,
+    }
+    try:
+        found = ask(_TRIAL, request, _TIMEOUT_S)
+    except ProbeFailed as error:
+        advice = "--no-trial leaves the trial out"
+        raise UsageError(f"--data: {task} cannot be tried on {choices.model} ({advice}): {error}") from None
+    return best_level(levels, found)
+
+
+def best_level(levels: Sequence[dict[str, Any]], right: Sequence[Sequence[int]]) -> Difficulty:
+    """The level with the most prompts that have right and wrong samples; the first of several.
+
+    Args:
+        levels: Settings of the task, the easiest first.
+        right: For each level that was tried, how many of the `SAMPLES` samples of each prompt are right.
+    """
+    mixed = [sum(0 < count < SAMPLES for count in counts) for counts in right]
+    chosen = mixed.index(max(mixed))
+    counts = right[chosen]
+    return Difficulty(levels[chosen], sum(counts), SAMPLES * len(counts), mixed[chosen], len(counts))
+
+
+def task_levels(task: str) -> list[dict[str, Any]]:
+    """Settings of a task by its curriculum, the easiest first; one empty level where it has none."""
+    factory = importlib.import_module("reasoning_gym.factory")
+    if not factory.has_curriculum(task):
+        return [{}]
+    curriculum = factory.create_curriculum(task)
+    found: list[dict[str, Any]] = []
+    for level in range(_LEVELS):
+        for name, attribute in curriculum.attributes.items():
+            curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
+        try:
+            config = curriculum.generate_configuration({"seed": 0})
+            config.validate()
+        except Exception:  # a curriculum may leave the bounds of its own task, which raises anything
+            continue
+        fields = [field.name for field in dataclasses.fields(config) if field.name not in ("seed", "size")]
+        settings = json_safe({name: getattr(config, name) for name in fields})
+        found += [settings] if settings not in found else []
+    return found or [{}]

@@ -1,0 +1,35 @@
+"""A local Ray cluster: what its own processes do at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray._private import process_watcher
+
+from troupe.orchestrator.cluster.ray_nodes import _let_agents_end
+
+
+class GoneHead:
+    """The client of a head that is gone: every call takes its whole timeout."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    def publish_error(self, key: bytes, kind: str, message: str, job: Any, timeout_s: float) -> None:
+        """Report an error to the drivers."""
+        self.waited_s += timeout_s
+        raise TimeoutError
+
+
+@pytest.mark.parametrize(("told", "waited_s"), [(False, 60.0), (True, 0.0)])
+def test_agents_do_not_report_the_end_of_a_cluster_that_is_killed(tmp_path: Path, told: bool, waited_s: float) -> None:
+    """Ray's own function, which its agents call before they exit."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "raylet.out").write_text("[I] (raylet) it runs\n")
+    if told:
+        _let_agents_end(tmp_path)
+    head: Any = GoneHead()
+    process_watcher.report_raylet_error_logs(str(tmp_path / "logs"), head)
+    assert head.waited_s == waited_s

@@ -1,0 +1,69 @@
+"""Tries levels of generated tasks on a model, so that a first run has something to learn; runs in a child process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import reasoning_gym
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from troupe.workers.rewards.gym import reasoning_gym as score
+
+_SEED = 20_011
+"""Of the tasks that are tried: they are not those of the run."""
+
+
+def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
+    """For each level in turn, how many samples of each prompt are right.
+
+    Args:
+        request: `model` (its folder), `task` (of reasoning-gym), `levels` (its settings, the easiest first), `prompts`,
+            `samples` of each prompt, `max_tokens`, and `enough`: from so many prompts with right and wrong samples on,
+            no further level is tried.
+
+    Harder levels are tried only while nearly all samples are right.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(request["model"], padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(request["model"], dtype=dtype)
+    model.to(device).eval()
+    torch.manual_seed(_SEED)
+    for level in request["levels"]:
+        entries = list(reasoning_gym.create_dataset(request["task"], size=request["prompts"], seed=_SEED, **level))
+        prompts = [_prompt(tokenizer, entry["question"]) for entry in entries]
+        batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
+        with torch.inference_mode():
+            tokens = model.generate(
+                **batch,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=request["max_tokens"],
+                num_return_sequences=request["samples"],
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        texts = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        size = request["samples"]
+        right = [
+            sum(_is_right(text, entry, request["task"]) for text in texts[number * size : (number + 1) * size])
+            for number, entry in enumerate(entries)
+        ]
+        yield right
+        if sum(0 < count < size for count in right) >= request["enough"] or sum(right) < 0.9 * size * len(right):
+            return
+
+
+def _prompt(tokenizer: Any, question: str) -> str:
+    if tokenizer.chat_template is None:
+        return question
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _is_right(text: str, entry: dict[str, Any], task: str) -> bool:
+    return score(text, entry["answer"], {"recipe": task, "entry": entry}) >= 1.0

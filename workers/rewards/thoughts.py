@@ -1,0 +1,46 @@
+"""Whether the chat template of the policy opens the thought of every response."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
+from troupe.workers.rewards.answer_text import has_thought, in_thought
+
+OPENS_THOUGHT = "opens_thought"
+"""Argument of the reward functions that have to know."""
+_FUNCTIONS = ("numeric", "last_number")
+_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+
+
+def with_opened_thoughts(function: RewardFunctionConfig, policy: ModelConfig | None) -> RewardFunctionConfig:
+    """The function with `opens_thought`, where it has that argument, does not set it and the template opens thoughts.
+
+    Raises:
+        OSError, ValueError: the policy's tokenizer cannot be loaded.
+    """
+    if function.name not in _FUNCTIONS or OPENS_THOUGHT in function.args or policy is None:
+        return function
+    if not template_opens_thought(policy):
+        return function
+    return function.model_copy(update={"args": {**function.args, OPENS_THOUGHT: True}})
+
+
+def template_opens_thought(model: ModelConfig) -> bool:
+    """Whether what the chat template writes before a response opens a thought.
+
+    The tokenizer, whose library takes seconds to import, is loaded only where the template has the tag of a thought.
+    """
+    if model.plain or not any(has_thought(text) for text in _templates(model)):
+        return False
+    from troupe.workers.data.tokenizer import load_chat_tokenizer
+
+    messages = [{"role": "user", "content": "?"}]
+    prompt = load_chat_tokenizer(model).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return in_thought(str(prompt))
+
+
+def _templates(model: ModelConfig) -> list[str]:
+    """The texts of the files that a chat template can stand in."""
+    files = [Path(model.path) / name for name in _FILES] if model.chat_template is None else [Path(model.chat_template)]
+    return [file.read_text(errors="replace") for file in files if file.is_file()]
