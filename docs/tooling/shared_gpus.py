@@ -75,7 +75,7 @@ def _spec(policies: int, rollout: str, gpus: float) -> RolloutSpec:
     changes = [f"roles.rollout={{{rollout}, max_num_seqs: 256, max_model_len: 4096}}", "model.path=given"]
     changes += [f"roles.policy.workers={policies}", f"roles.policy.gpus={gpus}", "weight_sync.backend=auto"]
     changes += ["schedule.max_staleness=0"]
-    return plan_runs(read_document(SPEC, changes))[0].spec
+    return plan_runs(read_document(SPEC, changes))[0].spec.rollouts
 
 
 def _first(spec: RolloutSpec, model: str, gpus: int) -> tuple[float, bool, Plan]:

@@ -26,6 +26,7 @@ COLUMNS = {
     "gather": ("gathered",),
     "activ": ("activations",),
     "logits": ("logits", "head", "kept"),
+    "score": ("scoring",),
     "step": ("step",),
     "bufs": ("buffers", "transfer"),
     "kv": ("kv cache",),

@@ -124,8 +124,16 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     on_gpu = gpu if config.device == "cuda" else None
     shared = spec.roles.rollout.colocate_with == "policy" and not config.engine.enforce_eager
     graphs = turns.GRAPHS if shared else 0
-    place = config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS, transfer, graphs
-    memories, cache = engine(seat.worker, size, *place)
+    memories, cache = engine(
+        seat.worker,
+        size,
+        config.model.dtype,
+        config.engine,
+        on_gpu,
+        process=ENGINE_PROCESS,
+        transfer=transfer,
+        graphs=graphs,
+    )
     return tuple(turns.of_engine(memories, config.sleep)), cache
 
 

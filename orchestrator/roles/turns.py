@@ -51,10 +51,11 @@ def of_trainer(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]
             moved = sum(part.bytes for other in memories for part in other.parts if _is_moved(other, part))
             yield replace(memory, parts=(*memory.parts, Part("moved", moved)))
             continue
-        parts = [replace(part, turns=_TRAINER.get(part.name, TURNS)) for part in memory.parts]
-        passes = (p for other in scoring if other.where == "gpu" for p in other.parts if p.phase == "pass")
-        parts += [replace(part, turns=("sampling",)) for part in passes]
-        parts += [replace(part, turns=("sampling",)) for part in memory.parts if scoring and part.name == "gathered"]
+        turns = _TRAINER | ({"gathered": ("sampling", "update")} if scoring else {})
+        parts = [replace(part, turns=turns.get(part.name, TURNS)) for part in memory.parts]
+        passes = [p.bytes for other in scoring if other.where == "gpu" for p in other.parts if p.phase == "pass"]
+        if passes:
+            parts.append(Part("scoring", sum(passes), "pass", ("sampling",)))
         yield replace(memory, parts=tuple(parts))
 
 

@@ -52,12 +52,14 @@ class LoopLink:
 
     def __init__(self, workers: Sequence[RolloutWorker]) -> None:
         self.workers = workers
-        self.processes = len(workers)
+        self.ranks = workers[0]._config.engine.tensor_parallel_size
+        self.processes = self.ranks * len(workers)
         self.loop = asyncio.get_running_loop()
 
     def join(self, info: dict[str, Any]) -> None:
         """Every worker behind the ranks of those before it."""
-        infos = [info | {"first_rank": info["first_rank"] + number} for number in range(len(self.workers))]
+        firsts = (info["first_rank"] + number * self.ranks for number in range(len(self.workers)))
+        infos = [info | {"first_rank": first} for first in firsts]
         self._all([worker.transfer_init(own) for worker, own in zip(self.workers, infos, strict=True)])
 
     def start(self) -> None:
@@ -261,7 +263,7 @@ async def test_resting_engines_are_healthy_and_wake_with_what_was_sent(
     await assert_serves(workers, model, after)
 
 
-async def test_an_engine_that_vllm_woke_over_discarded_weights_does_not_serve_them(
+async def test_weights_that_vllm_woke_behind_the_workers_back_have_no_digest_and_do_not_serve(
     workers: list[RolloutWorker], model: PreTrainedModel
 ) -> None:
     """vLLM resumes by itself, over whatever is in memory."""
@@ -270,15 +272,43 @@ async def test_an_engine_that_vllm_woke_over_discarded_weights_does_not_serve_th
     engine = workers[0]._engine
     assert engine is not None
     (held,) = await engine.collective_rpc("troupe_loaded_weights")
+    assert held["version"] == version
     await workers[0].rest()
     assert await engine.wake_up() is True
     with pytest.raises(WeightDigestMismatch, match="rollout-0: weights have digest"):
-        await workers[0].transfer_finish(version, held["digest"])
-    with pytest.raises(EngineClosed):
-        await rows(workers[0])
+        await workers[0]._confirmed_digest(version, held["digest"])
+    with pytest.raises(StaleWake):
+        await workers[0].wake()
     version = await send(sender, named_weights(model))
     sender.close()
     await assert_serves(workers[:1], model, version)
+
+
+@pytest.mark.long
+async def test_both_ranks_of_an_engine_receive_verify_and_wake(
+    tiny_model: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = rollout_config(tiny_model)
+    engine = config.engine.model_copy(update={"tensor_parallel_size": 2, "threads": 1})
+    worker = RolloutWorker(
+        config.model_copy(update={"transfer_backend": "gloo", "sleep": "weights", "engine": engine}), "rollout-0"
+    )
+    await worker.start()
+    try:
+        for corrupted in (False, True, False):
+            await worker.rest()
+            perturb(model, "mlp")
+            sender = await connect([worker], shapes(model))
+            if corrupted:
+                with monkeypatch.context() as changed:
+                    _corrupted(changed)
+                    with pytest.raises(Exception, match="rollout-0: weights have digest"):
+                        await send(sender, named_weights(model))
+            else:
+                await assert_serves([worker], model, await send(sender, named_weights(model)))
+            sender.close()
+    finally:
+        await worker.close()
 
 
 async def test_requests_under_way_continue_on_the_new_weights(

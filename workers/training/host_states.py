@@ -51,7 +51,7 @@ class HostStates:
     def move_out(self, kept: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor]) -> int:
         """Free the device of these tensors; returns the bytes that are free then.
 
-        A tensor that shares its storage with others stays, and so does one that is elsewhere.
+        A tensor that is a part of a storage stays, and so does one that is elsewhere, or mapped from a file.
 
         Args:
             kept: What is copied to host memory, and can be read there.
@@ -90,9 +90,10 @@ class HostStates:
         self._moved, self._freed = [], []
 
     def _whole(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Those on the device that have a storage of their own."""
+        """Those on the device that have a storage of their own, which torch has allocated."""
         for tensor in tensors:
-            if tensor.device == self._device and tensor.nbytes and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            storage = tensor.untyped_storage()
+            if tensor.device == self._device and 0 < storage.nbytes() == tensor.nbytes and storage.resizable():
                 yield tensor
 
     def _buffer(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -108,8 +109,12 @@ class HostStates:
 
 
 def optimizer_states(engine: Any, stage: int) -> Iterator[torch.Tensor]:
-    """Master weights and moments of DeepSpeed's `engine`, without master weights that are the model's own."""
-    model = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+    """Master weights and moments of DeepSpeed's `engine`, without master weights that are the model's own.
+
+    In float32, ZeRO-3 and training without ZeRO have no others.
+    """
+    held = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    model = {tensor.untyped_storage().data_ptr() for tensor in held}
     if stage == 3:
         masters = engine.optimizer.fp32_partitioned_groups_flat
     else:

@@ -418,6 +418,21 @@ def test_workers_that_take_turns_need_the_fullest_turn_and_not_the_sum(sleep: st
     assert as_json("x", seating)["shared_gpus"][0]["most"] == use.most
 
 
+def test_a_policy_that_scores_while_engines_sample_needs_its_passes_then() -> None:
+    """A colocated reference scores every group; under ZeRO-3 a pass gathers the weights."""
+    changes = ("algorithm.kl.coef=0.1", "roles.reference={colocate_with: policy}")
+    plain, scoring = (
+        planned(SEVEN_B, described_nodes("1x8xH100", 256), *colocated("kv_cache", 0.5), *more) for more in ((), changes)
+    )
+    policy = next(m for m in scoring.memory.workers if (m.worker, m.where) == ("policy-0", "gpu"))
+    parts = {part.name: part for part in policy.parts}
+    assert len(parts) == len(policy.parts), "the table adds up parts of one name"
+    more = parts["reference"].bytes + parts["gathered"].bytes + parts["scoring"].bytes
+    before, after = plain.memory.shared[0].turns, scoring.memory.shared[0].turns
+    assert after["sampling"] == before["sampling"] + more
+    assert after["update"] == before["update"] + parts["reference"].bytes
+
+
 def test_a_gpu_that_is_too_small_for_one_turn_says_which() -> None:
     seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated("weights", 0.98))
     assert "in the turn of sampling" in seating.misfit

@@ -244,10 +244,10 @@ def test_an_engine_that_does_not_rest_is_replaced_before_the_update(tmp_path: Pa
         controller = run.build()
         lose = run.pool.lose
 
-        async def freed(engine: Engine, error: Any, may_replace: bool = True) -> None:
-            run.gpus.caches.discard(engine.name)  # its process is killed
+        async def freed(worker: Engine, error: Any, may_replace: bool = True) -> None:
+            run.gpus.caches.discard(worker.name)  # its process is killed
             run.gpus.unresting.clear()
-            await lose(engine, error, may_replace)
+            await lose(worker, error, may_replace)
 
         run.pool.lose = freed
         await controller.run()

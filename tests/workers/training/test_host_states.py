@@ -43,7 +43,8 @@ def test_scratch_is_freed_without_a_copy_and_is_zero_afterwards() -> None:
 def test_a_part_of_a_storage_stays_and_so_does_what_is_not_on_the_device() -> None:
     weights, elsewhere = torch.ones(8), torch.empty(4, device="meta")
     states = HostStates(CPU)
-    assert states.move_out([weights[:4], elsewhere, torch.empty(0)], []) == 0
+    mapped = torch.frombuffer(bytearray(16), dtype=torch.float32)  # as the moments of a loaded checkpoint on the CPU
+    assert states.move_out([weights[:4], elsewhere, torch.empty(0), mapped], [mapped]) == 0
     assert not states.moved and torch.equal(weights, torch.ones(8))
 
 
@@ -101,3 +102,14 @@ def test_training_is_the_same_to_the_last_bit_and_the_models_weights_stay(master
     saved, other = plain.basic_optimizer.state_dict()["state"], moving.basic_optimizer.state_dict()["state"]
     for number, state in saved.items():
         assert all(torch.equal(value, other[number][name]) for name, value in state.items()), "saved from host memory"
+
+
+def test_partitions_of_the_model_that_are_its_own_masters_stay() -> None:
+    """ZeRO-3 in float32: a group of one parameter is the whole storage that the parameter's partition lies in."""
+    partition, other = torch.ones(8), torch.ones(4)
+    parameter = torch.nn.Parameter(torch.empty(0))
+    parameter.ds_tensor = partition[:8]  # pyright: ignore[reportAttributeAccessIssue]
+    module = SimpleNamespace(parameters=lambda: [parameter])
+    optimizer = SimpleNamespace(fp32_partitioned_groups_flat=[partition, other])
+    engine = SimpleNamespace(module=module, optimizer=optimizer, basic_optimizer=SimpleNamespace(state={}))
+    assert [tensor is other for tensor in optimizer_states(engine, 3)] == [True]
