@@ -207,7 +207,7 @@ PIECES: tuple[Piece, ...] = (
     ),
     Piece(
         "sleep",
-        "sleep and wake of vLLM with the engines' settings: memory freed, outputs identical",
+        "an engine rests its cache, or its weights: memory freed, no wake without weights, right samples after it",
         "probe",
         on_gpu=(_probe("sleep"),),
         bound_s=300.0,

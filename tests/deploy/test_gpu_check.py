@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,10 +21,13 @@ from deploy.gpu_check import agreement, large, sleep, training
 from deploy.gpu_check.pieces import PIECES, Command, Piece, decide
 from deploy.gpu_check.processes import run_commands
 from deploy.gpu_check.record import Record, Result, page, read
+from deploy.gpu_check.transfer import NotRight
 from tests.conftest import ROOT
 from troupe.orchestrator.doctor.machine import Graphics
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.config import Sleep
+from troupe.workers.engine.rest import StaleWake
 from troupe.workers.weights.buckets import BUCKET_BYTES
 
 BY_NAME = {piece.name: piece for piece in PIECES}
@@ -58,10 +63,52 @@ def test_what_a_machine_cannot_run_is_skipped_with_the_reason() -> None:
     assert set(skipped(0, on_cpu=True)) == {"ipc", "nccl", "transfer-nccl", "grpo-graphs", "sleep"}
 
 
-def test_the_sleep_piece_has_the_settings_of_an_engine(tiny_model: Path) -> None:
-    given = sleep.arguments(sleep.configuration(tiny_model))
-    assert (given["model"], given["enable_sleep_mode"], given["gpu_memory_utilization"]) == (str(tiny_model), True, 0.3)
-    assert given["logprobs_mode"] == "processed_logprobs" and given["enforce_eager"]
+class Resting:
+    """An engine that rests, and wakes in the right or in the wrong order."""
+
+    def __init__(self, *, stale: bool) -> None:
+        self.stale = stale
+
+    async def rest(self) -> None:
+        return None
+
+    async def wake(self) -> None:
+        if not self.stale:
+            raise StaleWake("discarded")
+
+
+class FakedSleep(sleep.SleepCheck):
+    """The sleep check on an engine without memory of its own."""
+
+    def __init__(self, level: Sleep, *, stale: bool = False) -> None:
+        self._level = level
+        self.figures = {}
+        self.engine = Resting(stale=stale)
+
+    async def start(self, number: int) -> Any:
+        return self.engine
+
+    async def send_and_check(self, label: str) -> None:
+        self.figures[label] = 1.0
+
+    async def gap(self, worker: Any) -> float:
+        return 0.01
+
+
+def run_sleep(monkeypatch: pytest.MonkeyPatch, check: sleep.SleepCheck, *free: int) -> dict[str, float | str]:
+    monkeypatch.setattr(sleep, "_free_bytes", iter(free).__next__)
+    asyncio.run(check.run())
+    return check.figures
+
+
+def test_the_sleep_piece_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    stale: Any = FakedSleep("kv_cache", stale=True)
+    assert run_sleep(monkeypatch, stale, 100, 20, 80)["share freed"] == 0.75
+    assert "update of an engine that rests, s" in run_sleep(monkeypatch, FakedSleep("weights"), 100, 20, 80)
+    with pytest.raises(NotRight, match="freed 12%"):
+        run_sleep(monkeypatch, FakedSleep("weights"), 100, 20, 30)
+    with pytest.raises(NotRight, match="woke without the weights"):
+        run_sleep(monkeypatch, FakedSleep("weights", stale=True), 100, 20, 80)
 
 
 def test_a_piece_that_passed_runs_again_only_when_asked() -> None:
