@@ -93,6 +93,10 @@ class Reader(Protocol):
         """From the tokens of a turn, which was `cut` or not, to the message for the environment and for the history."""
         ...
 
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        ...
+
     def adopt(self, conversation: Conversation) -> None:
         """Continue a conversation that another reader began."""
         ...
