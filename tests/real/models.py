@@ -13,6 +13,7 @@ def save_llama(folder: Path, **sizes: Any) -> str:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    config = LlamaConfig(**({"num_hidden_layers": 2, "pad_token_id": 2} | sizes))
+    given: dict[str, Any] = {"num_hidden_layers": 2, "pad_token_id": 2} | sizes
+    config = LlamaConfig(**given)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)

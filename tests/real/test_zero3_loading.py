@@ -41,7 +41,12 @@ pytestmark = pytest.mark.real
 WORLD = 2
 TIMEOUT_S = 300.0
 VOCABULARY = 512
-SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 CASES: dict[str, tuple[str, Dtype]] = {
     "tied": ("tied", "float32"),
     "untied in bfloat16": ("untied", "bfloat16"),
@@ -76,10 +81,9 @@ def save_models(folder: Path) -> None:
     scored = AutoModelForSequenceClassification.from_pretrained(untied, num_labels=1)
     nn.init.normal_(scored.get_submodule("score").weight)
     scored.save_pretrained(folder / "scored")
-    experts = Qwen3MoeConfig(
-        **SIZES, vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=32, pad_token_id=2,
-    )  # fmt: skip
+    of_experts: dict[str, Any] = {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4}
+    shape = SIZES | of_experts | {"num_experts_per_tok": 2, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    experts = Qwen3MoeConfig(**shape, pad_token_id=2)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(experts).save_pretrained(folder / "experts")
 
@@ -207,9 +211,10 @@ class Scenario:
     def scored(self, module: ModelModule) -> list[float]:
         """Log-probs of the second of two passes."""
         ids, positions = torch.arange(3, 17).view(2, 7), torch.arange(6)
-        for _ in range(2):
-            with torch.no_grad():
-                logprobs, _ = module(ids, torch.ones_like(ids), positions, ids.flatten()[positions + 1])
+        batch = ids, torch.ones_like(ids), positions, ids.flatten()[positions + 1]
+        with torch.no_grad():
+            module(*batch)
+            logprobs, _ = module(*batch)
         return logprobs.tolist()
 
     def run(self) -> None:

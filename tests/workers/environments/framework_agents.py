@@ -34,7 +34,13 @@ def langgraph(row: Row, client: OpenAI) -> float:
 
 async def openai_agents(row: Row, client: AsyncOpenAI) -> float:
     """OpenAI's Agents SDK over chat completions."""
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from agents import (  # pyright: ignore
+        Agent,  # pyright: ignore
+        OpenAIChatCompletionsModel,  # pyright: ignore
+        Runner,  # pyright: ignore
+        function_tool,  # pyright: ignore
+        set_tracing_disabled,  # pyright: ignore
+    )
 
     set_tracing_disabled(True)
     model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
