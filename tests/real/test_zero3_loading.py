@@ -81,8 +81,8 @@ def save_models(folder: Path) -> None:
     scored = AutoModelForSequenceClassification.from_pretrained(untied, num_labels=1)
     nn.init.normal_(scored.get_submodule("score").weight)
     scored.save_pretrained(folder / "scored")
-    of_experts: dict[str, Any] = {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4}
-    shape = SIZES | of_experts | {"num_experts_per_tok": 2, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    shape: dict[str, Any] = SIZES | {"head_dim": 16, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    shape |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
     experts = Qwen3MoeConfig(**shape, pad_token_id=2)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(experts).save_pretrained(folder / "experts")
