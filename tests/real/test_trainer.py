@@ -46,6 +46,7 @@ from troupe.workers.models.token_batch import TokenTable, ragged
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reference import ReferenceConfig, ReferenceWorker
 from troupe.workers.training.optimizer import learning_rate
+from troupe.workers.training.rank import TrainingRank
 from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
@@ -177,7 +178,7 @@ def policy_config(model: str, stage: int, dtype: str) -> PolicyConfig:
     )
 
 
-def weights_of(worker: PolicyWorker | CriticWorker) -> dict[str, torch.Tensor]:
+def weights_of(worker: TrainingRank) -> dict[str, torch.Tensor]:
     return {name: tensor.clone().contiguous() for name, tensor in worker.engine.named_weights()}
 
 

@@ -133,8 +133,8 @@ def attention(
     copies = sequence.size // math.gcd(key.shape[1], sequence.size)
     if copies > 1:
         key, value = (states.repeat_interleave(copies, 1) for states in (key, value))
-    divided = [_to_heads(sequence, states) for states in (query, key, value)]
-    output, _ = packed_attention.attention(module, *divided, attention_mask, **kwargs)
+    query, key, value = (_to_heads(sequence, states) for states in (query, key, value))
+    output, _ = packed_attention.attention(module, query, key, value, attention_mask, **kwargs)
     return _to_tokens(sequence, output), None
 
 
