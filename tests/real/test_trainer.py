@@ -47,6 +47,7 @@ from troupe.workers.offline import ExamplePolicyWorker
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reference import ReferenceConfig, ReferenceWorker
 from troupe.workers.training.optimizer import learning_rate
+from troupe.workers.training.rank import TrainingRank
 from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
@@ -178,7 +179,11 @@ def policy_config(model: str, stage: int, dtype: str) -> PolicyConfig:
     )
 
 
+<<<<<<< HEAD
 def weights_of(worker: PolicyWorker | CriticWorker | ExamplePolicyWorker) -> dict[str, torch.Tensor]:
+=======
+def weights_of(worker: TrainingRank) -> dict[str, torch.Tensor]:
+>>>>>>> ulysses
     return {name: tensor.clone().contiguous() for name, tensor in worker.engine.named_weights()}
 
 
