@@ -43,7 +43,6 @@ from troupe.workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
 from troupe.workers.critic import CriticWorker
 from troupe.workers.models.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
 from troupe.workers.models.token_batch import TokenTable, ragged
-from troupe.workers.offline import ExamplePolicyWorker
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reference import ReferenceConfig, ReferenceWorker
 from troupe.workers.training.optimizer import learning_rate
@@ -179,11 +178,7 @@ def policy_config(model: str, stage: int, dtype: str) -> PolicyConfig:
     )
 
 
-<<<<<<< HEAD
-def weights_of(worker: PolicyWorker | CriticWorker | ExamplePolicyWorker) -> dict[str, torch.Tensor]:
-=======
 def weights_of(worker: TrainingRank) -> dict[str, torch.Tensor]:
->>>>>>> ulysses
     return {name: tensor.clone().contiguous() for name, tensor in worker.engine.named_weights()}
 
 
