@@ -10,6 +10,9 @@ from troupe.orchestrator.algorithms.section import unknown_algorithm
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import UsageError
 
+TASKS = 2000
+"""Generated tasks to train on."""
+
 
 @dataclass(frozen=True)
 class Difficulty:
@@ -21,6 +24,8 @@ class Difficulty:
     mixed: int
     """Prompts with right and wrong samples."""
     prompts: int
+    tasks: int = TASKS
+    """Tasks to train on: fewer where the settings have few different ones, so that some are left to evaluate on."""
 
     @property
     def note(self) -> str:

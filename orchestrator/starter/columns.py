@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.starter.choices import Choices, Data, Earned
+from troupe.orchestrator.starter.choices import TASKS, Choices, Data, Earned
 from troupe.orchestrator.starter.rewards import fitting_reward
 from troupe.orchestrator.starter.tables import GYM, Table, find_tables
 
@@ -42,9 +42,10 @@ def read_data(choices: Choices) -> Data:
         if choices.offline:
             raise UsageError(f"--data: {choices.algorithm} learns from examples, not from generated tasks")
         recipe: dict[str, object] = {"name": choices.data.removeprefix(GYM)}
+        size = TASKS if choices.difficulty is None else choices.difficulty.tasks
         if choices.difficulty is not None and choices.difficulty.settings:
             recipe["args"] = choices.difficulty.settings
-        train = {"kind": "reasoning_gym", "recipes": [recipe], "size": 2000, "seed": 1}
+        train = {"kind": "reasoning_gym", "recipes": [recipe], "size": size, "seed": 1}
         return Data({"train": train, "eval": train | {"size": 200, "seed": 2}}, 512, 0, Earned("reasoning_gym"))
     train, held_out, why = find_tables(choices.data)
     found = _examples(choices, train) if choices.offline else _prompts(choices, train)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.data.readers import json_safe
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
-from troupe.orchestrator.starter.choices import Choices, Difficulty
+from troupe.orchestrator.starter.choices import TASKS, Choices, Difficulty
 from troupe.orchestrator.starter.sizing import response_tokens
 from troupe.orchestrator.starter.tables import GYM
 from troupe.workers.isolation.probe import ProbeFailed, ask
@@ -57,7 +58,15 @@ def find_difficulty(choices: Choices) -> Difficulty:
     except ProbeFailed as error:
         advice = "--no-trial leaves the trial out"
         raise UsageError(f"--data: {task} cannot be tried on {choices.model} ({advice}): {error}") from None
-    return best_level(levels, found)
+    chosen = best_level(levels, found)
+    return replace(chosen, tasks=trained_tasks(task, chosen.settings))
+
+
+def trained_tasks(task: str, settings: Mapping[str, Any]) -> int:
+    """Tasks to train on: half of the different ones where there are few, because a task is not evaluated on as well."""
+    made = importlib.import_module("reasoning_gym").create_dataset(task, size=TASKS, seed=0, **settings)
+    different = len({entry["question"] for entry in made})
+    return TASKS if different > TASKS // 2 else max(1, different // 2)
 
 
 def best_level(levels: Sequence[dict[str, Any]], right: Sequence[Sequence[int]]) -> Difficulty:

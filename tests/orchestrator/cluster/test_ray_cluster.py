@@ -258,6 +258,7 @@ async def test_a_failed_start_of_ray_is_a_one_line_error(monkeypatch: pytest.Mon
         raise Exception("The head node's dashboard\ndid not come up")
 
     monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # the cluster of the other tests is not joined
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ClusterUnreachable, match=r"^Ray could not be started .*: The head node's dashboard did not"):
         Cluster.connect({"CPU": 1.0, "GPU": 0.0})
@@ -271,6 +272,7 @@ async def test_a_startup_timeout_of_ray_is_retried_twice(monkeypatch: pytest.Mon
         raise Exception("The current node timed out during startup. This could happen because")
 
     monkeypatch.setattr(ray, "init", slow)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ClusterUnreachable, match=r"^Ray could not be started .*: The current node timed out"):

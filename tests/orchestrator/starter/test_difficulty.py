@@ -9,10 +9,12 @@ import pytest
 import reasoning_gym
 import yaml
 
+from troupe.orchestrator.data.summary import read_pools
+from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.starter import command
 from troupe.orchestrator.starter.choices import Choices, Difficulty
 from troupe.orchestrator.starter.command import text_of, with_difficulty
-from troupe.orchestrator.starter.difficulty import best_level, is_tried, task_levels
+from troupe.orchestrator.starter.difficulty import best_level, is_tried, task_levels, trained_tasks
 
 
 def test_levels_follow_the_curriculum_from_the_easiest() -> None:
@@ -42,6 +44,17 @@ def test_the_level_with_the_most_to_learn_from_is_chosen(right: list[list[int]],
     found = best_level(levels, right)
     assert (found.settings, found.mixed, found.right) == ({"level": chosen}, mixed, sum(right[chosen]))
     assert ("there is nothing to learn" in found.note) == (mixed == 0)
+
+
+def test_tasks_are_left_to_evaluate_on_where_there_are_few(tiny_model: Path, tmp_path: Path) -> None:
+    easiest = task_levels("chain_sum")[0]
+    tasks = trained_tasks("chain_sum", easiest)
+    assert 32 < tasks < 200 and trained_tasks("chain_sum", task_levels("chain_sum")[4]) == 2000
+    found = Difficulty(easiest, 1, 64, 1, 8, tasks)
+    choices = Choices(str(tiny_model), "reasoning_gym:chain_sum", cpus=2, difficulty=found)
+    (tmp_path / "run.yaml").write_text(text_of(choices, tmp_path / "run.yaml"))
+    pools = read_pools(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec)
+    assert pools["train"].rows == tasks and pools["eval"].rows >= 32
 
 
 def test_the_spec_has_the_difficulty_and_what_the_model_solved(
