@@ -45,7 +45,7 @@ class RunningVerdicts:
         """`say` is called with the lines of each new alarm, from another thread."""
         self._folder = folder
         self._say = say
-        self._said: set[tuple[str, Level]] = set()
+        self._said: dict[str, Level] = {}
         self._due = 0
         self._thread: threading.Thread | None = None
 
@@ -65,8 +65,9 @@ class RunningVerdicts:
 
     def _look(self) -> None:
         for verdict in self._found():
-            if verdict.is_alarm and (verdict.name, verdict.level) not in self._said:
-                self._said.add((verdict.name, verdict.level))
+            # One that has become a problem is said again, one that was a problem is not.
+            if verdict.is_alarm and self._said.get(verdict.name) not in (verdict.level, Level.PROBLEM):
+                self._said[verdict.name] = verdict.level
                 for line in verdict.lines():
                     self._say(line)
 
