@@ -19,6 +19,7 @@ from benchmarks.support.timing import Parts
 from troupe.workers.contract.messages import WeightUpdate
 from troupe.workers.weights import file as weight_file
 from troupe.workers.weights import vllm_transfer as weight_transfer
+from troupe.workers.weights.reload import ModelReload
 from troupe.workers.weights.shared_memory import FileMapping
 
 if TYPE_CHECKING:
@@ -80,4 +81,5 @@ class MeasuredExtension(weight_transfer.EngineExtension):
 
 weight_transfer.open_weights = _watched_open
 PARTS.watch(weight_file.MappedWeights, "verify", "verify")
-PARTS.watch(weight_transfer.ShmWeightTransferEngine, "_load", "load")
+for method in ("begin", "load", "end"):
+    PARTS.watch(ModelReload, method, "load")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def test_episodes_survive_their_environment_worker_and_their_engine(tmp_path: Pa
     """
     with running(Run(tmp_path, TINY, *ENDLESS, "failures.environment_restarts=1", name="killed")) as run:
         run.wait_for_step(2)
+        time.sleep(0.3)  # the next step's episodes have begun, and take a second
         kill(run, "EnvironmentWorker")
         step = run.wait_until(lambda: restarted(run), "episodes that start again")
         run.wait_for_step(step + 1)
