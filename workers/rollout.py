@@ -33,7 +33,7 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
-from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from troupe.workers.engine.process import engine_processes
@@ -572,7 +572,8 @@ class RolloutWorker:
             top_p=request.top_p,
             max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
-            stop_token_ids=sorted(turn_ends(self._live_tokenizer()).ids),
+            # vLLM refuses others: an end that the model has no logit for is never sampled.
+            stop_token_ids=within_embedding(self._live_tokenizer(), turn_ends(self._live_tokenizer()).ids),
             seed=turn_seed(request.seed, index, limits.number),
             logprobs=0,  # log-prob of the sampled token only
             flat_logprobs=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +130,12 @@ def outside_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) ->
         return ""
     text = str(tokenizer.decode([found]))
     return f"the token {found} ({text!r}) is outside the model's embedding, which has {rows} rows"
+
+
+def within_embedding(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[int]:
+    """Those tokens that the model of the tokenizer's folder can sample, in order of their ids."""
+    rows = _embedding_rows(str(tokenizer.name_or_path))
+    return sorted(token for token in ids if rows is None or token < rows)
 
 
 @cache

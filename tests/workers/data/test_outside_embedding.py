@@ -12,7 +12,7 @@ import pytest
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.examples import ExampleRefused, encode_turns
-from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.episodes.conversation import Conversation, ConversationError
 
 WHY = r"the token 49152 \('<extra>'\) is outside the model's embedding, which has 49152 rows"
@@ -38,6 +38,10 @@ def test_a_prompt_is_refused(tokenizer: Any) -> None:
     with pytest.raises(PromptRefused, match=WHY):
         encode_prompt(tokenizer, json.dumps(messages("a <extra> b")), 100)
     assert encode_prompt(tokenizer, json.dumps(messages("a b")), 100)
+
+
+def test_an_end_that_cannot_be_sampled_is_no_end_for_the_engine(tokenizer: Any) -> None:
+    assert within_embedding(tokenizer, {49152, 7, 49151}) == [7, 49151]
 
 
 def test_a_row_of_offline_data_is_refused(tokenizer: Any) -> None:
