@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.prepare import checked, create_models
+from troupe.orchestrator.prepare import checked, create_models, single
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source
-from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
+from troupe.orchestrator.spec.stages import PlannedRun, read_document
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -147,10 +147,11 @@ def plan(spec: SpecLike, *, set: Overrides = (), cluster: str | None = None) -> 
     """
     planned = _planned(spec, set)
     create_models([planned], lambda line: None)
+    from troupe.orchestrator.capacity.placement import CPUS_PER_NODE
     from troupe.orchestrator.capacity.plan import described_nodes
     from troupe.orchestrator.capacity.stages import plan_stages
 
-    nodes = None if cluster is None else described_nodes(cluster, 128, 0.0)
+    nodes = None if cluster is None else described_nodes(cluster, CPUS_PER_NODE)
     ((_, found),) = plan_stages([planned], nodes, advise=True)
     return found
 
@@ -245,11 +246,9 @@ class Outcome:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """What is right and wrong with the run."""
-        from troupe.orchestrator.reporting.verdicts.apply import apply_rules
-        from troupe.orchestrator.reporting.verdicts.history import History
+        from troupe.orchestrator.reporting.verdicts.running import verdicts_of
 
-        run = self._run
-        return tuple(apply_rules(History.of(run.metrics(), run.spec, run.events())))
+        return tuple(verdicts_of(self._run))
 
     def report(self, file: str | Path | None = None) -> Path:
         """Write the report, one HTML page, and return the file.
@@ -270,11 +269,8 @@ class Outcome:
 
 def _planned(source: SpecLike, overrides: Overrides, out: Path | None = None) -> PlannedRun:
     """The run of a spec. Raises SpecError or UsageError."""
-    runs = plan_runs(_document(source, _assignments(overrides)), out)
-    if any(planned.stage for planned in runs):
-        name = source if isinstance(source, str | Path) else "the spec"
-        raise UsageError(f"{name}: a file with stages is several runs; use the spec.yaml in a stage's run folder")
-    return runs[0]
+    name = str(source) if isinstance(source, str | Path) else "the spec"
+    return single(_document(source, _assignments(overrides)), name, out)
 
 
 def _document(source: SpecLike, assignments: list[str]) -> yaml_reader.Document:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.hub import uses_hub
@@ -26,6 +26,24 @@ def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool
     runs = plan_runs(document, out)
     create_models(runs, say)
     return checked(runs, resume=resume)
+
+
+def single(document: Document, name: str, out: Path | None = None) -> PlannedRun:
+    """The only run of a document, nothing of which is checked on this machine.
+
+    Args:
+        document: The spec.
+        name: What the user calls it.
+        out: Run folder; None: the spec's.
+
+    Raises:
+        SpecError: The spec is invalid.
+        UsageError: It has stages.
+    """
+    runs = plan_runs(document, out)
+    if any(planned.stage for planned in runs):
+        raise UsageError(f"{name}: a file with stages is several runs; use the spec.yaml in a stage's run folder")
+    return runs[0]
 
 
 def checked(runs: tuple[PlannedRun, ...], *, resume: bool = False) -> tuple[PlannedRun, ...]:

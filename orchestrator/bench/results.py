@@ -142,8 +142,8 @@ def measures_of(point: Point, turns: Sequence[Turn], bare: Sequence[Turn]) -> Me
         fastest_turn=max(rates),
         per_engine=total / point.workers,
         per_gpu=total / gpus if gpus else None,
-        prefill_per_s=point.workers * _rate(readings, "prefill"),
-        decode_per_s=point.workers * _rate(readings, "decode"),
+        prefill_per_s=point.workers * _rate([(r.prefill_tokens, r.prefill_s) for r in readings]),
+        decode_per_s=point.workers * _rate([(r.decode_tokens, r.decode_s) for r in readings]),
         prefill_share=sum(reading.prefill_s for reading in readings) / busy_s if busy_s else 0.0,
         busy=fmean(engine.busy for engine in engines) if engines else 0.0,
         least_busy=min((engine.busy for engine in engines), default=0.0),
@@ -197,13 +197,10 @@ def _engines(turns: Sequence[Turn]) -> tuple[EngineShare, ...]:
     return tuple(EngineShare(name, tokens[name] / seconds, min(1.0, busy[name] / seconds)) for name in sorted(tokens))
 
 
-def _rate(readings: Sequence[EngineReading], kind: str) -> float:
-    """Tokens per second of one engine in iterations of a kind."""
-    if kind == "prefill":
-        tokens, seconds = sum(r.prefill_tokens for r in readings), sum(r.prefill_s for r in readings)
-    else:
-        tokens, seconds = sum(r.decode_tokens for r in readings), sum(r.decode_s for r in readings)
-    return tokens / seconds if seconds else 0.0
+def _rate(parts: Sequence[tuple[int, float]]) -> float:
+    """Tokens per second over readings, each with its tokens and seconds."""
+    seconds = sum(part for _, part in parts)
+    return sum(tokens for tokens, _ in parts) / seconds if seconds else 0.0
 
 
 def _weighted(readings: Sequence[EngineReading], values: Sequence[float]) -> float:

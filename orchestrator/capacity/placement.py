@@ -20,6 +20,9 @@ Strategy = Literal["PACK", "SPREAD"]
 ACCELERATOR = "ray.io/accelerator-type"
 """Ray's label for the type of a node's GPUs."""
 
+CPUS_PER_NODE = 128
+"""Of a node with GPUs whose cores are not known."""
+
 GPU_GIB = {
     "T4": 15.0,
     "L4": 22.5,

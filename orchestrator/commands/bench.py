@@ -13,9 +13,10 @@ from troupe.orchestrator.bench.points import Point, Sweep, grid, parse_sweep
 from troupe.orchestrator.commands.options import FAILURE, AddressOption, JsonOption, SetOption, SpecArgument, echo_json
 from troupe.orchestrator.commands.runs import checked, create_models
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.prepare import single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.stages import read_document
 
 PAGE = "bench.html"
 
@@ -75,9 +76,7 @@ def _points(path: Path, sweeps: list[Sweep], overrides: list[str], prompts: int 
     """The points of the sweep, with their models in place. Raises SpecError or UsageError."""
 
     def load(own: list[str]) -> RunSpec:
-        runs = plan_runs(read_document(path, [*overrides, *own]))
-        if any(planned.stage for planned in runs):
-            raise UsageError(f"{path}: a file with stages is several runs; use the spec.yaml in a stage's run folder")
+        runs = (single(read_document(path, [*overrides, *own]), str(path)),)
         create_models(runs)
         return checked(runs)[0].spec
 

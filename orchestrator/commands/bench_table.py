@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +11,7 @@ from rich.table import Table
 
 from troupe.orchestrator.bench.bounds import best_of, bound_of
 from troupe.orchestrator.bench.results import Measures, Result
-
-_UNBOUNDED = 1000
-"""Width of output that goes to no terminal."""
+from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
 
 
 @dataclass(frozen=True)
@@ -50,28 +46,27 @@ COLUMNS = (
 
 def show(results: Sequence[Result], cores: int | None) -> None:
     """Print everything to standard output."""
-    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(highlight=False, markup=False, width=None if terminal else _UNBOUNDED)
+    console = Console(highlight=False, markup=False, width=output_width())
     for table in render(results, console.width):
         console.print(table)
     for line in advice(results, cores):
         console.print(line, soft_wrap=True)
 
 
-def render(results: Sequence[Result], width: int = _UNBOUNDED) -> Iterator[Table]:
+def render(results: Sequence[Result], width: int = UNBOUNDED) -> Iterator[Table]:
     """The table of all points. One that is wider than `width` has a column for each point instead of a row.
 
     Where that is too wide as well, it is continued in further tables.
     """
     heads, rows = _cells(results)
     wide = _table(heads, rows)
-    if _width(wide) <= width:
+    if natural_width(wide) <= width:
         yield wide
         return
     first = 0
     while first < len(rows):
         count = len(rows) - first
-        while count > 1 and _width(_turned(heads, rows[first : first + count])) > width:
+        while count > 1 and natural_width(_turned(heads, rows[first : first + count])) > width:
             count -= 1
         yield _turned(heads, rows[first : first + count])
         first += count
@@ -108,11 +103,6 @@ def _turned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for head, cells in zip(heads, zip(*rows, strict=True), strict=True):
         table.add_row(head, *cells)
     return table
-
-
-def _width(table: Table) -> int:
-    """Columns that the table takes where there is room enough."""
-    return Console(width=_UNBOUNDED).measure(table).maximum
 
 
 def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:

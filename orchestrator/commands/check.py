@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from troupe.orchestrator.capacity.placement import CPUS_PER_NODE
 from troupe.orchestrator.commands.options import (
     FAILURE,
     AddressOption,
@@ -72,7 +73,7 @@ def plan(
         str | None,
         typer.Option(help="Cluster as NODESxGPUS[xTYPE], as in 2x8 or 2x8xH200; auto: the local Ray cluster."),
     ] = None,
-    cpus_per_node: Annotated[int, typer.Option(min=1, help="CPUs per node of --cluster.")] = 128,
+    cpus_per_node: Annotated[int, typer.Option(min=1, help="CPUs per node of --cluster.")] = CPUS_PER_NODE,
     gib_per_node: Annotated[
         float, typer.Option(help="Host memory per node of --cluster, in GiB (0: not checked).")
     ] = 0.0,

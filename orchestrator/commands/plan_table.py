@@ -5,8 +5,6 @@ A table that is wider than the terminal is printed in another form, so that no n
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -15,6 +13,7 @@ from rich.table import Table
 
 from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, TurnUse, UnknownModel, gib
 from troupe.orchestrator.capacity.plan import Plan
+from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
 from troupe.orchestrator.roles.worker_memory import TURNS, Part, Where, WorkerMemory
 
 COLUMNS = {
@@ -37,11 +36,9 @@ COLUMNS = {
     "proc": ("process",),
 }
 """Headings of the memory table, and the parts that each adds up."""
-_UNBOUNDED = 1000
-"""Width of output that goes to no terminal."""
 
 
-def render(plan: Plan, width: int = _UNBOUNDED) -> Table:
+def render(plan: Plan, width: int = UNBOUNDED) -> Table:
     """The placement of workers as a table at most `width` columns wide."""
     table = Table(title="placement")
     for column in ("worker", "cpus", "gpus", "placement group", "bundle", "node"):
@@ -53,7 +50,7 @@ def render(plan: Plan, width: int = _UNBOUNDED) -> Table:
         )
     for role, host in plan.in_process:
         table.add_row(role, "-", "-", f"inside {host}", "-", "-")
-    if _width(table) > width:
+    if natural_width(table) > width:
         table = _narrow_placement(plan)
     asked, there = plan.asked, plan.there
     table.caption = (
@@ -77,7 +74,7 @@ def _narrow_placement(plan: Plan) -> Table:
     return table
 
 
-def render_memory(memory: MemoryPlan, where: Where, width: int = _UNBOUNDED) -> Table:
+def render_memory(memory: MemoryPlan, where: Where, width: int = UNBOUNDED) -> Table:
     """Memory of every worker in GiB, part by part, at most `width` columns wide.
 
     Workers that need the same share a row; where rows are too wide, every part has one.
@@ -91,7 +88,7 @@ def render_memory(memory: MemoryPlan, where: Where, width: int = _UNBOUNDED) -> 
     for name, worker in _alike(workers):
         sizes = [_size(worker, heading) for heading in columns]
         table.add_row(name, *(gib(size) if size else "" for size in sizes), gib(worker.total))
-    if _width(table) <= width:
+    if natural_width(table) <= width:
         return table
     table = _memory_table(where)
     table.add_column("part", no_wrap=True)
@@ -105,7 +102,7 @@ def render_memory(memory: MemoryPlan, where: Where, width: int = _UNBOUNDED) -> 
     return table
 
 
-def render_turns(memory: MemoryPlan, width: int = _UNBOUNDED) -> Table:
+def render_turns(memory: MemoryPlan, width: int = UNBOUNDED) -> Table:
     """What shared GPUs need in each turn, and what their workers would need without turns, in GiB.
 
     Where rows are wider than `width`, every number has one.
@@ -118,7 +115,7 @@ def render_turns(memory: MemoryPlan, width: int = _UNBOUNDED) -> Table:
     table = _turns_table(headings)
     for numbers, uses in alike.items():
         table.add_row(_sharing(uses), *map(gib, numbers))
-    if _width(table) <= width:
+    if natural_width(table) <= width:
         return table
     table = _turns_table(("", "GiB"))
     for numbers, uses in alike.items():
@@ -151,11 +148,6 @@ def _memory_table(where: Where) -> Table:
 
 def _size(worker: WorkerMemory, heading: str) -> int:
     return sum(part.bytes for part in worker.parts if part.name in COLUMNS[heading])
-
-
-def _width(table: Table) -> int:
-    """Columns that the table takes where there is room enough."""
-    return Console(width=_UNBOUNDED).measure(table).maximum
 
 
 def _alike(workers: Sequence[WorkerMemory]) -> Iterator[tuple[str, WorkerMemory]]:
@@ -204,8 +196,7 @@ def _unknown(model: UnknownModel) -> str:
 def show(plan: Plan, console: Console | None = None) -> None:
     """Print the placement of workers and their memory, on standard output unless there is a console."""
     if console is None:
-        narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
-        console = Console(width=None if narrow else _UNBOUNDED)
+        console = Console(width=output_width())
     console.print(render(plan, console.width))
     for where in ("gpu", "host"):
         if any(worker.where == where for worker in plan.memory.workers):
@@ -213,4 +204,4 @@ def show(plan: Plan, console: Console | None = None) -> None:
     if plan.memory.shared:
         console.print(render_turns(plan.memory, console.width))
     for note in notes(plan.memory):
-        console.print(note, markup=False, highlight=False, soft_wrap=console.width == _UNBOUNDED)
+        console.print(note, markup=False, highlight=False, soft_wrap=console.width == UNBOUNDED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import csv
 import dataclasses
-import glob
 import gzip
 import importlib
 import json
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 from troupe.orchestrator.data.columns import Tree, arrow_columns, find_column, require_columns
 from troupe.orchestrator.errors import DataError, nearest
+from troupe.orchestrator.spec.patterns import matching_files
 from troupe.orchestrator.spec.sections import (
     CsvFile,
     CsvSource,
@@ -104,14 +104,6 @@ def read_table(source: TableSource, fields: Fields, label: str) -> Iterator[RawV
         files = matching_files(source.path)
         rows = chain.from_iterable(_FORMATS[source.kind](path, fields, label) for path in files)
     return islice(rows, source.limit or None)
-
-
-def matching_files(path: str) -> list[Path]:
-    """The files of a path that may be a pattern (`data/train-*.parquet`), in order of their names; one as it is, where
-    nothing matches."""
-    if Path(path).exists() or not glob.has_magic(path):
-        return [Path(path)]
-    return [Path(name) for name in sorted(glob.glob(path, recursive=True))] or [Path(path)]
 
 
 def _prompt_rows(source: PromptTable, label: str) -> Iterator[RawRow]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.placement import CPUS_PER_NODE, Node
 from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.roles.memory import Sizes
@@ -32,7 +32,7 @@ class SlurmOptions:
     """Virtual environment with Troupe, at the same path on every node."""
     nodes: int = 1
     gpus_per_node: int = 0
-    cpus_per_node: int = 128
+    cpus_per_node: int = CPUS_PER_NODE
     gib_per_node: int | None = None
     """Memory of each node; None: what the plan adds up, or all of it on exclusive nodes."""
     exclusive: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from troupe.orchestrator.live.diff import field_changes
 from troupe.orchestrator.replay.step_record import REPLAY, KeptFolder, read_step, read_steps
 from troupe.orchestrator.roles.table import TRAINERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.patterns import matching_files
 from troupe.orchestrator.spec.preflight import Located
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -90,7 +90,7 @@ def _absolute(spec: RunSpec, working_folder: Path) -> Iterator[str]:
             sections[f"data.{name}"] = source.path
     for section, path in sections.items():
         found = working_folder / path
-        if not Path(path).is_absolute() and (found.exists() or glob.glob(str(found), recursive=True)):
+        if not Path(path).is_absolute() and any(file.exists() for file in matching_files(str(found))):
             yield f"{section}.path={json.dumps(str(found))}"
 
 

@@ -5,7 +5,6 @@ Reads small files and headers and imports nothing heavy; the user's code is load
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from troupe.orchestrator.model_facts.model_size import (
     read_config,
 )
 from troupe.orchestrator.spec.hub_names import is_hub_name
+from troupe.orchestrator.spec.patterns import is_pattern, matching_files
 from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
@@ -321,11 +321,9 @@ def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
         path = Path(source.path)
         if source.kind == "datasets" and not path.is_dir():
             yield f"data.{name}.path", f"no such folder: {path}"
-        if source.kind != "datasets" and not path.is_file():
-            if not glob.has_magic(source.path):
-                yield f"data.{name}.path", f"no such file: {path}"
-            elif not any(Path(found).is_file() for found in glob.iglob(source.path, recursive=True)):
-                yield f"data.{name}.path", f"no file matches: {path}"
+        if source.kind != "datasets" and not any(file.is_file() for file in matching_files(source.path)):
+            what = "no file matches" if is_pattern(source.path) else "no such file"
+            yield f"data.{name}.path", f"{what}: {path}"
 
 
 def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -> Iterator[Finding]:

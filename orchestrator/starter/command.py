@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from troupe.orchestrator.capacity.placement import GPU_GIB
+from troupe.orchestrator.capacity.placement import CPUS_PER_NODE, GPU_GIB
 from troupe.orchestrator.doctor.nvidia import graphics
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec.examples import PREFIX, example_text
@@ -24,8 +24,6 @@ from troupe.orchestrator.starter.tables import GYM
 
 Ask = Callable[[str, str], str]
 """Asks a question with a default answer (empty: none) and returns the answer."""
-_PLANNED_CPUS = 128
-"""Cores of a GPU machine that is not this one, as `troupe plan --cluster` assumes."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
         hint = nearest(kind.upper(), GPU_GIB) or f"known: {', '.join(GPU_GIB)}"
         raise UsageError(f"--gpu-type: no GPU type '{kind[:60]}' ({hint})")
     own = len(os.sched_getaffinity(0))
-    cpus = own if not gpus or len(shown) >= gpus else _PLANNED_CPUS
+    cpus = own if not gpus or len(shown) >= gpus else CPUS_PER_NODE
     name = flags.name or re.sub(r"[^a-z0-9]+", "-", f"{Path(model).name}-{algorithm}".lower()).strip("-")[:63]
     return Choices(model, data, algorithm, gpus, kind.upper(), cpus, name, flags.steps, flags.max_tokens)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,8 +12,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from troupe.orchestrator.data.readers import TableSource, file_format, matching_files, read_table
+from troupe.orchestrator.data.readers import TableSource, file_format, read_table
 from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.spec.hub_names import is_name
+from troupe.orchestrator.spec.patterns import is_pattern, matching_files
 
 GYM = "reasoning_gym:"
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
@@ -22,7 +23,7 @@ HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 
 _ROWS = 1000
 """Rows that are looked at."""
-_HUB = re.compile(r"(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*?)(:(?P<subset>[\w.-]+))?")
+_NO_SPLIT = f"the data have no split called {', '.join(HELD_OUT[:-1])} or {HELD_OUT[-1]}"
 _FORMS = (
     "a .jsonl, .json, .csv or .parquet file, a pattern of files, a folder of the `datasets` library, a name on the "
     f"Hugging Face hub (org/name or org/name:subset), or {GYM}TASK"
@@ -54,10 +55,11 @@ def find_tables(data: str) -> tuple[Table, Table | None, str]:
     path = Path(data)
     if path.is_dir():
         return _folder(data)
-    if path.is_file() or glob.has_magic(data):
+    if path.is_file() or is_pattern(data):
         return _files(data)
-    if (named := _HUB.fullmatch(data)) and not file_format(data):
-        return _on_hub(named["name"], named["subset"])
+    name, _, subset = data.partition(":")
+    if is_name(name) and not file_format(data):
+        return _on_hub(name, subset or None)
     raise UsageError(f"--data: no such file: {data} ({_FORMS})")
 
 
@@ -95,16 +97,11 @@ def _folder(data: str) -> tuple[Table, Table | None, str]:
     splits = [path.name for path in Path(data).iterdir() if (path / "state.json").is_file()]
     if not splits and not (Path(data) / "state.json").is_file():
         raise UsageError(f"--data: {data} is no folder of the `datasets` library; expected {_FORMS}")
-    held_out, why = _held_out_split(splits)
+    held_out = next((word for word in HELD_OUT if word in splits), None)
     train = {} if not splits else {"split": "train" if "train" in splits else min(splits)}
     section = {"kind": "datasets", "path": data}
     other = None if held_out is None else _table(section | {"split": held_out})
-    return _table(section | train), other, why
-
-
-def _held_out_split(splits: Sequence[str]) -> tuple[str | None, str]:
-    found = next((word for word in HELD_OUT if word in splits), None)
-    return found, f"the data have no split called {', '.join(HELD_OUT[:-1])} or {HELD_OUT[-1]}"
+    return _table(section | train), other, _NO_SPLIT
 
 
 def _on_hub(name: str, subset: str | None) -> tuple[Table, Table | None, str]:
@@ -126,7 +123,7 @@ def _on_hub(name: str, subset: str | None) -> tuple[Table, Table | None, str]:
     for split in HELD_OUT:
         with suppress(NoFiles):
             return train, part(split), ""
-    return train, None, _held_out_split(())[1]
+    return train, None, _NO_SPLIT
 
 
 def _table(section: Section) -> Table:
@@ -141,12 +138,12 @@ def _rows(source: TableSource, name: str) -> list[dict[str, Any]]:
     """The first rows of a source. Raises UsageError where one cannot be read, or there is none."""
     rows: list[dict[str, Any]] = []
     try:
-        for row in islice(read_table(source, None, "--data"), _ROWS):
+        for row in islice(read_table(source, None, "data.train"), _ROWS):
             if row.error:
                 raise UsageError(f"--data: {row.origin}: {row.error}")
             rows.append(dict(_flat(row.values)))
     except DataError as error:
-        raise UsageError(str(error).replace("; see --data.path", "")) from None
+        raise UsageError(f"--data: {error}") from None
     if not rows:
         raise UsageError(f"--data: {name} has no rows")
     return rows

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
 
 _IMPORTED_AHEAD = [
     *("troupe.workers.policy", "troupe.workers.critic", "deepspeed", "torch._dynamo", "tests.real.models"),
@@ -17,3 +23,18 @@ def rank_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_AHEAD)
     return context
+
+
+def wait_for_ranks(ranks: Sequence[BaseProcess], out: Path, timeout_s: float) -> None:
+    """Wait until all ranks have ended. Fails the test where one fails, with what it has written to `error-RANK.txt`."""
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+        if any(process.exitcode for process in ranks):
+            break  # the others wait for it
+        time.sleep(0.1)
+    for process in ranks:
+        process.kill()
+        process.join()
+    errors = "\n".join(file.read_text() for file in sorted(out.glob("error-*.txt")))
+    if errors or any(process.exitcode for process in ranks):
+        pytest.fail(f"exit codes {[process.exitcode for process in ranks]}\n{errors}")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.real.models import save_llama
-from tests.real.ranks import rank_context
+from tests.real.ranks import rank_context, wait_for_ranks
 from troupe.workers.contract.config import ModelConfig, Rendezvous, TrainerConfig
 from troupe.workers.models.modeling import ModelModule, load_causal
 from troupe.workers.training.deepspeed_engine import TrainEngine
@@ -156,14 +156,7 @@ def trained(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(timeout=TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    errors = "\n".join(file.read_text() for file in sorted(out.glob("error-*.txt")))
-    if errors or any(process.exitcode for process in ranks):
-        pytest.fail(f"exit codes {[process.exitcode for process in ranks]}\n{errors}")
+    wait_for_ranks(ranks, out, TIMEOUT_S)
     return out
 
 

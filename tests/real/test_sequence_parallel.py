@@ -6,8 +6,6 @@ that both cases differ in nothing else.
 
 from __future__ import annotations
 
-import multiprocessing
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +28,7 @@ from transformers import (
 )
 
 from tests.real.models import save_llama
+from tests.real.ranks import rank_context, wait_for_ranks
 from tests.real.test_trainer import (
     LOSS_TOKENS,
     PIECES,
@@ -330,21 +329,11 @@ def rank_main(rank: int, world: int, port: int, model: str, out: Path) -> None:
 def run_ranks(world: int, model: str, out: Path) -> list[dict[str, Any]]:
     """What each rank records."""
     store = rendezvous_store("127.0.0.1", 0, serve=True)
-    context = multiprocessing.get_context("spawn")
+    context = rank_context()
     ranks = [context.Process(target=rank_main, args=(rank, world, store.port, model, out)) for rank in range(world)]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-        if any(process.exitcode for process in ranks):
-            break  # the others wait for it
-        time.sleep(0.1)
-    for process in ranks:
-        process.kill()
-        process.join()
-    errors = "\n".join(file.read_text() for file in sorted(out.glob("error-*.txt")))
-    if errors or any(process.exitcode for process in ranks):
-        pytest.fail(f"exit codes {[process.exitcode for process in ranks]}\n{errors}")
+    wait_for_ranks(ranks, out, TIMEOUT_S)
     return [torch.load(out / f"found-{rank}.pt", weights_only=False) for rank in range(world)]
 
 

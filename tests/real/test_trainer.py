@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.real.models import save_llama
 from tests.real.poison import poisoned
-from tests.real.ranks import rank_context
+from tests.real.ranks import rank_context, wait_for_ranks
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
 from troupe.workers.contract.config import (
@@ -516,14 +516,7 @@ def groups(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         for process in started[world]:
             process.start()
     for world, ranks in started.items():
-        for process in ranks:
-            process.join(timeout=TIMEOUT_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        errors = "\n".join(file.read_text() for file in sorted(folders[world].glob("error-*.txt")))
-        if errors or any(process.exitcode for process in ranks):
-            pytest.fail(f"world {world}: exit codes {[process.exitcode for process in ranks]}\n{errors}")
+        wait_for_ranks(ranks, folders[world], TIMEOUT_S)
     yield folders
     for folder in folders.values():
         shutil.rmtree(folder)

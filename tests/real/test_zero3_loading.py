@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.real.models import save_llama
+from tests.real.ranks import wait_for_ranks
 from troupe.workers.contract.config import Dtype, ModelConfig, Rendezvous, TrainerConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.models.capabilities import adapt
@@ -253,14 +254,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(timeout=TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    errors = "\n".join(file.read_text() for file in sorted(folder.glob("error-*.txt")))
-    if errors or any(process.exitcode for process in ranks):
-        pytest.fail(f"exit codes {[process.exitcode for process in ranks]}\n{errors}")
+    wait_for_ranks(ranks, folder, TIMEOUT_S)
     return folder
 
 
