@@ -21,6 +21,18 @@ def _workers(run: History, role: str) -> int:
     return max(1, int(seen.last) if seen else int(run.get(f"roles.{role}.workers", 1)))
 
 
+def _share_cores(run: History) -> bool:
+    """Whether engines and trainers compute on the same cores, and gain nothing from working at the same time."""
+    roles = [run.get(f"roles.{role}", {}) for role in ("rollout", "policy")]
+    if "CPU" not in run.capacity or any(role.get("gpus") for role in roles):
+        return False
+    threads = sum(
+        int(role.get("workers", 1)) * (int(role.get("threads", 0)) or max(1, int(role.get("cpus", 1))))
+        for role in roles
+    )
+    return threads > run.capacity["CPU"]
+
+
 def _typical(run: History, name: str) -> float:
     """Median of a phase after the first steps, which also hold warm-up; 0 where it is not recorded."""
     value = run[name].after(_WARM_UP).median
@@ -73,12 +85,13 @@ def starved_trainer(run: History) -> Iterator[Verdict]:
     rounds = sampling + training if stale else sampling
     ratio = rounds * engines / max(training * ranks, 1e-9)
     wanted = max(engines + 1, math.ceil(ratio * ranks))
-    remedies = [Remedy(f"Add engines: {_ratio(ratio)} engines to policy workers balance this run.",
-                       field("roles.rollout.workers", wanted))]  # fmt: skip
-    if not stale:
-        remedies.insert(0, Remedy("Generate during the updates.", field("schedule.max_staleness", 1)))
-    if training < 0.1 * rounds:
-        remedies = remedies[:1] if not stale else remedies
+    remedies: list[Remedy] = []
+    if not _share_cores(run):
+        if not stale:
+            remedies.append(Remedy("Generate during the updates.", field("schedule.max_staleness", 1)))
+        if stale or training >= 0.1 * rounds:
+            balance = f"Add engines: {_ratio(ratio)} engines to policy workers balance this run."
+            remedies.append(Remedy(balance, field("roles.rollout.workers", wanted)))
     yield Verdict(
         "starved-trainer",
         while_it_lasts(found, Level.WARNING if stale else Level.NOTE),

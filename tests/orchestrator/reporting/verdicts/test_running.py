@@ -100,7 +100,7 @@ def test_advice_knows_the_spec_and_the_machine(tmp_path: Path, spec: dict[str, A
         return [line.rpartition(" ")[2].partition("=")[0] for line in lines]
 
     assert advice(64.0, 0) == ["schedule.max_staleness", "roles.rollout.workers"]
-    assert advice(1.5, 0) == ["schedule.max_staleness"], "no room for another engine"
+    assert advice(1.5, 0) == [], "engines and trainer compute on the same cores"
     assert advice(64.0, 1) == ["roles.rollout.workers"], "the run has it already"
 
 
