@@ -17,9 +17,10 @@ from troupe.orchestrator.spec.checks import (
     template_problems,
     trainer_problems,
 )
+from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
+from troupe.orchestrator.spec.sections import EngineRole, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
@@ -226,7 +227,8 @@ def _devices(spec: RolloutSpec) -> Iterator[Finding]:
         yield from _engine_devices("judge", spec.roles.judge)
 
 
-def _engine_devices(name: str, role: RolloutRole | JudgeRole) -> Iterator[Finding]:
+def _engine_devices(name: str, role: EngineRole) -> Iterator[Finding]:
+    yield from refused_options(name, role.engine, role.device)
     ranks = role.tensor_parallel_size
     if role.gpus == 0 and ranks > 1 and role.cpus < ranks:
         yield f"roles.{name}.cpus", f"tensor_parallel_size {ranks} on the CPU needs at least {ranks} cores"

@@ -91,7 +91,15 @@ class AutoscaleConfig(Frozen):
     """Consecutive steps that must agree. The count restarts when an engine is added or removed."""
 
 
-class RolloutRole(EngineConfig, ScaledRole):
+class EngineRole(EngineConfig, ScaledRole):
+    """Workers with one vLLM engine each."""
+
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Further options of vLLM's engine, by the name of the argument of its `EngineArgs`, such as
+    `{scheduling_policy: priority}`. Options that Troupe sets itself, or that cannot work with it, are refused."""
+
+
+class RolloutRole(EngineRole):
     """Workers that sample: one vLLM engine each."""
 
     autoscale: AutoscaleConfig | None = None
@@ -151,7 +159,7 @@ class EnvironmentRole(EnvironmentConfig, ScaledRole):
     """Workers that hold the episodes of an environment."""
 
 
-class JudgeRole(EngineConfig, ScaledRole):
+class JudgeRole(EngineRole):
     """Workers that answer the reward function `judge`: one vLLM engine with a frozen model each."""
 
     model: ModelConfig

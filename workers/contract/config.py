@@ -283,6 +283,8 @@ class JudgeConfig(Frozen):
 
     model: ModelConfig
     engine: EngineConfig
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, by name."""
     max_tokens: int
     """Longest answer, in tokens."""
     temperature: GreedyOrTemperature
@@ -471,6 +473,8 @@ class RolloutConfig(Frozen):
 
     model: ModelConfig
     engine: EngineConfig
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, by name."""
     sampling: SamplingConfig
     seed: int
     transfer_backend: TransferBackend

@@ -86,7 +86,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         enable_log_requests=False,
         use_tqdm_on_load=False,
         disable_log_stats=False,  # the timings of each sample come from them
-        **_device_args(config),
+        **(_device_args(config) | config.engine_options),
     )
 
 
