@@ -136,7 +136,8 @@ class RolloutWorker:
         except (TypeError, ValueError) as error:
             if not (options := ", ".join(self._config.engine_options)):
                 raise
-            raise ValueError(f"vLLM refuses its settings, among them the spec's `engine` ({options}): {error}") from error
+            why = " ".join(str(error).split())
+            raise ValueError(f"vLLM refuses its settings, among them the spec's `engine` ({options}): {why}") from error
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()

@@ -11,12 +11,11 @@ from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.table import named, row_of, settings_of
+from troupe.orchestrator.roles.turns import HEADROOM
 from troupe.orchestrator.roles.worker_memory import TURNS, WIDTHS, Cache, Part, Turn, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.units import GIB, MIB
 
-HEADROOM = 0.1
-"""Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
 _TURN_NAMES: dict[Turn, str] = {"sampling": "sampling", "update": "updates", "transfer": "new weights"}
 RAY_PROCESSES = 700 * MIB
 """Host memory of Ray's processes and the controller, on the first node. Not measured."""

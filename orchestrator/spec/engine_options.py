@@ -92,8 +92,10 @@ _ALWAYS = {
 }
 """Options of any engine that Troupe sets, or that cannot work with it, and what to do instead."""
 _OWN_FIELDS = frozenset(
-    ("tensor_parallel_size", "max_num_seqs", "max_model_len")
-    + ("enforce_eager", "enable_prefix_caching", "gpu_memory_utilization")
+    (
+        *("tensor_parallel_size", "max_num_seqs", "max_model_len", "enforce_eager", "enable_prefix_caching"),
+        "gpu_memory_utilization",
+    )
 )
 """Options that are fields of the role."""
 

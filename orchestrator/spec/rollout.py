@@ -47,6 +47,8 @@ from troupe.workers.contract.config import (
 from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
 
 T = TypeVar("T")
+_SHARED_GPU = 0.5
+"""Share of the policy's GPU for an engine there whose memory cannot be planned."""
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
 
@@ -234,10 +236,12 @@ class RolloutSpec(RunSpec, frozen=True):
 
     def rollout_config(self) -> RolloutConfig:
         """Configuration of each rollout worker."""
+        role = self.roles.rollout
+        share = role.gpu_memory_utilization or (_SHARED_GPU if role.colocate_with == "policy" else None)
         return RolloutConfig(
             model=self.model,
-            engine=self.roles.rollout.worker_config(EngineConfig),
-            engine_options=self.roles.rollout.engine,
+            engine=role.worker_config(EngineConfig, gpu_memory_utilization=share),
+            engine_options=role.engine,
             sampling=self.sampling,
             seed=self.seed,
             transfer_backend=self.resolved_backend(),

@@ -196,13 +196,13 @@ def _shared_gpus(spec: RolloutSpec) -> Iterator[Finding]:
     rollout, policy = spec.roles.rollout, spec.roles.policy
     path = "roles.rollout.colocate_with"
     if rollout.gpus == 0 or policy.gpus == 0:
-        yield path, "rollout and policy can share GPUs only; set gpus on both or remove it"
+        yield path, "rollout and policy can share GPUs only; leave gpus out of both, or remove this"
     elif rollout.tensor_parallel_size > 1:
         yield path, "an engine that shares the policy's GPUs needs tensor_parallel_size: 1"
     elif rollout.workers != policy.workers:
         yield path, f"needs one engine for each policy worker, got {rollout.workers} and {policy.workers}"
     elif rollout.gpus + policy.gpus > 1:
-        yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it"
+        yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it; remove both: each has half"
     if changed(rollout, "strategy"):
         yield "roles.rollout.strategy", "engines are placed with the policy's workers: set roles.policy.strategy"
     if rollout.accelerator and policy.accelerator and rollout.accelerator != policy.accelerator:
