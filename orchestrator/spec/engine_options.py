@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,12 @@ def unknown_options(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[Findin
                 yield path, f"the installed vLLM has no such engine option ({hint})"
             elif expected := _mismatch(value, known[name]):
                 yield path, f"expected {expected}, got {value!r}"
+
+
+def engine_option(path: Sequence[str]) -> str:
+    """Where an option of vLLM belongs that is written beside the fields of an engine's role; empty: it is none."""
+    engine = len(path) == 3 and path[0] == "roles" and path[1] in ("rollout", "judge")
+    return "vLLM's own options are in 'engine'" if engine and path[2] in _installed_options() else ""
 
 
 def _refusal(name: str, role: str, device: Device) -> str:
