@@ -14,11 +14,12 @@ from troupe.orchestrator.capacity.placement import GPU_GIB, Node
 from troupe.orchestrator.capacity.plan import Plan, described_nodes
 from troupe.orchestrator.capacity.stages import plan_stages
 from troupe.orchestrator.errors import DoesNotFit, UsageError
-from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.stages import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.choices import Choices, Data
+from troupe.orchestrator.starter.environments import TURNS, environment_section, reward_of
 
 _SMALL = 500_000_000
 """Parameters below which a model takes ten times the learning rate."""
@@ -104,12 +105,21 @@ def cluster(choices: Choices) -> str:
 
 def longest(choices: Choices, data: Data) -> int:
     """Longest sequence in tokens."""
-    return data.prompt_tokens + (data.response_tokens if choices.offline else response_tokens(choices))
+    if choices.offline:
+        return data.prompt_tokens + data.response_tokens
+    if not choices.environment:
+        return data.prompt_tokens + response_tokens(choices)
+    # The environment may answer each turn with as much again. An episode ends where the model's positions do.
+    tokens = data.prompt_tokens + 2 * TURNS * response_tokens(choices)
+    positions = config_or_empty(Path(choices.model)).get("max_position_embeddings")
+    return min(tokens, positions) if isinstance(positions, int) else tokens
 
 
 def response_tokens(choices: Choices) -> int:
-    """Longest response that is sampled."""
-    return choices.max_tokens or (1024 if choices.gpus else 64)
+    """Longest response, or turn of an episode, that is sampled."""
+    if choices.max_tokens or not choices.gpus:
+        return choices.max_tokens or 64
+    return 512 if choices.environment else 1024
 
 
 def candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
@@ -241,10 +251,12 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
         roles["critic"] = _trainer(choices, settings, settings.critics)
     if settings.critics or row.loss.kl_coef > 0 or row.advantage.kl_coef > 0:
         roles["reference"] = {"colocate_with": "policy"}
-    reward = data.reward.function if data.reward is not None else ""
     scorers = max(1, min(8, choices.cpus // 4))
-    reward_cpus = 1 if choices.gpus else max(0.1, int(20 * choices.cpus / scorers) / 100)
-    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [{"name": reward}]}
+    share = 10 if choices.environment else 20  # percent of the cores
+    reward_cpus = 1 if choices.gpus else max(0.1, int(share * choices.cpus / scorers) / 100)
+    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [{"name": reward_of(choices, data)}]}
+    if choices.environment:
+        roles["environment"] = environment_section(choices, data)
     ahead = int(bool(choices.gpus) and not settings.shared_gpus)
     algorithm = {"name": choices.algorithm} | ({"group_size": row.group_size} if row.group_size > 1 else {})
     updates = {"minibatches": 2} if row.kl_penalty is not None else {}

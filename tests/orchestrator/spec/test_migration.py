@@ -103,7 +103,10 @@ def problem(folder: Path, text: str, *overrides: str) -> str:
             "rollout.temperature: did you mean 'sampling.temperature'?)",
         ),
         ("roles.policy.learning_rat=1e-6", "roles.policy.learning_rat: unknown field (did you mean 'learning_rate'?)"),
-        ("roles.rollout.kv_cache_dtype=fp8", "roles.rollout.kv_cache_dtype: unknown field (vLLM's own options are in 'engine')"),
+        (
+            "roles.rollout.kv_cache_dtype=fp8",
+            "roles.rollout.kv_cache_dtype: unknown field (vLLM's own options are in 'engine')",
+        ),
     ],
 )
 def test_a_name_of_another_trainer_is_answered_with_the_field(override: str, expected: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,83 @@ def test_a_folder_of_datasets_and_its_splits_are_found(tiny_model: Path, tmp_pat
     document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
     source = {"kind": "datasets", "path": str(tmp_path / "gsm"), "prompt": "question"}
     assert document["data"] == {"train": source | {"split": "train"}, "eval": source | {"split": "validation"}}
+
+
+OWN = """\
+from troupe.environments import Environment, Message, Observation, Row
+
+
+class Once(Environment):
+    def start(self, row: Row) -> Observation:
+        return Observation(row.messages)
+
+    def step(self, message: Message) -> Observation:
+        return Observation(reward=1.0, done=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "section", "reward"),
+    [
+        ("guess_number", {}, "environment"),
+        ("retry", {"args": {"function": "last_number", "attempts": 2}}, "environment"),
+        (
+            "tools",
+            {"args": {"tools": ["calculator"], "function": "last_number"}, "tool_parser": "hermes"},
+            "environment",
+        ),
+        ("single_turn", {}, "last_number"),
+        ("my_games:Once", {}, "environment"),
+    ],
+)
+def test_an_environment_gets_a_spec_with_turns(
+    environment: str,
+    section: dict[str, Any],
+    reward: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "my_games.py").write_text(OWN)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
+    monkeypatch.chdir(tmp_path)
+    choices = chosen(tiny_model, data="rows.jsonl", environment=environment)
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["roles"]["environment"].items() >= ({"name": environment, "max_turns": 4} | section).items()
+    assert document["roles"]["reward"]["functions"] == [{"name": reward}]
+    assert document["roles"]["rollout"]["max_model_len"] == 128 + 4 * 2 * 64
+    assert sum(role.get("cpus", 0) * role.get("workers", 1) for role in document["roles"].values()) <= 2
+    assert "troupe env check" in (tmp_path / "run.yaml").read_text()
+
+
+def test_an_environment_that_gives_the_reward_needs_no_answers(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Play."}\n')
+    choices = chosen(tiny_model, data=str(tmp_path / "rows.jsonl"), environment="guess_number", gpus=1, cpus=16)
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["data"]["train"]["answer"] is None
+    assert document["sampling"]["max_tokens"] == 512
+    with pytest.raises(UsageError, match="has no column with the answer"):
+        read_data(replace(choices, environment="retry"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "algorithm", "error"),
+    [
+        ("gues_number", "grpo", "did you mean 'guess_number'"),
+        ("games", "grpo", "built in: guess_number, retry, single_turn, tools; your own: package.module:Class"),
+        ("verifiers", "grpo", "verifiers needs roles.environment.args that only you know"),
+        ("guess_number", "dpo", "learns from examples and plays no episodes"),
+    ],
+)
+def test_an_environment_without_a_first_spec_is_refused(environment: str, algorithm: str, error: str) -> None:
+    flags = InitFlags(model="m", data="rows.jsonl", algorithm=algorithm, gpus=0, environment=environment)
+    with pytest.raises(UsageError, match=rf"^--environment: .*{error}"):
+        complete(flags, None)
+
+
+def test_an_environment_that_cannot_be_imported_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"troupe init: roles\.environment\.name: .*no_such_module"):
+        text_of(chosen(tiny_model, environment="no_such_module:Game"), tmp_path / "run.yaml")
 
 
 def test_a_column_without_answers_is_refused(tiny_model: Path, tmp_path: Path) -> None:
