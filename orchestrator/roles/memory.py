@@ -156,7 +156,9 @@ def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float
     None: the size of its model is not known.
     """
     memories, cache = of_engine(spec, Seated("rollout-0", "", 0, spec.roles.rollout.gpus, ""), gpu, sizes)
-    return None if cache is None else (cache.bytes, turns.held_by_engine(memories) / gpu)
+    if cache is None:
+        return None
+    return cache.bytes, spec.roles.rollout.gpu_memory_utilization or turns.held_by_engine(memories) / gpu
 
 
 def of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
