@@ -246,7 +246,7 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
 def _mask_row(size: ModelSize, longest: int, packing: bool) -> int:
     """Length of a row of the attention mask; packed rows have none.
 
-    A model with windows or with eager attention is padded.
+    A model with eager attention is padded; one with windows has a mask of each sequence on the CPU.
     """
     return 0 if packing and not (size.windowed or size.eager) else longest
 
