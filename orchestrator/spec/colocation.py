@@ -16,7 +16,9 @@ def shared_gpus(document: Document) -> Document:
     use is another question (`gpu_memory_utilization`).
     """
     roles = document.data.get("roles") if isinstance(document.data, dict) else None
-    rollout, policy = (roles.get("rollout"), roles.get("policy")) if isinstance(roles, dict) else (None, None)
+    if not isinstance(roles, dict):
+        return document
+    rollout, policy = roles.get("rollout"), roles.get("policy")
     if not isinstance(rollout, dict) or not isinstance(policy, dict) or rollout.get("colocate_with") != "policy":
         return document
     filled: dict[str, Any] = {"workers": policy.get("workers", 1)} | rollout

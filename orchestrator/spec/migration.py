@@ -47,11 +47,12 @@ class Setting:
 def settings() -> tuple[Setting, ...]:
     """The rows of the table, in its order."""
     sections: Mapping[str, list[dict[str, Any]]] = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
-    return tuple(
-        Setting(section, **{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
-        for section, rows in sections.items()
-        for row in rows
-    )
+    return tuple(_setting(section, row) for section, rows in sections.items() for row in rows)
+
+
+def _setting(section: str, row: Mapping[str, Any]) -> Setting:
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return Setting(section, **values)
 
 
 def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
