@@ -25,7 +25,7 @@ from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WorkerDied, W
 from troupe.orchestrator.pools.generation_meter import GenerationMeter
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.pools.turns import MemoryTurns
+from troupe.orchestrator.pools.memory_lock import MemoryTurns
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth

@@ -14,7 +14,7 @@ from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import EnginesLost, WorkerRaised
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.orchestrator.pools.turns import MemoryTurns
+from troupe.orchestrator.pools.memory_lock import MemoryTurns
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.training.checkpoint import CheckpointStore
