@@ -103,10 +103,6 @@ class TrainingRank:
         """Digest of each whole parameter, in the optimizer's precision; empty on all ranks but the first."""
         return self.engine.weight_digests()
 
-    def write_weights(self, path: str) -> None:
-        """Write every whole parameter, in the optimizer's precision, to one Arrow file."""
-        self.engine.write_weights(path)
-
     def export(self, directory: str) -> None:
         """Write a Hugging Face folder with the current weights."""
         self.engine.export(directory, self._source)
