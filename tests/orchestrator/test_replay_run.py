@@ -89,9 +89,7 @@ def test_the_first_difference_ends_the_comparison(request_: ReplayRequest, monke
     assert found.difference.metrics == ["policy/loss is 0.25 there, 4 here"]
 
 
-def test_versions_that_agree_are_compared_to_the_end(
-    request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_that_agree_are_compared_to_the_end(request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = TwoVersions(differs_from=9)
     found = compared(versions, request_, monkeypatch)
     assert versions.asked == [5]
