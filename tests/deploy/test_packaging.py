@@ -285,7 +285,7 @@ def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(tmp_path
         assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
     assert tops == {"troupe", f"troupe_rl-{PROJECT['version']}.dist-info"}
     files = {path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")}
-    files |= set((ROOT / "orchestrator" / "platforms").rglob("*.j2"))
+    files |= {path for kind in ("*.j2", "*.sh") for path in (ROOT / "orchestrator" / "platforms").rglob(kind)}
     files |= {path for name in ("specs", "examples") for path in (ROOT / "deploy" / name).rglob("*.*")}
     assets = {*(ROOT / "orchestrator" / "reporting" / "html" / "assets").iterdir()}
     assets.add(ROOT / "orchestrator" / "algorithms" / "advice.yaml")

@@ -25,7 +25,6 @@ BUSY = EngineReading(
     running=30.0,
     most_running=32,
     waiting=0.0,
-    most_waiting=0,
     kv_use=0.3,
     most_kv_use=0.4,
     preemptions=0,
