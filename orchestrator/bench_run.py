@@ -10,7 +10,7 @@ from typing import cast
 
 from troupe.orchestrator.bench.points import Point, launch_spec, launches, measured_spec
 from troupe.orchestrator.bench.results import Result, Turn, measures_of, with_efficiency
-from troupe.orchestrator.bench.turns import SamplingTurns, TurnPrompts
+from troupe.orchestrator.bench.batches import SamplingTurns, TurnPrompts
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import TableRef, WorkerHandle

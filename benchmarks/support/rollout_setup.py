@@ -13,7 +13,7 @@ from benchmarks.support.harness import Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Group
 from troupe.orchestrator.bench.points import measured_spec
-from troupe.orchestrator.bench.turns import SamplingTurns
+from troupe.orchestrator.bench.batches import SamplingTurns
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import TableRef
