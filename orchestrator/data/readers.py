@@ -332,8 +332,8 @@ def _reasoning_gym(source: ReasoningGymSource, label: str) -> Iterator[RawRow]:
         for index, recipe in enumerate(recipes)
     ]
     # Recipes alternate in proportion to their sizes, so that any prefix of the pool has the mixture of the whole.
-    turns = [((number + 0.5) / size, index, number) for index, size in enumerate(sizes) for number in range(size)]
-    for _, index, number in sorted(turns):
+    order = [((number + 0.5) / size, index, number) for index, size in enumerate(sizes) for number in range(size)]
+    for _, index, number in sorted(order):
         name = recipes[index].name
         origin = f"reasoning_gym/{name}:{number + 1}"
         try:

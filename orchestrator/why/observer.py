@@ -44,7 +44,7 @@ _SNAPSHOT_S = 5.0
 _NODES_S = 2.0
 """Longest wait for what other nodes say."""
 _BLOCKED_S = 2.0
-"""Time without a turn of the event loop from which on it counts as blocked."""
+"""Time for which the event loop has not run from which on it counts as blocked."""
 SHARE = 0.5
 """Share of a call's bound at which the run reports automatically."""
 _TIMES = 5.0
@@ -188,13 +188,13 @@ class RunObserver:
             return _unexamined(problem)
 
     def _ping(self) -> None:
-        """Asks the event loop for a turn."""
+        """Asks the event loop for a sign of life."""
         try:
-            self._loop.call_soon_threadsafe(self._note_turn)
+            self._loop.call_soon_threadsafe(self._note_beat)
         except RuntimeError:  # it is closed
             self._beat = time.monotonic()
 
-    def _note_turn(self) -> None:
+    def _note_beat(self) -> None:
         self._beat = time.monotonic()
 
     def _too_long(self) -> object | None:
