@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from troupe.orchestrator.doctor import nvidia
 from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
 from troupe.orchestrator.doctor.software import BUILT_ON
@@ -96,16 +98,15 @@ def _loads(library: str) -> bool:
 
 def _resources(working: Path) -> Resources:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, used = _memory_limit(memory)
-    available = _available(memory)
+    memory = psutil.virtual_memory()
+    limit, used = _memory_limit(memory.total)
     ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
     return Resources(
         cpus=os.cpu_count() or 1,
         usable_cpus=_usable_cpus(),
-        memory=memory,
+        memory=memory.total,
         memory_limit=limit,
-        available=available if limit == UNLIMITED else max(0, min(available, limit - used)),
+        available=memory.available if limit == UNLIMITED else max(0, min(memory.available, limit - used)),
         shm=_folder("shared memory", Path("/dev/shm")),
         folders=(
             _folder("working folder", working),
@@ -114,7 +115,6 @@ def _resources(working: Path) -> Resources:
         ),
         open_files=(_limit(files[0]), _limit(files[1])),
         processes=min(_limits(_limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]), _pids_limit()), default=UNLIMITED),
-        locked_memory=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
     )
 
 
@@ -124,11 +124,6 @@ def _limits(*values: int) -> list[int]:
 
 def _limit(value: int) -> int:
     return UNLIMITED if value == resource.RLIM_INFINITY else value
-
-
-def _available(default: int) -> int:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
-    return int(match[1]) * 1024 if match else default
 
 
 def _folder(use: str, path: Path) -> Folder:
@@ -144,45 +139,36 @@ def _folder(use: str, path: Path) -> Folder:
 def _usable_cpus() -> float:
     """Cores that affinity and the quota of any control group around this process leave."""
     usable = float(len(os.sched_getaffinity(0)))
-    for group in _groups("cpu"):
-        quota, _, period = _read(group / "cpu.max").strip().partition(" ")
-        if not quota:  # version 1
-            quota, period = _read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()
-        if quota.isdecimal() and period.isdecimal() and int(period):
+    for group in _groups():
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        if quota.isdecimal():
             usable = min(usable, int(quota) / int(period))
     return usable
 
 
 def _memory_limit(memory: int) -> tuple[int, int]:
     """(limit, bytes in use) of the tightest control group around this process."""
-    best, used = UNLIMITED, 0
-    for group in _groups("memory"):
-        limit = _read(group / "memory.max").strip() or _read(group / "memory.limit_in_bytes").strip()
-        if not limit.isdecimal() or int(limit) >= memory or (best != UNLIMITED and int(limit) >= best):
-            continue
-        now = _read(group / "memory.current").strip() or _read(group / "memory.usage_in_bytes").strip()
-        cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
-        used = (int(now) if now.isdecimal() else 0) - (int(cache[1]) if cache else 0)
-        best = int(limit)
-    return best, max(0, used)
+    best, used = memory, 0
+    for group in _groups():
+        limit = _read(group / "memory.max").strip()
+        if limit.isdecimal() and int(limit) < best:
+            cache = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+            best = int(limit)
+            used = int(_read(group / "memory.current") or 0) - (int(cache[1]) if cache else 0)
+    return (best, max(0, used)) if best < memory else (UNLIMITED, 0)
 
 
 def _pids_limit() -> int:
-    limits = [_read(group / "pids.max").strip() for group in _groups("pids")]
+    limits = [_read(group / "pids.max").strip() for group in _groups()]
     return min((int(limit) for limit in limits if limit.isdecimal()), default=UNLIMITED)
 
 
-def _groups(controller: str) -> Iterator[Path]:
-    """Folders of the control groups around this process, of version 1 or 2, innermost first."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, own = (*line.split(":", 2), "", "")[:3]
-        if controllers and controller not in controllers.split(","):
-            continue
-        # Version 1 mounts controllers together and links each name to their folder; some containers lack the link.
-        top = next((_CGROUP / name for name in (controllers, controller) if (_CGROUP / name).is_dir()), _CGROUP)
-        inner = top / own.lstrip("/")
-        # In a container the path may be the host's, which is not visible; the container's own group is at the top.
-        yield from (folder for folder in (inner, *inner.parents) if folder.is_dir() and folder.is_relative_to(top))
+def _groups() -> Iterator[Path]:
+    """Folders of the control groups (version 2) around this process, innermost first."""
+    own = _read(Path("/proc/self/cgroup")).strip().removeprefix("0::")
+    inner = _CGROUP / own.lstrip("/")
+    # In a container the path may be the host's, which is not visible; the container's own group is at the top.
+    yield from (folder for folder in (inner, *inner.parents) if folder.is_dir() and folder.is_relative_to(_CGROUP))
 
 
 def _loopback() -> str:
