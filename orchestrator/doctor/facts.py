@@ -139,36 +139,45 @@ def _folder(use: str, path: Path) -> Folder:
 def _usable_cpus() -> float:
     """Cores that affinity and the quota of any control group around this process leave."""
     usable = float(len(os.sched_getaffinity(0)))
-    for group in _groups():
-        quota, _, period = _read(group / "cpu.max").partition(" ")
-        if quota.isdecimal():
+    for group in _groups("cpu"):
+        quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+        if not quota:  # version 1
+            quota, period = _read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()
+        if quota.isdecimal() and period.isdecimal() and int(period):
             usable = min(usable, int(quota) / int(period))
     return usable
 
 
 def _memory_limit(memory: int) -> tuple[int, int]:
     """(limit, bytes in use) of the tightest control group around this process."""
-    best, used = memory, 0
-    for group in _groups():
-        limit = _read(group / "memory.max").strip()
-        if limit.isdecimal() and int(limit) < best:
-            cache = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
-            best = int(limit)
-            used = int(_read(group / "memory.current") or 0) - (int(cache[1]) if cache else 0)
-    return (best, max(0, used)) if best < memory else (UNLIMITED, 0)
+    best, used = UNLIMITED, 0
+    for group in _groups("memory"):
+        limit = _read(group / "memory.max").strip() or _read(group / "memory.limit_in_bytes").strip()
+        if not limit.isdecimal() or int(limit) >= memory or (best != UNLIMITED and int(limit) >= best):
+            continue
+        now = _read(group / "memory.current").strip() or _read(group / "memory.usage_in_bytes").strip()
+        cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+        used = (int(now) if now.isdecimal() else 0) - (int(cache[1]) if cache else 0)
+        best = int(limit)
+    return best, max(0, used)
 
 
 def _pids_limit() -> int:
-    limits = [_read(group / "pids.max").strip() for group in _groups()]
+    limits = [_read(group / "pids.max").strip() for group in _groups("pids")]
     return min((int(limit) for limit in limits if limit.isdecimal()), default=UNLIMITED)
 
 
-def _groups() -> Iterator[Path]:
-    """Folders of the control groups (version 2) around this process, innermost first."""
-    own = _read(Path("/proc/self/cgroup")).strip().removeprefix("0::")
-    inner = _CGROUP / own.lstrip("/")
-    # In a container the path may be the host's, which is not visible; the container's own group is at the top.
-    yield from (folder for folder in (inner, *inner.parents) if folder.is_dir() and folder.is_relative_to(_CGROUP))
+def _groups(controller: str) -> Iterator[Path]:
+    """Folders of the control groups around this process, of version 1 or 2, innermost first."""
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, own = (*line.split(":", 2), "", "")[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        # Version 1 mounts controllers together and links each name to their folder; some containers lack the link.
+        top = next((_CGROUP / name for name in (controllers, controller) if (_CGROUP / name).is_dir()), _CGROUP)
+        inner = top / own.lstrip("/")
+        # In a container the path may be the host's, which is not visible; the container's own group is at the top.
+        yield from (folder for folder in (inner, *inner.parents) if folder.is_dir() and folder.is_relative_to(top))
 
 
 def _loopback() -> str:

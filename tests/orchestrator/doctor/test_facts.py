@@ -31,18 +31,37 @@ def test_the_visible_gpus_are_those_of_cuda_visible_devices(visible: str | None,
     assert "".join(str(i) for i, uuid in enumerate(uuids) if is_visible(visible, str(i), uuid)) == shown
 
 
-def test_limits_of_control_groups_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"memory.max": str(8 * GIB), "memory.current": str(3 * GIB), "cpu.max": "150000 100000", "pids.max": "512"}
-    (tmp_path / "pod").mkdir()
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [
+        (
+            "0::/pod\n",
+            {"pod/memory.max": str(8 * GIB), "pod/memory.current": str(3 * GIB), "pod/cpu.max": "150000 100000"},
+        ),
+        (
+            "4:memory:/pod\n3:cpu,cpuacct:/pod\n",
+            {
+                "memory/pod/memory.limit_in_bytes": str(8 * GIB),
+                "memory/pod/memory.usage_in_bytes": str(3 * GIB),
+                "cpu,cpuacct/pod/cpu.cfs_quota_us": "150000",
+                "cpu,cpuacct/pod/cpu.cfs_period_us": "100000",
+            },
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_limits_of_control_groups_are_read_in_both_versions(
+    version: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in files.items():
-        (tmp_path / "pod" / name).write_text(text + "\n")
-    (tmp_path / "memory.max").write_text("max\n")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
     read = facts._read
     monkeypatch.setattr(facts, "_CGROUP", tmp_path)
-    monkeypatch.setattr(facts, "_read", lambda path: "0::/pod\n" if path == Path("/proc/self/cgroup") else read(path))
+    monkeypatch.setattr(facts, "_read", lambda path: version if path == Path("/proc/self/cgroup") else read(path))
     monkeypatch.setattr(facts.os, "sched_getaffinity", lambda _: set(range(16)))
     assert facts._memory_limit(64 * GIB) == (8 * GIB, 3 * GIB)
-    assert (facts._usable_cpus(), facts._pids_limit()) == (1.5, 512)
+    assert facts._usable_cpus() == 1.5
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
