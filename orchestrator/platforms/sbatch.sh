@@ -1,6 +1,7 @@
-# From here on the same in every script: the lines above set environment, cpus, gpus, join_timeout_s, requeues and run.
+# From here on the same in every script: the lines above set environment, inside, container, cpus, gpus, join_timeout_s,
+# requeues and run.
 set -euo pipefail
-export PATH="$environment/bin:$PATH" RAY_USAGE_STATS_ENABLED=0
+export PATH="${environment:+$environment/bin:}$PATH" RAY_USAGE_STATS_ENABLED=0
 fail() { echo "error: $*" >&2; exit 1; }
 
 # The cluster's token: created here, readable by its owner only, read from its file by every process; never an argument.
@@ -37,18 +38,25 @@ address_of() {
 ray_on_node() {  # ray_on_node ARGUMENT...: Ray with a private temporary folder, which is removed when it ends
   local folder
   folder=$(mktemp -d "/tmp/ray-$SLURM_JOB_ID-XXXXXX")
-  TMPDIR="$folder" ray start --block --disable-usage-stats --temp-dir="$folder" "$@" &
+  TMPDIR="$folder" "${inside[@]}" ray start --block --disable-usage-stats --temp-dir="$folder" "$@" &
   ray=$!
   trap 'kill "$ray" 2>/dev/null' TERM INT
   until wait "$ray" || ! kill -0 "$ray" 2>/dev/null; do :; done
   rm -rf "$folder"
 }
 start_ray() {  # start_ray NODE ADDRESS ARGUMENT...: Ray on one node, until the job ends
-  srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --nodelist="$1" \
-    bash -c "$(declare -f ray_on_node)"$'\nray_on_node "$@"' ray_on_node --node-ip-address="$2" \
+  srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --nodelist="$1" "${container[@]}" \
+    bash -c "$(declare -p inside; declare -f ray_on_node)"$'\nray_on_node "$@"' ray_on_node --node-ip-address="$2" \
     --num-cpus="$cpus" --num-gpus="$gpus" "${@:3}" &
 }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+# The script itself runs outside of a container: what it starts on this node goes into one.
+if ((${#inside[@]})); then inside=("${inside[@]:0:2}" --bind="$PWD:$PWD" "${inside[@]:2}"); fi  # behind `apptainer exec`
+here=("${inside[@]}")
+if ((${#container[@]})); then
+  container=("${container[0]}" "${container[1]},$PWD:$PWD" --container-workdir="$PWD")
+  here=(srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" "${container[@]}")
+fi
 addresses=()
 for node in "${nodes[@]}"; do addresses+=("$(address_of "$node")"); done
 port=$((20000 + SLURM_JOB_ID % 10000))
@@ -57,7 +65,7 @@ start_ray "${nodes[0]}" "${addresses[0]}" --head --port="$port" --include-dashbo
 
 # The run starts only if all nodes join within the timeout.
 wait_for() {  # wait_for COUNT: until that many nodes have joined
-  timeout "$join_timeout_s" python - "$head" "$1" <<'PYTHON' &
+  timeout "$join_timeout_s" "${here[@]}" python - "$head" "$1" <<'PYTHON' &
 import socket
 import sys
 import time
@@ -84,7 +92,7 @@ wait_for "${#nodes[@]}"
 
 # SIGUSR1, Slurm's signal before the time limit, and SIGTERM, a signal sent by hand, let the run save and exit. The
 # script exits with the run's exit code, and all processes that it started end with it.
-RAY_ADDRESS="$head" TMPDIR="$temporary" "${run[@]}" &
+RAY_ADDRESS="$head" TMPDIR="$temporary" "${here[@]}" "${run[@]}" &
 running=$!
 time_is_up=
 stop() { kill -TERM "$running" 2>/dev/null || true; }

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from troupe.orchestrator.capacity.placement import CPUS_PER_NODE, Node
 from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.kubernetes.values import Variable
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import PlannedRun
@@ -25,12 +27,29 @@ _RAY_GIB = 1
 _HEADROOM = 1.1
 
 
+Runtime = Literal["pyxis", "apptainer"]
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container in which Ray and the run are started on every node."""
+
+    runtime: Runtime
+    image: str
+    mounts: tuple[tuple[str, str], ...] = ()
+    """(folder on the node, folder inside). The submission folder and /tmp are mounted besides."""
+
+
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Resources of the Slurm job. Raises UsageError for a number out of range."""
+    """Resources of the Slurm job, and where it runs. Raises UsageError for a number out of range."""
 
-    environment: Path
-    """Virtual environment with Troupe, at the same path on every node."""
+    environment: Path | None
+    """Virtual environment with Troupe, at the same path on every node; None: that of the container."""
+    variables: tuple[Variable, ...] = ()
+    container: Container | None = None
+    prologue: str = ""
+    """Bash lines that the script runs first."""
     nodes: int = 1
     gpus_per_node: int = 0
     cpus_per_node: int = CPUS_PER_NODE
@@ -109,16 +128,44 @@ def script(
     text = (
         "#!/bin/bash\n"
         + "".join(f"#SBATCH {line}\n" for line in lines)
+        + options.prologue
+        + "".join(f"export {each.variable}={shlex.quote(each.value)}\n" for each in options.variables)
         + "# Written by `troupe deploy --slurm`. Pass account, partition and time to sbatch:\n"
         "#   sbatch --partition=... --time=... THIS-FILE\n"
         "# To stop the run so that it saves: scancel --batch --signal=TERM JOB\n"
-        f"environment={shlex.quote(str(options.environment))}\n"
+        f"environment={shlex.quote('' if options.environment is None else str(options.environment))}\n"
+        + "".join(f"{name}=({shlex.join(words)})\n" for name, words in _container(options).items())
         + " ".join(f"{key}={value}" for key, value in numbers.items())
         + f"\nrun=(troupe run {shlex.join(command)} --address auto --resume --supervise)\n{_end()}"
     )
     rule = "the job asks for no memory (set --gib-per-node or --exclusive, or deploy where the model is)"
     why = "; ".join(unknown.values())
     return text, [f"memory is not planned ({why}): {rule}"] if memory is None else []
+
+
+def parse_mount(text: str) -> tuple[str, str]:
+    """(folder on the node, folder inside) of `/FOLDER` or `/FOLDER:/INSIDE`. Raises UsageError."""
+    outside, _, inside = text.partition(":")
+    inside = inside or outside
+    if not (outside.startswith("/") and inside.startswith("/")) or "," in text or ":" in inside:
+        raise UsageError(f"--mount {text}: expected /FOLDER or /FOLDER:/INSIDE, absolute and without commas")
+    return outside, inside
+
+
+def _container(options: SlurmOptions) -> dict[str, list[str]]:
+    """Words of the script: `inside`, in front of a command on a node, and `container`, arguments of srun."""
+    if options.container is None:
+        return {"inside": [], "container": []}
+    mounts = [":".join(mount) for mount in options.container.mounts]
+    if options.container.runtime == "pyxis":
+        given = ",".join(["/tmp:/tmp", *mounts])
+        return {
+            "inside": [],
+            "container": [f"--container-image={options.container.image}", f"--container-mounts={given}"],
+        }
+    gpus = ["--nv"] if options.gpus_per_node else []
+    binds = [f"--bind={mount}" for mount in ["/tmp:/tmp", *mounts]]
+    return {"inside": ["apptainer", "exec", *gpus, *binds, options.container.image], "container": []}
 
 
 def _plans(runs: Sequence[PlannedRun], options: SlurmOptions) -> Iterator[Plan]:
