@@ -372,7 +372,7 @@ class EnginePool(ReplicaPool[Engine]):
         engine: Engine | None = None
         try:
             for renewals in itertools.count():
-                async with self._memory():
+                async with self._starting_memory():
                     if engine is None:
                         engine = await asyncio.wait_for(self._spawn(name), self.spec.schedule.start_timeout_s)
                     try:
@@ -391,7 +391,7 @@ class EnginePool(ReplicaPool[Engine]):
                 engine.kill()
             raise
 
-    def _memory(self) -> AbstractAsyncContextManager[None]:
+    def _starting_memory(self) -> AbstractAsyncContextManager[None]:
         """The memory that an engine starts with, where trainers share its GPU."""
         return self.memory.starting() if self._sleeps else nullcontext()
 
