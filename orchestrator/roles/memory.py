@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
-from troupe.orchestrator.roles import turns
+from troupe.orchestrator.roles import shared_gpu
 from troupe.orchestrator.roles.worker_memory import (
     Cache,
     Part,
@@ -136,16 +136,16 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
             on_gpu,
             process=ENGINE_PROCESS,
             transfer=transfer,
-            graphs=turns.GRAPHS if shared and not settings.enforce_eager else 0,
+            graphs=shared_gpu.GRAPHS if shared and not settings.enforce_eager else 0,
         )
-        return tuple(turns.of_engine(memories, config.sleep)), cache
+        return tuple(shared_gpu.of_engine(memories, config.sleep)), cache
 
     share = spec.roles.rollout.gpu_memory_utilization
     if share is not None or not shared or not on_gpu:
         return taking(share)
     policy, _ = of_policy(spec, Seated("policy-0", "", 0, spec.roles.policy.gpus, ""), gpu, sizes)
     reserved = int(min(1.0, spec.roles.policy.gpus + spec.roles.rollout.gpus) * gpu)
-    shares = turns.engine_shares(policy, taking(0.0)[0], config.sleep, on_gpu, reserved)
+    shares = shared_gpu.engine_shares(policy, taking(0.0)[0], config.sleep, on_gpu, reserved)
     found = [taking(each) for each in shares]
     return next((memory for memory in found if memory[1] is not None and memory[1].sequences), found[-1])
 
@@ -158,7 +158,7 @@ def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float
     memories, cache = of_engine(spec, Seated("rollout-0", "", 0, spec.roles.rollout.gpus, ""), gpu, sizes)
     if cache is None:
         return None
-    return cache.bytes, spec.roles.rollout.gpu_memory_utilization or turns.held_by_engine(memories) / gpu
+    return cache.bytes, spec.roles.rollout.gpu_memory_utilization or shared_gpu.held_by_engine(memories) / gpu
 
 
 def of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
@@ -267,7 +267,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         return memories, None
     scores = spec.reference_in_policy or (spec.needs_old_logprobs and not spec.old_logprobs_at_batch)
     model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, spec.longest_sequence, gpu=True)
-    return tuple(turns.of_trainer(memories, scoring(seat.worker, model) if scores else ())), None
+    return tuple(shared_gpu.of_trainer(memories, scoring(seat.worker, model) if scores else ())), None
 
 
 def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:

@@ -86,7 +86,7 @@ def test_an_engine_takes_what_the_policy_leaves_it(
     assert found.misfit == ""
     assert len(found.memory.shared) == gpus
     for use in found.memory.shared:
-        free = (use.capacity - use.turns["sampling"]) / use.capacity
+        free = (use.capacity - use.periods["sampling"]) / use.capacity
         assert (0.1 <= free < 0.13) if spare else (0 <= free < 0.1)
     assert all(cache.sequences for cache in found.memory.caches.values())
 
@@ -99,7 +99,7 @@ def test_an_engine_that_never_rests_leaves_room_for_the_updates(tmp_path: Path) 
 
 def test_what_does_not_fit_in_any_share_says_what_to_change(tmp_path: Path) -> None:
     found = planned(load(tmp_path), "1x1xH100")
-    assert "in the turn of updates" in found.misfit
+    assert "during updates" in found.misfit
     assert found.remedies and all("roles.rollout.gpu_memory_utilization" not in r.changes for r in found.remedies)
 
 
