@@ -59,11 +59,13 @@ def scores(model: str, out: Path) -> None:
         table = train_table(SAMPLES)
         expected = whole.score(PLAN, table)
         found = [divided.score(PLAN, table.slice(0, 1), table.slice(1)) for _ in range(2)]
+        peak = found[0][0].peak
+        assert peak is not None
         facts = {
             "packs": [whole.packs(), divided.packs()],
             "rows": [expected[0].rows, *(summary.rows for summary, _ in found)],
             "scores": [by_row(expected[1]), *(by_row(table) for _, table in found)],
-            "host": [found[0][0].peak.host, own_peak("cpu").host],
+            "host": [peak.host, own_peak("cpu").host],
         }
         (out / "facts.json").write_text(json.dumps(facts))
         (rank,) = _ranks()

@@ -96,7 +96,7 @@ def test_the_spec_takes_prefix_caching_and_the_device() -> None:
     assert roles.critic is not None and roles.reference is not None
     assert roles.rollout.gpus == roles.policy.gpus == roles.critic.gpus == roles.reference.gpus == 1
     # The engines of three contenders have to fit on one GPU.
-    assert 3 * roles.rollout.gpu_memory_utilization < 0.9
+    assert 3 * roles.rollout.gpu_share < 0.9
 
 
 def test_backends_of_the_gpu_share_one_or_have_one_each() -> None:
