@@ -19,9 +19,18 @@ from typing import Any, cast
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
+import torch
 
 from tests.conftest import ROOT
-from tests.real.commands import Command, ledger_balances, running, trajectories, troupe_command
+from tests.real.commands import (
+    Command,
+    as_after,
+    checkpoint_weights,
+    ledger_balances,
+    running,
+    trajectories,
+    troupe_command,
+)
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
@@ -50,6 +59,10 @@ SPECS = {name: f"algorithms/{name}" for name in ALGORITHMS} | {"grpo_process": "
 """File of each spec in deploy/specs/."""
 TWO_STEPS = {"grpo", "ppo", "ppo_penalty", "trpo", "remax", "reinforce", "dcpo", "distill", "grpo_process"}
 """Algorithms whose second step uses what the first has left. The others differ from them in formulas of one step."""
+DAPO_STEPS = 5
+DAPO = (f"schedule.steps={DAPO_STEPS}", "checkpoint={every_steps: 1, keep: 10}")
+DAPO_LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "masked_samples", "ledger/trained", "ledger/dropped")
+"""Metrics that are equal in a run of DAPO and in one that is resumed."""
 GUIDE = ROOT / "docs" / "guides" / "algorithm.md"
 GUIDES_ALGORITHM = "my_algorithms:median_grpo"
 
@@ -116,8 +129,8 @@ class SharedWorkers:
     policy: ActorWorker[ReusablePolicy]
     critic: ActorWorker[ReusableCritic]
 
-    async def run(self, spec: RolloutSpec, out: Path) -> FinishedRun:
-        """Run a spec."""
+    async def run(self, spec: RolloutSpec, out: Path, resume: bool = False) -> FinishedRun:
+        """Run a spec, from the beginning or from the newest checkpoint in `out`."""
         await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, spec.policy_config())
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
         policy.packs = await self.policy.call(ReusablePolicy.packs, TIMEOUT_S)
@@ -135,15 +148,17 @@ class SharedWorkers:
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.workers.engines)
         trainers = {"policy": policy} | ({} if critic is None else {"critic": critic})
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
-        out.mkdir()
-        store = CheckpointStore(out / "checkpoints", keep=1)
+        out.mkdir(exist_ok=resume)
+        store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
         store.prepare()
+        found = store.latest() if resume else None
         context = RunContext(self.cluster, self.launcher, workers, Console(io.StringIO()), asyncio.Event())
         parts = RolloutRun(spec, out, context, load_data(spec))
         try:
-            controller = await parts.controller(store, None)
+            controller = await parts.controller(store, found)
             assert controller.components.sync is not None
-            await controller.components.sync.push(0)  # the engine still serves the previous policy
+            if found is None:
+                await controller.components.sync.push(0)  # the engine still serves the previous policy
             return FinishedRun(out, await controller.run())
         finally:
             await parts.close()
@@ -250,8 +265,8 @@ async def test_a_batch_of_truncated_samples_leaves_the_policy_as_it_is(shared: S
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def dapo(shared: SharedWorkers, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Two steps of DAPO with its filters: of truncated samples, of groups, and of prompts."""
-    return await shared.run(shipped("tiny-dapo", "schedule.steps=2"), tmp_path_factory.mktemp("dapo") / "run")
+    """DAPO with its filters (of truncated samples, of groups and of prompts), until prompts are drawn again."""
+    return await shared.run(shipped("tiny-dapo", *DAPO), tmp_path_factory.mktemp("dapo") / "run")
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -264,9 +279,9 @@ async def test_truncated_samples_carry_no_loss(dapo: FinishedRun) -> None:
         assert line["masked_samples"] == truncated
         assert line["policy/sequences"] <= spec.samples_per_step - truncated
         assert line["policy/grad_norm"] > 0
-    assert 0 < masked < 2 * spec.samples_per_step
+    assert 0 < masked < DAPO_STEPS * spec.samples_per_step
     last = dapo.metrics[-1]
-    assert last["ledger/trained"] == 2 * spec.samples_per_step - masked
+    assert last["ledger/trained"] == DAPO_STEPS * spec.samples_per_step - masked
     assert dapo.outcome.drop_reasons["truncated: it carries no loss"] == masked
 
 
@@ -287,10 +302,28 @@ async def test_results_of_all_groups_are_remembered(dapo: FinishedRun) -> None:
     """Of trained and of replaced groups alike, with the truncated samples."""
     last = dapo.metrics[-1]
     groups = last["ledger/dispatched"] / shipped("tiny-dapo").group_size
-    state = json.loads((dapo.out / "checkpoints" / "step-000002" / "state.json").read_text())
+    state = json.loads((dapo.out / "checkpoints" / f"step-{DAPO_STEPS:06d}" / "state.json").read_text())
     results = state["source"]["prompts"]["curriculum"]["results"]
     assert len(results) == last["curriculum/seen"] == min(groups, 12)  # the first pass over the 12 prompts
     assert 0 < last["curriculum/pass_rate"] < 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_resumed_run_draws_and_learns_as_an_uninterrupted_one(
+    dapo: FinishedRun, shared: SharedWorkers, tmp_path: Path
+) -> None:
+    """Across the second pass over the data, in which the curriculum skips prompts."""
+    out = as_after(dapo.out, 2, tmp_path / "part")
+    second = await shared.run(shipped("tiny-dapo", *DAPO), out, resume=True)
+    assert second.outcome.steps_done == DAPO_STEPS
+    assert any(line["curriculum/skipped"] for line in dapo.metrics)
+    for expected, line in zip(dapo.metrics, second.metrics, strict=True):
+        names = [name for name in expected if name in DAPO_LEARNING or name.startswith("curriculum/")]
+        assert {name: line[name] for name in names} == {name: expected[name] for name in names}
+        drawn, again = (trajectories(run.out, line["step"])["prompt_uid"].to_pylist() for run in (dapo, second))
+        assert again == drawn
+    expected, weights = (checkpoint_weights(run.out, DAPO_STEPS) for run in (dapo, second))
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
 
 
 @pytest.mark.asyncio(loop_scope="module")

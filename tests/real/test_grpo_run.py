@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,10 +31,12 @@ from tests.real.commands import (
     Command,
     Run,
     checkpoint_weights,
+    equal_steps,
     interrupt,
     kill_each,
     ledger_balances,
     missing_metrics,
+    replayed,
     running,
     trajectories,
     troupe_command,
@@ -45,7 +48,7 @@ from troupe.orchestrator.training.checkpoint import verify
 
 LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "response_tokens/mean", "policy/entropy")
 """Metrics that are equal in every run of the same spec and seed."""
-RESUMED_STEPS = 5
+RESUMED_STEPS = 10
 OF_THE_MACHINE = re.compile(r"time|seconds/.*|utilisation/.*|memory/.*|.*_per_s|trainer_restarts|prompt_tokens/cached")
 """Metrics that differ from run to run, and the count of restarts."""
 
@@ -79,11 +82,26 @@ def grpo(folder: Path, model: Path) -> Iterator[Run]:
         yield run
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """A run that was started three times."""
+
+    run: Run
+    """The third start, which trained to the end."""
+    second: list[dict[str, Any]]
+    """Metrics of the second start, from its first step to the one at which its driver was killed."""
+    messages: str
+    """Standard output of the second start."""
+
+
 @pytest.fixture(scope="module")
-def resumed(folder: Path) -> Iterator[Run]:
-    """The same spec resumed twice: after Ctrl-C at step 1, and after SIGKILL of the driver at step 3."""
-    overrides = (f"schedule.steps={RESUMED_STEPS}", "checkpoint.every_steps=1", "checkpoint.keep=10")
-    with running(Run(folder, GRPO, *overrides, name="resumed")) as first:
+def resumed(folder: Path) -> Iterator[Resumed]:
+    """The same spec resumed twice: after Ctrl-C at step 1, and after SIGKILL of the driver at step 7.
+
+    The second start loses its policy twice, after steps that are not saved.
+    """
+    overrides = (f"schedule.steps={RESUMED_STEPS}", "checkpoint.keep=10")
+    with running(Run(folder, GRPO, *overrides, "checkpoint.every_steps=1", name="resumed")) as first:
         first.wait_for_step(1)
         interrupt(first)
         assert first.wait() == 130, first.output
@@ -92,15 +110,18 @@ def resumed(folder: Path) -> Iterator[Run]:
         assert first.weight_files == []
         saved = max(int(path.name.removeprefix("step-")) for path in (first.out / "checkpoints").iterdir())
         assert saved == first.steps()[-1] < RESUMED_STEPS
+    overrides += ("checkpoint.every_steps=2",)
     with running(Run(folder, GRPO, *overrides, name="resumed", resume=True)) as second:
-        second.wait_for_step(3)
+        kill_each(second, (3, "PolicyWorker"), (5, "PolicyWorker"))
+        second.wait_for_step(7)
         second.process.send_signal(signal.SIGKILL)
         second.process.wait()
         assert second.leftover_processes() == []
         assert second.weight_files == []
+        lines = second.metrics[saved:]
     with running(Run(folder, GRPO, *overrides, name="resumed", resume=True)) as third:
         assert third.wait() == 0, third.output
-        yield third
+        yield Resumed(third, lines, second.stdout)
 
 
 def test_a_run_writes_metrics_of_every_step(grpo: Run) -> None:
@@ -194,59 +215,57 @@ def test_grpo_increases_the_reward(grpo: Run) -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_equals_an_uninterrupted_one(grpo: Run, resumed: Run) -> None:
-    assert resumed.steps() == list(range(1, RESUMED_STEPS + 1))
-    for expected, line in zip(grpo.metrics, resumed.metrics, strict=False):
+def test_a_resumed_run_equals_an_uninterrupted_one(grpo: Run, resumed: Resumed) -> None:
+    run = resumed.run
+    assert run.steps() == list(range(1, RESUMED_STEPS + 1))
+    for expected, line in zip(grpo.metrics, run.metrics, strict=False):
         assert {name: line[name] for name in LEARNING} == {name: expected[name] for name in LEARNING}
         assert ledger_balances(line)
-    last = resumed.metrics[-1]
+    last = run.metrics[-1]
     assert last["ledger/trained"] == last["ledger/dispatched"] == RESUMED_STEPS * SAMPLES_PER_STEP
-    assert resumed.leftover_processes() == []
-    assert resumed.weight_files == []
-    expected, weights = checkpoint_weights(grpo.out, RESUMED_STEPS), checkpoint_weights(resumed.out, RESUMED_STEPS)
-    assert [name for name in expected if not torch.equal(expected[name], weights[name])] == []
+    assert run.leftover_processes() == []
+    assert run.weight_files == []
+    assert same_weights(grpo, run)
 
 
 @pytest.mark.long
-def test_two_engines_and_two_policy_workers_give_the_same_updates(
-    grpo: Run, resumed: Run, folder: Path, tiny_model: Path
+def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resumed: Resumed) -> None:
+    """The metrics and the weights equal those of a run without a loss."""
+    assert "policy restarted from the checkpoint of step 2, " in resumed.messages
+    assert "policy restarted from the checkpoint of step 4, " in resumed.messages
+    assert resumed.second[-1]["step"] >= 7
+    for line in resumed.second:
+        assert ledger_balances(line)
+        assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
+        assert repeatable(line) == repeatable(grpo.metrics[line["step"] - 1])
+    assert resumed.second[-1]["trainer_restarts"] == 2
+    assert same_weights(grpo, resumed.run), "it goes on from the checkpoint of step 6, after both losses"
+
+
+@pytest.mark.long
+def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeated(
+    grpo: Run, resumed: Resumed, folder: Path, tiny_model: Path
 ) -> None:
-    overrides = ("roles.rollout.workers=2", "roles.policy.workers=2", "schedule.steps=2", "checkpoint.every_steps=1")
+    """The replay starts from the initial model; the digests of whole parameters are gathered from both ranks."""
+    overrides = ("roles.rollout.workers=2", "roles.policy.workers=2", "schedule.steps=3", "checkpoint.every_steps=1")
     overrides += ("roles.policy.zero_stage=3", "weight_sync.backend=gloo")
     with running(Run(folder, GRPO, *overrides, name="two-workers")) as run:
         assert run.wait() == 0, run.output
-        assert len({row["engine"] for row in trajectories(run.out, 1).to_pylist()}) == 2
-        one, two = (by_sample(run_.out, 1) for run_ in (grpo, run))
-        assert two == one
-        for name in LEARNING:
-            assert run.metrics[0][name] == pytest.approx(grpo.metrics[0][name], rel=1e-4, abs=1e-6), name
+        assert run.leftover_processes() == []
+    assert run.weight_files == []
+    assert len({row["engine"] for row in trajectories(run.out, 1).to_pylist()}) == 2
+    one, two = (by_sample(run_.out, 1) for run_ in (grpo, run))
+    assert two == one
+    for name in LEARNING:
+        assert run.metrics[0][name] == pytest.approx(grpo.metrics[0][name], rel=1e-4, abs=1e-6), name
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    one, two = checkpoint_weights(resumed.out, 1), checkpoint_weights(run.out, 1)
+    one, two = checkpoint_weights(resumed.run.out, 1), checkpoint_weights(run.out, 1)
     for name, tensor in one.items():
         moved = (tensor - start[name].float()).norm()
         # Adam's first step depends only on the sign of the gradient: round-off in tiny gradients becomes a full step.
         assert (two[name] - tensor).norm() < 0.05 * moved, name
-
-
-@pytest.mark.long
-def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, folder: Path) -> None:
-    """The metrics and the weights equal those of a run without a loss."""
-    with running(Run(folder, GRPO, "schedule.steps=10", name="deaths")) as run:
-        kill_each(run, (1, "PolicyWorker"), (6, "PolicyWorker"))
-        assert run.wait() == 0, run.output
-        assert run.leftover_processes() == []
-    assert run.weight_files == []
-    assert "policy restarted from the initial model, " in run.stdout
-    assert "policy restarted from the checkpoint of step 5, " in run.stdout
-    assert run.steps() == list(range(1, 11))
-    for line in run.metrics:
-        assert ledger_balances(line)
-        assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
-    for line, other in zip(run.metrics[:-1], grpo.metrics, strict=False):  # beside its last step, nothing is in flight
-        assert repeatable(line) == repeatable(other)
-    assert run.metrics[-1]["trainer_restarts"] == 2
-    expected, weights = checkpoint_weights(grpo.out, 10), checkpoint_weights(run.out, 10)
-    assert [name for name in expected if not torch.equal(expected[name], weights[name])] == []
+    shutil.rmtree(run.out / "checkpoints")
+    assert equal_steps(replayed(run.out, 3)) == [1, 2, 3]
 
 
 @pytest.mark.long
@@ -314,6 +333,12 @@ def by_sample(out: Path, step: int) -> dict[tuple[str, int], tuple[list[int], fl
     """Response and reward of every sample of a step."""
     rows = trajectories(out, step).to_pylist()
     return {(row["prompt_uid"], row["sample_index"]): (row["response_ids"], row["reward"]) for row in rows}
+
+
+def same_weights(run: Run, other: Run) -> bool:
+    """Whether the policies of two runs are equal after `RESUMED_STEPS` steps."""
+    expected, weights = (checkpoint_weights(found.out, RESUMED_STEPS) for found in (run, other))
+    return all(torch.equal(expected[name], weights[name]) for name in expected)
 
 
 def repeatable(line: dict[str, float]) -> dict[str, float]:
