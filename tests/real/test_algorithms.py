@@ -7,6 +7,7 @@ the trainers and the reward worker are reconfigured for the next algorithm inste
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import os
@@ -27,15 +28,18 @@ from tests.real.commands import (
     as_after,
     checkpoint_weights,
     ledger_balances,
+    metrics_lines,
     running,
     trajectories,
     troupe_command,
 )
+from tests.real.poison import Canary
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
@@ -116,7 +120,7 @@ class FinishedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        return metrics_lines(self.out)
 
 
 @dataclass
@@ -324,6 +328,32 @@ async def test_a_resumed_run_draws_and_learns_as_an_uninterrupted_one(
         assert again == drawn
     expected, weights = (checkpoint_weights(run.out, DAPO_STEPS) for run in (dapo, second))
     assert all(torch.equal(expected[name], weights[name]) for name in expected)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_run_resumed_from_a_poisoned_checkpoint_is_refused(
+    dapo: FinishedRun, shared: SharedWorkers, tmp_path: Path
+) -> None:
+    """Whoever changes a checkpoint also writes a manifest that fits."""
+    canary, out = tmp_path / "canary", as_after(dapo.out, DAPO_STEPS, tmp_path / "poisoned")
+    newest = max((out / "checkpoints").glob("step-*"))
+    poisoned_files = list(newest.rglob("*.pt"))
+    for file in poisoned_files:
+        state = torch.load(file, weights_only=False)
+        state["added"] = Canary(canary)
+        torch.save(state, file)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        content = (newest / name).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    more = (*DAPO, f"schedule.steps={DAPO_STEPS + 1}")
+    with pytest.raises(TroupeError) as refused:
+        await shared.run(shipped("tiny-dapo", *more), out, resume=True)
+    assert poisoned_files and not canary.exists()
+    error = str(refused.value)
+    assert "posix.system" in error and "mp_rank_00_model_states.pt cannot be read" in error
+    assert "\n" not in error, "a line for the user"
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -1,7 +1,8 @@
 """Whole runs of the shipped specs on offline data.
 
 Only the start of the workers differs from `troupe run`: all specs share the trainers, which are reconfigured for the
-next spec instead of being restarted. The test of resumption and one of two ranks run the command itself.
+next spec instead of being restarted. One test of two ranks runs the command itself; that Ctrl-C ends it is in
+test_staged_run.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.real.commands import (
     Run,
     checkpoint_weights,
     equal_steps,
-    interrupt,
+    metrics_lines,
     replayed,
     running,
     troupe_command,
@@ -107,8 +108,8 @@ class FinishedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        """Complete lines of metrics.jsonl so far."""
+        return metrics_lines(self.out)
 
 
 @dataclass(frozen=True)
@@ -125,27 +126,43 @@ class SharedWorkers:
     async def train(self, name: str, *overrides: str, folder: str = "") -> FinishedRun:
         """Run a shipped spec."""
         with contextlib.chdir(ROOT):
-            return await self._train(shipped(name, *overrides), self.folder / (folder or name))
+            spec, out = shipped(name, *overrides), self.folder / (folder or name)
+            out.mkdir()
+            assert await self._train(spec, out, asyncio.Event()) == spec.schedule.steps
+            return FinishedRun(out)
+
+    async def train_in_two_parts(self, name: str, *overrides: str, folder: str, first: int) -> FinishedRun:
+        """Run a shipped spec that is asked to stop after some steps, and resumed on trainers that are built anew."""
+        with contextlib.chdir(ROOT):
+            spec, out, stop = shipped(name, *overrides), self.folder / folder, asyncio.Event()
+            out.mkdir()
+            training = asyncio.create_task(self._train(spec, out, stop))
+            while len(FinishedRun(out).metrics) <= first:
+                assert not training.done()
+                await asyncio.sleep(0.02)
+            stop.set()
+            assert first <= await training < spec.schedule.steps
+            assert await self._train(spec, out, asyncio.Event()) == spec.schedule.steps
+            return FinishedRun(out)
 
     async def evaluate(self, name: str, *overrides: str) -> dict[str, float]:
         """Evaluate the model of a shipped spec on its held-out data, without training."""
         with contextlib.chdir(ROOT):
             spec = shipped(name, *overrides)
-            parts = await self._parts(spec, self.folder)
+            parts = await self._parts(spec, self.folder, asyncio.Event())
             held_out = load_examples(spec)[1]
             assert held_out is not None
             return await (await parts.evaluator(held_out)).run(0)
 
-    async def _train(self, spec: OfflineSpec, out: Path) -> FinishedRun:
-        parts = await self._parts(spec, out)
-        out.mkdir()
+    async def _train(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> int:
+        """Train from the newest checkpoint in the folder, if there is one. Returns the number of steps of the run."""
+        parts = await self._parts(spec, out, stop)
         store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
         store.prepare()
-        outcome = await (await parts.controller(load_examples(spec), store, None)).run()
-        assert outcome.steps_done == spec.schedule.steps
-        return FinishedRun(out)
+        controller = await parts.controller(load_examples(spec), store, store.latest())
+        return (await controller.run()).steps_done
 
-    async def _parts(self, spec: OfflineSpec, out: Path) -> OfflineRun:
+    async def _parts(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> OfflineRun:
         config, policy = spec.trainer_config(), spec.roles.policy
         if spec.trains == "policy":
             ranks: list[Any] = self.policies[policy.workers]
@@ -161,7 +178,7 @@ class SharedWorkers:
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
         launcher = WorkerLauncher(spec, self.cluster)
         console = Console(io.StringIO())
-        return OfflineRun(spec, out, RunContext(self.cluster, launcher, workers, console, asyncio.Event()))
+        return OfflineRun(spec, out, RunContext(self.cluster, launcher, workers, console, stop))
 
 
 @pytest.fixture(scope="module")
@@ -323,39 +340,26 @@ def assert_same_updates(run: FinishedRun, other: FinishedRun, name: str) -> None
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
-async def test_smaller_micro_batches_give_the_same_updates(
+async def test_smaller_micro_batches_and_two_ranks_give_the_same_updates(
     name: str, options: list[str], shared: SharedWorkers, tied: Path
 ) -> None:
-    overrides = two_steps(name, tied, *options)
+    """All examples in one micro-batch, in many, and in many on two ranks."""
+    overrides, small = two_steps(name, tied, *options), "roles.policy.micro_batch_tokens=256"
     whole = await shared.train(name, *overrides, "roles.policy.micro_batch_tokens=4096", folder=f"{name}-whole")
-    split = await shared.train(name, *overrides, "roles.policy.micro_batch_tokens=256", folder=f"{name}-split")
-    assert_same_updates(split, whole, name)
+    assert_same_updates(await shared.train(name, *overrides, small, folder=f"{name}-split"), whole, name)
+    two = await shared.train(name, *overrides, small, "roles.policy.workers=2", folder=f"{name}-two")
+    assert_same_updates(two, whole, name)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
-async def test_two_ranks_give_the_same_updates(
-    name: str, options: list[str], shared: SharedWorkers, tied: Path
-) -> None:
-    overrides = two_steps(name, tied, *options)
-    alone = await shared.train(name, *overrides, folder=f"{name}-alone")
-    more = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256")
-    assert_same_updates(await shared.train(name, *overrides, *more, folder=f"{name}-two"), alone, name)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, folder: Path) -> None:
-    overrides = ("checkpoint.keep=10", "checkpoint.every_steps=1", "schedule.steps=5", "evaluation.at_end=false")
-    with running(Run(folder, DPO, *overrides, name="resumed")) as first:
-        first.wait_for_step(2)
-        interrupt(first)
-        assert first.wait() == 130, first.output
-        assert first.leftover_processes() == []
-    with running(Run(folder, DPO, *overrides, name="resumed", resume=True)) as second:
-        assert second.wait() == 0, second.output
-    for expected, line in zip(dpo.metrics[1:], second.metrics[1:], strict=False):
+async def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, shared: SharedWorkers) -> None:
+    overrides = ("checkpoint.keep=10", "checkpoint.every_steps=1")
+    resumed = await shared.train_in_two_parts("tiny-dpo", *overrides, folder="resumed", first=2)
+    assert len(resumed.metrics) == len(dpo.metrics)
+    for expected, line in zip(dpo.metrics[1:], resumed.metrics[1:], strict=True):
         assert {name: line[name] for name in LEARNING} == {name: expected[name] for name in LEARNING}
-    expected, resumed = checkpoint_weights(dpo.out, 5), checkpoint_weights(second.out, 5)
-    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+    expected, weights = checkpoint_weights(dpo.out, 10), checkpoint_weights(resumed.out, 10)
+    assert [name for name in expected if not torch.equal(expected[name], weights[name])] == []
 
 
 def test_two_policy_workers_give_the_same_updates_and_are_repeated(dpo: FinishedRun, folder: Path) -> None:
