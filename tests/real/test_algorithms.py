@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 import torch
+from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.real.commands import (
@@ -51,6 +52,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig, RolloutConfig
 from troupe.workers.critic import CriticWorker
+from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
@@ -72,11 +74,13 @@ GUIDES_ALGORITHM = "my_algorithms:median_grpo"
 
 
 class ReusableRollout(RolloutWorker):
-    """A rollout worker whose sampling can be reconfigured."""
+    """A rollout worker whose sampling and chat template can be reconfigured."""
 
     async def reconfigure(self, config: RolloutConfig) -> None:
-        """Sample as another configuration says."""
-        self._config = self._config.model_copy(update={"sampling": config.sampling, "seed": config.seed})
+        """Render and sample as another configuration says."""
+        update = {"model": config.model, "sampling": config.sampling, "seed": config.seed}
+        self._config = self._config.model_copy(update=update)
+        self._tokenizer = load_chat_tokenizer(config.model)
 
 
 class ReusablePolicy(PolicyWorker):
@@ -376,6 +380,22 @@ async def test_raft_learns_the_best_answers_from_other_sources(shared: SharedWor
         assert line["policy/sequences"] == len(best) == spec.schedule.prompts_per_step
         assert line["policy/tokens"] == sum(best)
     assert second["policy/loss"] < first["policy/loss"] - 0.5
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_plain_text_is_sampled_as_it_is(shared: SharedWorkers, tmp_path: Path, tiny_model: Path) -> None:
+    """Although the model has a chat template."""
+    data = tmp_path / "plain.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(8)))
+    overrides = ("model.chat_template=none", f"data.train={{kind: jsonl, path: {data}, answer: null}}")
+    run = await shared.run(shipped("tiny-grpo", *overrides, "schedule.steps=1"), tmp_path / "plain")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    assert tokenizer.chat_template is not None
+    rows = trajectories(run.out, 1).to_pylist()
+    assert len(rows) == run.outcome.ledger["trained"] > 0
+    for row in rows:
+        text = json.loads(row["messages"])[-1]["content"]
+        assert text.endswith("+ 1 =") and row["prompt_ids"] == tokenizer(text)["input_ids"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -1,8 +1,7 @@
 """Whole runs of the shipped specs on offline data.
 
 Only the start of the workers differs from `troupe run`: all specs share the trainers, which are reconfigured for the
-next spec instead of being restarted. One test of two ranks runs the command itself; that Ctrl-C ends it is in
-test_staged_run.py.
+next spec instead of being restarted. The command itself, and Ctrl-C, are in test_staged_run.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from tests.conftest import ROOT
 from tests.real.commands import (
     Command,
-    Run,
     checkpoint_weights,
     equal_steps,
     metrics_lines,
@@ -47,6 +45,7 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 from troupe.workers.contract.config import ModelConfig
@@ -362,15 +361,18 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, share
     assert [name for name in expected if not torch.equal(expected[name], weights[name])] == []
 
 
-def test_two_policy_workers_give_the_same_updates_and_are_repeated(dpo: FinishedRun, folder: Path) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_two_policy_workers_give_the_same_updates_and_are_repeated(
+    dpo: FinishedRun, shared: SharedWorkers
+) -> None:
     """ZeRO-2. Pairs stay together, and the replay's batch has the reference's log-probs."""
     ranks = ("roles.policy.workers=2", "roles.policy.zero_stage=2", "roles.policy.micro_batch_tokens=256")
-    short = ("schedule.steps=2", "checkpoint.every_steps=1", "evaluation=null")
-    with running(Run(folder, DPO, *ranks, *short, name="two-workers")) as run:
-        assert run.wait() == 0, run.output
+    overrides = (*ranks, "schedule.steps=2", "checkpoint.every_steps=1", "evaluation=null")
+    run = await shared.train("tiny-dpo", *overrides, folder="two-workers")
     for name in LEARNING:
         assert run.metrics[-2][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
-    assert equal_steps(replayed(run.out, 2)) == [2]
+    shipped("tiny-dpo", *overrides).write(run.out / RESOLVED_SPEC)
+    assert equal_steps(await asyncio.to_thread(replayed, run.out, 2)) == [2]
 
 
 def accuracy(model: RewardModel) -> float:
