@@ -137,8 +137,20 @@ class SharedWorkers:
     policy: ActorWorker[ReusablePolicy]
     critic: ActorWorker[ReusableCritic]
 
-    async def run(self, spec: RolloutSpec, out: Path, resume: bool = False) -> FinishedRun:
-        """Run a spec, from the beginning or from the newest checkpoint in `out`."""
+    async def run_in_two_parts(self, spec: RolloutSpec, out: Path, first: int) -> FinishedRun:
+        """Run a spec that is asked to stop after some steps, and resume it on trainers that are built anew."""
+        stop = asyncio.Event()
+        running = asyncio.create_task(self.run(spec, out, stop))
+        while len(metrics_lines(out)) < first:
+            assert not running.done()
+            await asyncio.sleep(0.02)
+        stop.set()
+        outcome = (await running).outcome
+        assert outcome.stopped and first <= outcome.steps_done < spec.schedule.steps
+        return await self.run(spec, out)
+
+    async def run(self, spec: RolloutSpec, out: Path, stop: asyncio.Event | None = None) -> FinishedRun:
+        """Run a spec, from the newest checkpoint in the folder if there is one, until `stop` is set."""
         await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, spec.policy_config())
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
         policy.packs = await self.policy.call(ReusablePolicy.packs, TIMEOUT_S)
@@ -156,11 +168,11 @@ class SharedWorkers:
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.workers.engines)
         trainers = {"policy": policy} | ({} if critic is None else {"critic": critic})
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
-        out.mkdir(exist_ok=resume)
+        out.mkdir(exist_ok=True)
         store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
         store.prepare()
-        found = store.latest() if resume else None
-        context = RunContext(self.cluster, self.launcher, workers, Console(io.StringIO()), asyncio.Event())
+        found = store.latest()
+        context = RunContext(self.cluster, self.launcher, workers, Console(io.StringIO()), stop or asyncio.Event())
         parts = RolloutRun(spec, out, context, load_data(spec))
         try:
             controller = await parts.controller(store, found)
@@ -321,8 +333,7 @@ async def test_a_resumed_run_draws_and_learns_as_an_uninterrupted_one(
     dapo: FinishedRun, shared: SharedWorkers, tmp_path: Path
 ) -> None:
     """Across the second pass over the data, in which the curriculum skips prompts."""
-    out = as_after(dapo.out, 2, tmp_path / "part")
-    second = await shared.run(shipped("tiny-dapo", *DAPO), out, resume=True)
+    second = await shared.run_in_two_parts(shipped("tiny-dapo", *DAPO), tmp_path / "part", first=2)
     assert second.outcome.steps_done == DAPO_STEPS
     assert any(line["curriculum/skipped"] for line in dapo.metrics)
     for expected, line in zip(dapo.metrics, second.metrics, strict=True):
@@ -353,7 +364,7 @@ async def test_a_run_resumed_from_a_poisoned_checkpoint_is_refused(
     (newest / "manifest.json").write_text(json.dumps(manifest))
     more = (*DAPO, f"schedule.steps={DAPO_STEPS + 1}")
     with pytest.raises(TroupeError) as refused:
-        await shared.run(shipped("tiny-dapo", *more), out, resume=True)
+        await shared.run(shipped("tiny-dapo", *more), out)
     assert poisoned_files and not canary.exists()
     error = str(refused.value)
     assert "posix.system" in error and "mp_rank_00_model_states.pt cannot be read" in error
