@@ -18,6 +18,7 @@ MOST_WORKERS = 64
 """Largest number of workers that a remedy proposes to raise a role to."""
 _MOST_CACHE_GIB = 64.0
 _UTILIZATIONS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_MOST_SHARDS = 64
 _SHOWN = 2
 
 
@@ -120,6 +121,8 @@ def _alternatives(spec: RunSpec, misfit: Misfit) -> Iterator[Iterator[Changes]]:
             yield from _of_trainer(spec, role, misfit.kind == "gpu")
         elif role in ("rollout", "judge") and misfit.kind != "placement":
             yield from _of_engine(spec, role, misfit.kind == "gpu")
+        elif role == "reference" and misfit.kind == "gpu":
+            yield _more_shards(spec)
         elif role == "batch":
             yield _halves(spec, "schedule.prompts_per_step", 1)
             yield _halves(spec, "schedule.examples_per_step", 1)
@@ -155,6 +158,14 @@ def _fewer_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
     for ranks in range(data["tensor_parallel_size"] - 1, 0, -1):
         gpus = {f"{path}.gpus": ranks} if data["gpus"] > 0 else {}
         yield {f"{path}.tensor_parallel_size": ranks, **gpus}
+
+
+def _more_shards(spec: RunSpec) -> Iterator[Changes]:
+    """A reference divided over ever more GPUs, unless it is inside the policy's workers."""
+    reference = spec.roles.reference
+    if reference is not None and reference.colocate_with is None:
+        for shards in _doublings(reference.shards, _MOST_SHARDS):
+            yield {"roles.reference.shards": shards, "roles.reference.gpus": shards}
 
 
 def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes]]:

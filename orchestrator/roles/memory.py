@@ -109,6 +109,7 @@ def of_reference(spec: RunSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory
         longest=spec.longest_sequence,
         gpu=config.device == "cuda",
         process=SCORER_PROCESS,
+        ranks=config.shards,
     )
     return scoring(seat.worker, model), None
 

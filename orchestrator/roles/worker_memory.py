@@ -218,7 +218,8 @@ def zero_states(
         converted = 4 * math.ceil(in_bucket / ranks) if width < 4 else 0
         copies = 2 if ranks > 1 and not gpu else 1
         reduced = gathered + copies * width * in_bucket + converted
-        yield from states(width * share, 4 * share, 12 * share, max(reduced, 4 * min(share, SUBGROUP)))
+        masters = 0 if width == 4 else 4  # DeepSpeed updates float32 parts in place
+        yield from states(width * share, 4 * share, (8 + masters) * share, max(reduced, 4 * min(share, SUBGROUP)))
 
 
 def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[tuple[Where, Part]]:
@@ -319,22 +320,35 @@ class Scoring:
     """Whether the head returns one value instead of log-probs (reward model)."""
     process: int = 0
     """Host memory of the process with its libraries and no model."""
+    ranks: int = 1
+    """Processes over which the model is divided."""
 
 
 def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
-    """Memory of a frozen model that scores: its weights and the activations of one layer."""
-    size, width, tokens = model.size, WIDTHS[model.dtype], model.tokens
+    """Memory of a frozen model that scores: its weights and the activations of one layer.
+
+    Of a divided model every rank has a GPU, on which it keeps its part and gathers what it runs.
+    """
+    size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
     logits = 0 if model.values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens, model.gpu)
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
+    on_host = 1 if model.gpu else ranks  # ranks whose parts are in one memory
     parts["gpu" if model.gpu else "host"] += [
-        Part("weights", width * size.parameters),
-        Part("activations", forward(size, width, tokens, _mask_row(size, model.longest, packing=True)), "pass"),
-        Part("logits", logits, "pass"),
+        Part("weights", on_host * width * math.ceil(size.parameters / ranks)),
+        Part("gathered", on_host * width * min(size.parameters, LIVE) if ranks > 1 else 0, "pass"),
+        Part(
+            "activations",
+            on_host * forward(size, width, tokens, _mask_row(size, model.longest, packing=True)),
+            "pass",
+        ),
+        Part("logits", on_host * logits, "pass"),
     ]
     if model.gpu:
         parts["gpu"].append(Part("process", CUDA_CONTEXT))
-        parts["host"].append(Part("loading", width * size.parameters, "step"))
-    parts["host"].append(Part("process", model.process))
+        # Ranks copy their parts out of the mapped file, one tensor at a time.
+        loading = width * (size.parameters if ranks == 1 else ranks * size.largest)
+        parts["host"].append(Part("loading", loading, "step"))
+    parts["host"].append(Part("process", ranks * model.process))
     return _workers(worker, parts)
 
 

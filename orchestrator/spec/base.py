@@ -264,4 +264,5 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             model=self.reference_model,
             temperature=self.scoring_temperature,
             device=role.device,
+            threads=role.threads or max(1, int(role.cpus) // role.shards),
         )

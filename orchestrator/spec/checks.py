@@ -14,6 +14,7 @@ from troupe.orchestrator.spec.sections import (
     EnvironmentRole,
     PromptText,
     ReasoningGymSource,
+    ReferenceRole,
     RoleName,
     TrainerRole,
 )
@@ -25,7 +26,7 @@ IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 INSIDE_ANOTHER = (
     *("workers", "min_workers", "max_workers", "cpus", "gpus", "accelerator", "node_labels", "strategy"),
-    *("micro_batch_tokens", "threads"),
+    *("micro_batch_tokens", "shards", "threads"),
 )
 """Fields that have no effect in a role inside another role's workers."""
 
@@ -53,6 +54,19 @@ def trainer_problems(trainers: Mapping[RoleName, TrainerRole]) -> Iterator[Findi
         for index, beta in enumerate(role.adam_betas):
             if not 0.0 <= beta < 1.0:
                 yield f"roles.{name}.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"
+
+
+def shard_problems(reference: ReferenceRole | None) -> Iterator[Finding]:
+    """A reference that is divided over other devices than it has."""
+    if reference is None or reference.colocate_with is not None:
+        return
+    shards = reference.shards
+    if reference.gpus == 0 and shards > 1 and reference.cpus < shards:
+        yield "roles.reference.cpus", f"shards {shards} on the CPU needs at least {shards} cores"
+    if reference.gpus > 0 and shards > 1 and reference.gpus != shards:
+        yield "roles.reference.gpus", f"must equal shards, {shards}, got {reference.gpus:g}"
+    if reference.gpus > 1 and shards == 1:
+        yield "roles.reference.gpus", "a reference worker with shards 1 uses one GPU; raise workers or shards"
 
 
 def shares_of(name: str, role: TrainerRole) -> str:

@@ -9,6 +9,7 @@ from troupe.orchestrator.spec.checks import (
     changed,
     evaluation_problems,
     output_problems,
+    shard_problems,
     shares_of,
     template_problems,
     trainer_problems,
@@ -83,8 +84,9 @@ def _lengths(spec: OfflineSpec) -> Iterator[Finding]:
 
 def _devices(spec: OfflineSpec) -> Iterator[Finding]:
     for name, role in spec.roles.present().items():
-        if role.gpus > 1:
+        if name != "reference" and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
+    yield from shard_problems(spec.roles.reference)
     yield from trainer_problems(spec.roles.trainers())
 
 

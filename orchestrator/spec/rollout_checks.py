@@ -13,6 +13,7 @@ from troupe.orchestrator.spec.checks import (
     environment_problems,
     evaluation_problems,
     output_problems,
+    shard_problems,
     shares_of,
     template_problems,
     trainer_problems,
@@ -217,8 +218,9 @@ def _devices(spec: RolloutSpec) -> Iterator[Finding]:
     for name, role in spec.roles.present().items():
         if name in ("rollout", "critic") and (role.gpus > 0) != on_gpu:
             yield f"roles.{name}.gpus", f"{name} and policy must both run on GPUs or both on the CPU"
-        if name not in ("rollout", "judge") and role.gpus > 1:
+        if name not in ("rollout", "judge", "reference") and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
+    yield from shard_problems(spec.roles.reference)
     if spec.roles.reward.gpus > 0 and spec.roles.reward.model is None:
         yield "roles.reward.gpus", "reward functions run on the CPU; only a reward model uses a GPU"
     yield from _engine_devices("rollout", spec.roles.rollout)

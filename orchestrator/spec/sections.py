@@ -135,8 +135,12 @@ class ReferenceRole(RoleResources):
     """Pretrained reference model; null: the model that training starts from."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Most tokens (padding included) in one forward pass of one worker."""
+    shards: int = Field(default=1, ge=1)
+    """Processes over which each worker divides its model, one for each of its `gpus`, for a model that one GPU cannot
+    hold: every process keeps a part of each layer and gathers a whole layer only while it runs (ZeRO-3). They share the
+    micro-batches. On the CPU each needs a core of `cpus`."""
     threads: int = Field(default=0, ge=0)
-    """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
+    """Compute threads (CPU only) of each process. 0: `cpus` divided by `shards`, at least one."""
 
 
 class ScaledReferenceRole(ReferenceRole, ScaledRole):

@@ -527,6 +527,7 @@ class ReferenceConfig(Frozen):
     model: ModelConfig
     temperature: float
     micro_batch_tokens: int
+    shards: int = 1
     threads: int
     device: Device
 

@@ -168,6 +168,19 @@ def test_a_sequence_parallel_size_that_does_not_fit_the_model_is_reported_with_t
     )
 
 
+def test_a_reference_too_large_for_one_gpu_is_divided() -> None:
+    large = "roles.reference={gpus: 1, model: {path: large}}"
+    changes = ("model.path=given", "algorithm.kl.coef=0.01", large, "roles.policy.workers=2", "roles.rollout.workers=1")
+    spec = plan_runs(read_document(NODE, list(changes)))[0].spec
+    sizes = Sizes({"given": ONE_B, "large": replace(SEVEN_B, backbone=45_000_000_000)})
+    found = plan(spec, described_nodes("1x8xH100", 128, 0), sizes, advise=True)
+    assert found.misfit.startswith("reference-0 needs ")
+    assert "raise roles.reference.shards and roles.reference.gpus to 2" in found.misfit
+    more = ("roles.reference.shards=2", "roles.reference.gpus=2")
+    divided = plan_runs(read_document(NODE, [*changes, *more]))[0].spec
+    assert plan(divided, described_nodes("1x8xH100", 128, 0), sizes).misfit == ""
+
+
 def test_nothing_is_proposed_where_nothing_helps() -> None:
     found = planned(replace(SEVEN_B, backbone=700_000_000_000), "1x8xT4", 0, "roles.rollout.workers=1")
     assert found.remedies == () and found.misfit.endswith("use larger GPUs or a smaller model")

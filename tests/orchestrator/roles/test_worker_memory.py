@@ -111,8 +111,8 @@ def told(size: ModelSize = SEVEN_B, ranks: int = 4, gpu: bool = True, **changes:
         (1, 2, 4, 2 * WHOLE, 6 * WHOLE, 3 * WHOLE, 6 * WHOLE),
         (2, 4, 4, 4 * WHOLE, WHOLE, 3 * WHOLE, 8 * WHOLE),
         (2, 2, 4, 2 * WHOLE, WHOLE, 3 * WHOLE, 4 * WHOLE),
-        (3, 4, 1, 4 * WHOLE, 4 * WHOLE, 12 * WHOLE, 4 * WHOLE),
-        (3, 4, 4, WHOLE, WHOLE, 3 * WHOLE, 12 * WHOLE),
+        (3, 4, 1, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE, 4 * WHOLE),
+        (3, 4, 4, WHOLE, WHOLE, 2 * WHOLE, 12 * WHOLE),
         (3, 2, 4, WHOLE // 2, WHOLE, 3 * WHOLE, 7 * WHOLE),
     ],
 )
@@ -361,6 +361,25 @@ def test_scoring_needs_weights_and_one_layer() -> None:
     windows = Scoring(replace(SMALL, windowed=1), "float32", tokens=10, longest=5, gpu=False)
     (padded,) = scoring("reference-0", windows)
     assert {part.name: part.bytes for part in padded.parts}["activations"] == 10 * (64 + 4 * (48 + 5))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_divided_model_has_a_share_on_each_gpu_or_every_share_in_one_host(gpu: bool) -> None:
+    model = Scoring(SMALL, "bfloat16", tokens=10, longest=5, gpu=gpu, process=3)
+    one, shared = (
+        {f"{m.where} {part.name}": part.bytes for m in scoring("reference-0", each) for part in m.parts}
+        for each in (model, replace(model, ranks=4))
+    )
+    if gpu:
+        assert one["gpu weights"] == 2 * WHOLE and shared["gpu weights"] == 2 * WHOLE // 4
+        assert shared["gpu gathered"] == 2 * WHOLE and "gpu gathered" not in one
+        assert shared["gpu activations"] == one["gpu activations"]
+        assert (one["host loading"], shared["host loading"]) == (2 * WHOLE, 2 * 4 * SMALL.largest)
+    else:
+        assert shared["host weights"] == one["host weights"] == 2 * WHOLE
+        assert shared["host gathered"] == 4 * 2 * WHOLE
+        assert shared["host activations"] == 4 * one["host activations"]
+    assert (one["host process"], shared["host process"]) == (3, 12)
 
 
 def test_a_batch_by_hand() -> None:

@@ -886,8 +886,18 @@ GPU_CASES = [
     ),
     case(
         "reference_gpus",
-        "14: roles.reference.gpus: a reference worker uses one GPU; raise workers instead",
+        "14: roles.reference.gpus: a reference worker with shards 1 uses one GPU; raise workers or shards",
         ("  reference:\n    gpus: 1", "  reference:\n    gpus: 2"),
+    ),
+    case(
+        "reference_shards",
+        "14: roles.reference.gpus: must equal shards, 4, got 2",
+        ("  reference:\n    gpus: 1", "  reference:\n    gpus: 2\n    shards: 4"),
+    ),
+    case(
+        "reference_shards_on_cpu",
+        "13: roles.reference.cpus: shards 4 on the CPU needs at least 4 cores",
+        ("  reference:\n    gpus: 1", "  reference:\n    shards: 4"),
     ),
     case(
         "ipc_apart",

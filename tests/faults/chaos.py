@@ -1,0 +1,200 @@
+"""Runs in which pairs of faults hit random workers at random moments, 0 to 10 s apart.
+
+    python -m tests.faults.chaos --minutes 60 --seed 1
+
+The runs take turns: PPO with every role, an environment, a judge. A pair is two signals, SIGKILL or SIGSTOP, to two
+processes; a process that starts, loads or saves is hit as well as one that computes. After a pair the run must train
+on. A run ends after some pairs by SIGTERM, or its driver is killed and it resumes. No run may end by itself, no sample
+may be lost, every step must be there once, nothing may be left behind, and the metrics of the first steps must be
+those of a run without faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.conftest import ROOT
+from tests.faults.injected import left_behind, seconds_until, stop_group
+from tests.processes import command_line
+from tests.real.commands import Run, ledger_balances, running
+
+SPECS = ("tiny-ppo", "tiny-environment", "tiny-judge")
+WORKERS = ("Policy", "Critic", "Reference", "Reward", "Rollout", "Environment", "Judge")
+TITLES = (*(f"ray::{worker}Worker" for worker in WORKERS), "VLLM::EngineCore")
+LONGEST_PAUSE_S = 10.0
+UNDISTURBED_STEPS = 30
+"""Steps that are compared with those of a run without faults."""
+COMPARED = ("reward/mean", "response_tokens/mean", "policy/loss", "policy/grad_norm", "policy/entropy")
+ENDLESS = (
+    *("schedule.steps=100000", "checkpoint.every_steps=5", "roles.judge.model.path=.cache/models/tiny-llama"),
+    *(
+        f"failures.{role}_restarts=1000"
+        for role in ("trainer", "engine", "reward", "reference", "environment", "judge")
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A signal to a process; its title says what it was doing."""
+
+    signal: str
+    title: str
+    after_s: float
+
+
+class Broken(Exception):
+    """What must not happen has happened."""
+
+
+def hit(run: Run, rng: random.Random, after_s: float) -> Hit:
+    """Signal a random worker, or engine, of those that live now."""
+    titled = [(process, command_line(process)) for process in run.processes()]
+    kinds = {kind: [(p, title) for p, title in titled if title.startswith(kind)] for kind in TITLES}
+    kind = rng.choice([kind for kind, found in kinds.items() if found])
+    process, title = rng.choice(kinds[kind])
+    number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+    return Hit(number.name, title[:60], round(after_s, 1))
+
+
+def pair(run: Run, rng: random.Random) -> tuple[list[Hit], float]:
+    """Two faults, and the seconds until the run has trained two more steps."""
+    time.sleep(rng.uniform(0.0, 4.0))
+    began, pause = time.monotonic(), rng.uniform(0.0, LONGEST_PAUSE_S)
+    hits = [hit(run, rng, 0.0)]
+    time.sleep(pause)
+    hits.append(hit(run, rng, pause))
+    step = run.metrics[-1]["step"]
+    seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, time.monotonic())
+    if seconds is None:
+        ended = run.process.poll()
+        raise Broken(f"{'stalled' if ended is None else f'ended with {ended}'} after {hits}")
+    return hits, time.monotonic() - began
+
+
+def scene(folder: Path, name: str, pairs: int, rng: random.Random, healthy: list[dict[str, Any]]) -> Mapping[str, Any]:
+    """A run with `pairs` pairs of faults, to its end; what was seen."""
+    spec = ROOT / "deploy" / "specs" / f"{name}.yaml"
+    overrides = _known(spec)
+    seen: list[tuple[list[Hit], float]] = []
+    with running(Run(folder, spec, *overrides, name=name)) as run:
+        try:
+            run.wait_for_step(2)
+            seen += [pair(run, rng) for _ in range(pairs)]
+            resumed = rng.random() < 0.5
+            if resumed:
+                run.process.kill()
+                run.wait(30)
+            else:
+                _stop(run)
+            if remains := left_behind(run).replace("nothing", ""):
+                raise Broken(f"{remains} left behind: {run.leftover_processes()}")
+            if resumed:
+                with running(Run(folder, spec, *overrides, name=name, resume=True)) as again:
+                    last = run.steps()[-1]
+                    again.wait_until(lambda: again.steps()[-1] > last, "a step after the resume")
+                    _stop(again)
+                    if remains := left_behind(again).replace("nothing", ""):
+                        raise Broken(f"{remains} left behind: {again.leftover_processes()}")
+        except (Broken, AssertionError) as error:
+            (folder / "output.txt").write_text(run.output)
+            raise Broken(f"{name}: {error}\n{seen}\n{run.stderr[-3000:]}") from None
+    _check(name, run.metrics, healthy)
+    return {
+        "spec": name,
+        "steps": len(run.metrics),
+        "ended": "driver killed, resumed" if resumed else "SIGTERM",
+        "recovered_s": [round(seconds, 1) for _, seconds in seen],
+        "faults": [[vars(one) for one in hits] for hits, _ in seen],
+    }
+
+
+def _stop(run: Run) -> None:
+    stop_group(run, signal.SIGTERM)
+    if (code := run.wait(180)) != 130:
+        raise Broken(f"exit code {code} after SIGTERM")
+
+
+def _check(name: str, lines: list[dict[str, Any]], healthy: list[dict[str, Any]]) -> None:
+    """Refuse lost samples, steps that are missing or twice there, and numbers of another policy."""
+    if [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
+        raise Broken(f"{name}: steps {[line['step'] for line in lines]}")
+    if not all(map(ledger_balances, lines)) or lines[-1]["ledger/dropped"]:
+        raise Broken(f"{name}: the ledger of the last step is {lines[-1]}")
+    for line, expected in zip(lines, healthy, strict=False):
+        differing = [metric for metric in COMPARED if line.get(metric) != expected.get(metric)]
+        if differing:
+            values = {metric: (line.get(metric), expected.get(metric)) for metric in differing}
+            raise Broken(f"{name}: step {line['step']} is not that of a run without faults: {values}")
+
+
+def undisturbed(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Metrics of a run without faults."""
+    spec = ROOT / "deploy" / "specs" / f"{name}.yaml"
+    steps = f"schedule.steps={UNDISTURBED_STEPS}"
+    with running(Run(folder, spec, *_known(spec), steps, name=f"healthy-{name}")) as run:
+        if run.wait() != 0:
+            raise Broken(run.output)
+    return run.metrics
+
+
+def _known(spec: Path) -> list[str]:
+    """The overrides for roles that the spec has."""
+    text = spec.read_text()
+    return [override for override in ENDLESS if "judge.model" not in override or "  judge:" in text]
+
+
+def scenes(seed: int) -> Iterator[tuple[str, int, random.Random]]:
+    """The endless sequence of scenes of a seed."""
+    for number, name in zip(itertools.count(), itertools.cycle(SPECS), strict=False):
+        rng = random.Random(f"{seed}-{number}")
+        yield name, rng.randint(2, 6), rng
+
+
+def main(arguments: list[str]) -> int:
+    """Run scenes for the minutes given; print each as a line of JSON, and their sum."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(arguments)
+    deadline = time.monotonic() + 60.0 * given.minutes
+    total: Counter[str] = Counter()
+    healthy: dict[str, list[dict[str, Any]]] = {}
+    for name, pairs, rng in scenes(given.seed):
+        if time.monotonic() > deadline:
+            break
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            try:
+                if name not in healthy:
+                    healthy[name] = undisturbed(Path(folder), name)
+                seen = scene(Path(folder), name, pairs, rng, healthy[name])
+            except Broken as error:
+                total["broken"] += 1
+                sys.stdout.write(json.dumps({"broken": str(error)}) + "\n")
+                continue
+        total += Counter(scenes=1, steps=seen["steps"], pairs=pairs)
+        sys.stdout.write(json.dumps(seen) + "\n")
+        sys.stdout.flush()
+    sys.stdout.write(json.dumps(total) + "\n")
+    return 1 if total["broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
