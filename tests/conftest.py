@@ -84,6 +84,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         DURATIONS.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without long tests where these alone run: all imports take half a minute in every process."""
+    if config.getoption("markexpr") != "long" or collection_path.suffix != ".py":
+        return None
+    return True if "mark.long" not in collection_path.read_text() else None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Run cheap tests first and real-stack tests last, and skip GPU tests on a machine without a GPU."""
