@@ -237,8 +237,8 @@ def tied(folder: Path) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def dpo(shared: SharedWorkers) -> FinishedRun:
-    """A whole run of tiny-dpo with a checkpoint of every step."""
-    return await shared.train("tiny-dpo", "checkpoint.keep=10", "checkpoint.every_steps=1")
+    """A whole run of tiny-dpo."""
+    return await shared.train("tiny-dpo")
 
 
 def shipped(name: str, *overrides: str) -> OfflineSpec:
