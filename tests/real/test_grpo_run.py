@@ -212,10 +212,12 @@ def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resume
     """The metrics equal those of a run without a loss. Its weights do, too (the test above)."""
     assert "policy restarted from the checkpoint of step 3, " in resumed.stdout
     assert "policy restarted from the checkpoint of step 6, " in resumed.stdout
-    for line in resumed.metrics:
-        assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
+    # The groups that were in flight when the driver was killed are sampled again, and none because of a dead policy.
+    again = load_rollout_spec(GRPO).schedule.prompts_per_step
+    assert [line["ledger/retries"] for line in resumed.metrics[3:]] == [again] * (RESUMED_STEPS - 3)
+    assert {line["ledger/dropped"] for line in resumed.metrics} == {0}
     for line, other in zip(resumed.metrics[:-1], grpo.metrics, strict=False):  # beside its last step, nothing in flight
-        assert repeatable(line) == repeatable(other)
+        assert repeatable(line) | {"ledger/retries": 0} == repeatable(other)
     assert resumed.metrics[-1]["trainer_restarts"] == 2
 
 
