@@ -131,8 +131,8 @@ def test_a_job_is_followed_scales_while_it_trains_and_saves_when_it_is_stopped(
         assert follower.wait() == 1
     assert "step 1/100000" in follower.stdout and follower.stdout.rstrip().endswith("STOPPED")
     assert "step 1/100000" in run_troupe(tmp_path, "logs", job, "--address", head)
-    for title in ("Worker", "EngineCore"):
-        cluster.wait_until(lambda title=title: not cluster.processes(title), "the end of all workers", EXIT_TIMEOUT_S)
+    for title in ("PolicyWorker", "ReferenceWorker", "RewardWorker", "RolloutWorker", "EngineCore"):
+        cluster.wait_until(lambda title=title: not cluster.processes(title), f"the end of {title}", EXIT_TIMEOUT_S)
     assert list(Path("/dev/shm").glob(f"troupe-{job}-*")) == []
     assert_trained_once(out)
 
