@@ -168,6 +168,14 @@ SUITE = (
         (Goal("engine killed until all it held is sampled again, of a bare engine's start", _TROUPE, "ratio", 0.91),),
     ),
     Benchmark(
+        "packing",
+        (),
+        (
+            Goal("updates a second with packed rows, of padded ones", "packed", "ratio", 1.3, digits=2),
+            Goal("the same with shared prompts", "packed, prompts shared", "ratio", 1.5, digits=2),
+        ),
+    ),
+    Benchmark(
         "zero3_loading",
         (),
         (Goal("peak host memory of each of 2 ranks, of the model", PARTITIONED, PEAK, 0.7, most=True, digits=2),),

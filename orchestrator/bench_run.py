@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from troupe.orchestrator.bench.batches import BatchPrompts, SamplingBatches
 from troupe.orchestrator.bench.points import Point, launch_spec, launches, measured_spec
-from troupe.orchestrator.bench.results import Result, Turn, measures_of, with_efficiency
-from troupe.orchestrator.bench.turns import SamplingTurns, TurnPrompts
+from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of, with_efficiency
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import TableRef, WorkerHandle
@@ -37,12 +37,12 @@ class BenchRequest:
     """What to measure."""
 
     points: Sequence[Point]
-    turns: int
-    """Measured turns of each point."""
+    batches: int
+    """Measured batches of each point."""
     address: str | None
     """Ray cluster to join; None: start one on this machine."""
     baseline: bool
-    """Whether bare `AsyncLLM` samples the same prompts on the same engines, in turns that alternate with Troupe's."""
+    """Whether bare `AsyncLLM` samples the same prompts on the same engines, in batches that alternate with Troupe's."""
 
 
 def bench(request: BenchRequest, console: Console) -> list[Result]:
@@ -129,42 +129,42 @@ class _PointBench:
         self._engines = engines
         self._meters = [cast("WorkerHandle[MeasuredEngine]", engine.handle) for engine in engines]
         self._unmeasured = int(warm_up)
-        """Turns before the first measured one."""
+        """Batches before the first measured one."""
 
     async def run(self) -> Result:
-        """The result of all turns. Raises TroupeError."""
-        turns = self._unmeasured + self._request.turns
-        spec = measured_spec(self._spec, turns)
-        picks = TurnPrompts(self._prompts, spec.seed, turns, spec.schedule.prompts_per_step)
+        """The result of all batches. Raises TroupeError."""
+        batches = self._unmeasured + self._request.batches
+        spec = measured_spec(self._spec, batches)
+        picks = BatchPrompts(self._prompts, spec.seed, batches, spec.schedule.prompts_per_step)
         pools = RunPools(spec, self._context)
         table = self._context.cluster.put(self._prompts.table)
         use = MeasuredEngine.use_sampling
         await gather_all(meter.call(use, _METER_TIMEOUT_S, spec.sampling) for meter in self._meters)
-        sampling = SamplingTurns(spec, pools.engines, picks.next, table)
-        product: list[Turn] = []
-        bare: list[Turn] = []
+        sampling = SamplingBatches(spec, pools.engines, picks.next, table)
+        product: list[MeasuredBatch] = []
+        bare: list[MeasuredBatch] = []
         try:
             await pools.start()
-            for number in range(turns):
-                self._context.console.phase("measure", number, turns)
+            for number in range(batches):
+                self._context.console.phase("measure", number, batches)
                 bare_first = self._request.baseline and number % 2 == 1
                 if bare_first:
-                    bare.append(await self._bare(picks.by_turn[number], table))
+                    bare.append(await self._bare(picks.by_batch[number], table))
                 product.append(await self._product(sampling))
                 if self._request.baseline and not bare_first:
-                    bare.append(await self._bare(picks.by_turn[number], table))
+                    bare.append(await self._bare(picks.by_batch[number], table))
         finally:
             await sampling.close()
             await pools.close()
         skip = self._unmeasured
         return Result(self._point, measures_of(self._point, product[skip:], bare[skip:]))
 
-    async def _product(self, sampling: SamplingTurns) -> Turn:
+    async def _product(self, sampling: SamplingBatches) -> MeasuredBatch:
         await self._prepare()
-        turn = await sampling.run()
-        return Turn(turn.seconds, turn.response_tokens, tuple(await self._readings()))
+        batch = await sampling.run()
+        return MeasuredBatch(batch.seconds, batch.response_tokens, tuple(await self._readings()))
 
-    async def _bare(self, picks: Sequence[PromptPick], prompts: TableRef) -> Turn:
+    async def _bare(self, picks: Sequence[PromptPick], prompts: TableRef) -> MeasuredBatch:
         """The same prompts and seeds, spread evenly over the engines; an engine gets all of its samples at once."""
         await self._prepare()
         size = self._spec.group_size
@@ -177,10 +177,10 @@ class _PointBench:
             meter.call(MeasuredEngine.sample_bare, timeout_s, requests[number::count], prompts)
             for number, meter in enumerate(self._meters)
         )
-        return Turn(max(batch.seconds for batch in batches), sum(batch.response_tokens for batch in batches))
+        return MeasuredBatch(max(batch.seconds for batch in batches), sum(batch.response_tokens for batch in batches))
 
     async def _prepare(self) -> None:
-        """Every turn begins with empty caches and meters."""
+        """Every batch begins with empty caches and meters."""
         timeout_s = self._spec.schedule.generate_timeout_s
         await gather_all(engine.reset_prefix_cache(timeout_s) for engine in self._engines)
         await self._readings()

@@ -367,7 +367,7 @@ class Controller:
     ) -> None:
         components = self.components
         metrics = components.source.metrics(self.version, timers.total())
-        await asyncio.sleep(0)  # aggregating thousands of samples took one turn of the event loop
+        await asyncio.sleep(0)  # aggregating thousands of samples took one iteration of the event loop
         metrics |= batch.summary.metrics
         metrics |= mean_of(updates)
         metrics |= {"seconds/step": timers.total()}

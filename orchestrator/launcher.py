@@ -122,7 +122,7 @@ class WorkerLauncher:
         )
         if isinstance(group, TrainerGroup):
             await self._start_trainers(group)
-            if role == "policy" and self._takes_turns:
+            if role == "policy" and self._frees_gpus:
                 await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
         elif isinstance(group, ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)
@@ -132,7 +132,7 @@ class WorkerLauncher:
         return group
 
     @property
-    def _takes_turns(self) -> bool:
+    def _frees_gpus(self) -> bool:
         """Whether the policy's optimizer leaves its GPU while an engine there samples."""
         spec = self._spec.rollouts
         return spec is not None and spec.resolved_sleep != "none"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,13 +15,7 @@ from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.replay.against import (
-    Difference,
-    TensorDifference,
-    difference,
-    replay_there,
-    tensor_differences,
-)
+from troupe.orchestrator.replay.against import Difference, difference, replay_there
 from troupe.orchestrator.replay.plan import ReplayPlan, steps_of
 from troupe.orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
 from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
@@ -53,8 +47,6 @@ class ReplayRequest:
     address: str | None = None
     whole: bool = False
     """Whether the digest of each parameter is taken."""
-    weights: Path | None = None
-    """Folder to which the weights are written where `each` ends the replay: ROLE.arrow."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +95,9 @@ async def _replay(request: ReplayRequest, console: Console, each: Each) -> Repla
         for folder in plan.folders:
             done.append(await unless_stopped(context.stop, replayer.repeat(folder, request.whole)))
             if not each(done[-1]):
-                await _write_weights(request.weights, updates, timeout_s)
                 break
     changes = software_changes(plan.folders[-1].kept.software, software())
     return ReplayOutcome(tuple(done), wrong, tuple(changes))
-
-
-async def _write_weights(folder: Path | None, updates: Updates, timeout_s: float) -> None:
-    if folder is not None:
-        for group in updates.trainers:
-            await group.write_weights(str(folder / f"{group.role}.arrow"), timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
@@ -123,14 +108,10 @@ class Comparison:
     """Repeated by both."""
     difference: Difference | None
     """None: the weights are equal after every step."""
-    tensors: dict[str, list[TensorDifference]] = field(default_factory=dict)
-    """How large the difference is, by role, in the order of the model."""
 
 
 def compare(request: ReplayRequest, checkout: Path, console: Console, each: Each) -> Comparison:
     """Repeats the steps of a plan with another checkout, then with this code until the weights differ.
-
-    The size of the difference needs the other weights of that step: the other checkout repeats the steps again.
 
     Args:
         request: The plan.
@@ -144,33 +125,18 @@ def compare(request: ReplayRequest, checkout: Path, console: Console, each: Each
     schedule, steps = request.plan.spec.schedule, request.plan.folders
     timeout_s = schedule.start_timeout_s + schedule.step_timeout_s * len(steps)
     with tempfile.TemporaryDirectory(prefix="troupe-replay-") as temporary:
-        here, there = Path(temporary) / "here", Path(temporary) / "there"
-        here.mkdir()
-        there.mkdir()
         console.message(f"repeating {steps_of(steps)} with {checkout}")
-        other = replay_there(checkout, request.run, steps[-1].kept.step, there, timeout_s, weights=False)
-        by_step = {step.step: step for step in other.steps}
-        if missing := [folder.kept.step for folder in steps if folder.kept.step not in by_step]:
-            raise TroupeError(f"{checkout} has not repeated step {missing[0]}")
-        found: list[Difference] = []
+        other = replay_there(checkout, request.run, steps[-1].kept.step, Path(temporary), timeout_s)
+    by_step = {step.step: step for step in other.steps}
+    if missing := [folder.kept.step for folder in steps if folder.kept.step not in by_step]:
+        raise TroupeError(f"{checkout} has not repeated step {missing[0]}")
 
-        def until_different(step: Repeated) -> bool:
-            each(step)
-            differs = difference(step, by_step[step.step])
-            found.extend([] if differs is None else [differs])
-            return differs is None
+    def until_different(step: Repeated) -> bool:
+        each(step)
+        return difference(step, by_step[step.step]) is None
 
-        done = replay(replace(request, whole=True, weights=here), console, until_different).steps
-        if not found:
-            return Comparison(len(done), None)
-        (first,) = found
-        console.message(f"repeating step {first.step} with {checkout}, for its weights")
-        replay_there(checkout, request.run, first.step, there, timeout_s, weights=True)
-        tensors = {
-            role: tensor_differences(here / f"{role}.arrow", there / f"{role}.arrow", names)
-            for role, names in first.names.items()
-        }
-    return Comparison(len(done), first, tensors)
+    done = replay(replace(request, whole=True), console, until_different).steps
+    return Comparison(len(done), difference(done[-1], by_step[done[-1].step]))
 
 
 def resample(run: Path, plan: ResamplePlan, address: str | None, console: Console) -> Resampled:
@@ -212,9 +178,7 @@ async def _resample(run: Path, plan: ResamplePlan, address: str | None, console:
         finally:
             await sampling.pool.close()
         # The tables lie in the object store, which ends with the block.
-        uids = [group.prompt_uid for groups in plan.groups.values() for group in groups]
-        samples, differences, gap = compare_samples(plan.folder.tables().batch, tables, uids)
-        return Resampled(plan.folder.kept.step, samples, differences, plan.mixed, gap)
+        return compare_samples(plan, plan.folder.tables().batch, tables)
 
 
 class _Sampling:

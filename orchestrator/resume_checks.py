@@ -145,7 +145,7 @@ def _problems(found: Checkpoint, spec: RunSpec, unknown_spec: bool) -> Iterator[
     for name, layout in now.items():
         if name not in saved:
             continue
-        if saved[name].dtype not in ("", layout.dtype):  # the ZeRO stage in use follows from it
+        if saved[name].dtype != layout.dtype:  # the ZeRO stage in use follows from it
             if unknown_spec:
                 yield f"model.dtype: the checkpoint's {name} is of type {saved[name].dtype}"
         elif wrong := stage_problem(saved[name], layout):

@@ -79,7 +79,7 @@ class RolloutRun:
         self._rewards = self._pools.rewards
         policy = self._workers.policy
         self._handover: MemoryHandover | None = None
-        """None: engines and policy share no GPU, or do not take turns."""
+        """None: engines and policy share no GPU, or share its memory all the time."""
         if policy is not None and spec.resolved_sleep != "none":
             self._handover = MemoryHandover(self._pool, policy, spec.schedule.sync_timeout_s)
         file = out / RESOLVED_SPEC
@@ -115,7 +115,7 @@ class RolloutRun:
             restart=self._context.launcher.restart,
             console=self._context.console,
             done=done,
-            turn=None if self._handover is None else self._handover.training,
+            hold_memory=None if self._handover is None else self._handover.training,
         )
         self._pool.renew = lambda: recovery.retry(sync.renew)
         texts = await self._texts(policy)

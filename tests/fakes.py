@@ -463,9 +463,6 @@ class FakeTrainer:
         """One weight."""
         return {} if self.rank else {"weight": await self.digest()}
 
-    async def write_weights(self, path: str) -> None:
-        """Writes nothing."""
-
     async def export(self, directory: str) -> None:
         """As `save`."""
         await self.save(directory)

@@ -26,7 +26,7 @@ PURE = (
     *("orchestrator.bench.points", "orchestrator.bench.results", "orchestrator.bench.bounds"),
     *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
     *("orchestrator.telemetry", "orchestrator.ray_environment"),
-    *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
+    *("orchestrator.doctor.machine", "orchestrator.doctor.checks"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     *("orchestrator.doctor.software", "orchestrator.doctor.hardware"),
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),

@@ -8,14 +8,12 @@ import pyarrow as pa
 import torch
 
 from troupe.workers.algorithms.policy_loss import LossOutput, token_weights, value_loss
-from troupe.workers.contract.config import CriticConfig, Rendezvous
+from troupe.workers.contract.config import CriticConfig
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
-from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
-from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
-from troupe.workers.training.group import sequence_group
+from troupe.workers.training.deepspeed_engine import Forward
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.zero3 import partitioner_for
@@ -25,25 +23,15 @@ class CriticWorker(TrainingRank):
     """One rank of the critic's training group."""
 
     def __init__(self, config: CriticConfig, name: str) -> None:
-        super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
+        super().__init__(config, name)
         self._config = config
 
-    def start(self, rendezvous: Rendezvous) -> WorkerHealth:
-        """Join the group and load the model. Raises OSError for a missing model, ValueError for an unsuitable one."""
-        self.join(rendezvous)
-        return self.build()
-
     def build(self) -> WorkerHealth:
-        """Load the model into DeepSpeed; the process must have joined its group."""
+        """See `TrainingRank.build`."""
         config = self._config
         announce(Activity.MODEL)
         model = load_value(config.model, partitioner_for(config.model, config.trainer))
-        dtype = torch_dtype(config.model.dtype)
-        module = TokenValues(model)
-        sequence = sequence_group(config.trainer.sequence_parallel_size)
-        self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
-        announce(Activity.TRAINER)
-        self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
+        self._train(TokenValues(model), model, torch_dtype(config.model.dtype))
         return self.health()
 
     def compute_values(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:

@@ -15,7 +15,6 @@ import torch
 
 from troupe.workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
 from troupe.workers.algorithms.preference_losses import kto_reference_point
-from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
 from troupe.workers.contract.offline_config import OfflineConfig, RewardLossConfig
 from troupe.workers.contract.offline_messages import (
@@ -28,7 +27,6 @@ from troupe.workers.contract.offline_messages import (
 from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, tokenize
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
     CausalLogprobs,
     RewardScores,
@@ -36,17 +34,16 @@ from troupe.workers.models.modeling import (
     head_chunks,
     load_causal,
     load_value,
-    score_plan,
     share_backbone,
     torch_dtype,
 )
 from troupe.workers.telemetry.start_activity import Activity, announce
-from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
-from troupe.workers.training.group import all_reduce, sequence_group
+from troupe.workers.training.deepspeed_engine import Forward, StepResult
+from troupe.workers.training.group import all_reduce
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, own_peak
 from troupe.workers.training.throughput import UpdateMeter
-from troupe.workers.training.zero3 import FrozenModule, partitioner_for, place_frozen
+from troupe.workers.training.zero3 import partitioner_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,20 +53,10 @@ class OfflineRank(TrainingRank):
     """One rank of a group that trains on offline data; subclasses define the model."""
 
     def __init__(self, config: OfflineConfig, name: str) -> None:
-        super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
+        super().__init__(config, name)
         self._config = config
         self._objective = OBJECTIVES[type(config.loss)]
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._reference: FrozenModule | None = None
-
-    def start(self, rendezvous: Rendezvous) -> WorkerHealth:
-        """Join the group and load the models. Raises OSError for a missing model, ValueError for an unsuitable one."""
-        self.join(rendezvous)
-        return self.build()
-
-    def build(self) -> WorkerHealth:
-        """Load the models, the trained one into DeepSpeed; the process must have joined its group."""
-        raise NotImplementedError
 
     def tokenize(self, texts: pa.Table) -> tuple[ExampleSummary, pa.Table]:
         """See `troupe.workers.data.examples.tokenize`. Not collective: one rank tokenizes for all."""
@@ -82,16 +69,6 @@ class OfflineRank(TrainingRank):
     def attach(self, batch: pa.Table, *scores: pa.Table) -> tuple[int, pa.Table]:
         """(rows, batch with the reference's log-probs). Not collective."""
         return batch.num_rows, attach(batch, scores)
-
-    def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
-
-        Raises:
-            RuntimeError: the worker has no colocated reference.
-        """
-        if self._reference is None:
-            raise RuntimeError(f"{self._name} has no colocated reference")
-        return score_plan(self._reference.module, plan, tables, "ref_logprobs", self.engine.device)
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
         """One optimizer step on the plan's rows of an EXAMPLE_BATCH table. Collective."""
@@ -177,16 +154,11 @@ class ExamplePolicyWorker(OfflineRank):
         announce(Activity.MODEL)
         model = load_causal(config.model, partitioner_for(config.model, config.trainer))
         module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
-        sequence = sequence_group(config.trainer.sequence_parallel_size)
-        self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
-        announce(Activity.TRAINER)
-        self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
+        self._train(module, model, model.dtype)
         if config.reference_model is not None:
             reference = load_causal(config.reference_model, partitioner_for(config.reference_model, config.trainer))
             scorer = CausalLogprobs(reference, temperature=1.0, chunks=self._chunks(reference))
-            # Both score the same micro-batches.
-            self._packs = adapt(scorer, reference, config.device, self._packs, sequence) and self._packs
-            self._reference = place_frozen(scorer, config.trainer, self._engine.device)
+            self._refer_to(scorer, reference)
         return self.health()
 
     def _scored(self, forward: Forward, batch: ExampleMicroBatch, point: float) -> Scored:
@@ -209,12 +181,7 @@ class RewardTrainer(OfflineRank):
         _keep_last_token(model.config.get_text_config(), self._tokens(), turn_ends(self._tokens()).ids)
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
         language = share_backbone(model, config.model, self._chunks(model), partitioner) if keeps_language else None
-        dtype = torch_dtype(config.model.dtype)
-        module = RewardScores(model, language)
-        sequence = sequence_group(config.trainer.sequence_parallel_size)
-        self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
-        announce(Activity.TRAINER)
-        self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
+        self._train(RewardScores(model, language), model, torch_dtype(config.model.dtype))
         return self.health()
 
     @property

@@ -16,7 +16,7 @@ import torch
 from troupe.workers.algorithms.policy_batch import policy_tokens
 from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import PolicyConfig, Rendezvous
+from troupe.workers.contract.config import PolicyConfig
 from troupe.workers.contract.messages import (
     TOKEN_RECORDS,
     PrepareRequest,
@@ -30,17 +30,15 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.data.texts import cut_texts, text_batches
-from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
-from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
-from troupe.workers.training.group import sequence_group
+from troupe.workers.training.deepspeed_engine import Forward
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.step_length import HeldStep
 from troupe.workers.training.token_records import TokenRecorder
-from troupe.workers.training.zero3 import FrozenModule, partitioner_for, place_frozen
+from troupe.workers.training.zero3 import partitioner_for
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import WeightPublisher, read_payload, weight_bytes
 from troupe.workers.weights.gpu_handles import check_allocator
@@ -51,38 +49,26 @@ class PolicyWorker(TrainingRank):
     """One rank of the policy's training group."""
 
     def __init__(self, config: PolicyConfig, name: str) -> None:
-        super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
+        super().__init__(config, name)
         self._config = config
-        self._reference: FrozenModule | None = None
         self._publisher: WeightPublisher | None = None
         self._sender: DeviceSender | None = None
         self._held: list[tuple[TokenBatch, torch.Tensor]] = []
         self._held_step: HeldStep | None = None
         self._records = TokenRecorder() if config.records_tokens else None
 
-    def start(self, rendezvous: Rendezvous) -> WorkerHealth:
-        """Join the group and load the models. Raises OSError for a missing model, ValueError for torch's allocator."""
-        self.join(rendezvous)
-        return self.build()
-
     def build(self) -> WorkerHealth:
-        """Load the models, the policy into DeepSpeed; the process must have joined its group."""
+        """See `TrainingRank.build`. Raises ValueError for settings of torch's allocator that `ipc` cannot share."""
         config = self._config
         if config.transfer_backend == "ipc":
             check_allocator(os.environ)
         announce(Activity.MODEL)
         model = load_causal(config.model, partitioner_for(config.model, config.trainer))
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
-        sequence = sequence_group(config.trainer.sequence_parallel_size)
-        self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
-        announce(Activity.TRAINER)
-        self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
+        self._train(module, model, model.dtype)
         if config.reference_model is not None:
             frozen = load_causal(config.reference_model, partitioner_for(config.reference_model, config.trainer))
-            reference = self._logprobs(frozen, entropy_grad=False)
-            # Both score the same micro-batches.
-            self._packs = adapt(reference, frozen, config.device, self._packs, sequence) and self._packs
-            self._reference = place_frozen(reference, config.trainer, self._engine.device)
+            self._refer_to(self._logprobs(frozen, entropy_grad=False), frozen)
         if config.device == "cuda":
             torch.cuda.empty_cache()  # an engine on the same GPU sizes its KV cache by what is free
         return self.health()
@@ -90,16 +76,6 @@ class PolicyWorker(TrainingRank):
     def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
         """(rows, token_scores table): `old_logprobs` of the plan's rows under the current policy."""
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device)
-
-    def reference_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
-
-        Raises:
-            RuntimeError: the worker has no colocated reference.
-        """
-        if self._reference is None:
-            raise RuntimeError(f"{self._name} has no colocated reference")
-        return score_plan(self._reference.module, plan, rollouts, "ref_logprobs", self.engine.device)
 
     def shares_prompts(self) -> bool:
         """Whether samples of a group train behind one copy of their prompt.
@@ -245,7 +221,6 @@ class PolicyWorker(TrainingRank):
             self._publisher.close()
             self._publisher = None
         self._disconnect()
-        self._reference = None
         self.release_held()
         super().release()
 

@@ -16,7 +16,7 @@ from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.timing import Parts
 from tests.fakes import with_fields
-from troupe.orchestrator.bench.turns import Unscored
+from troupe.orchestrator.bench.batches import Unscored
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.prompts import PromptSource

@@ -12,8 +12,8 @@ import ray
 from benchmarks.support.harness import Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Group
+from troupe.orchestrator.bench.batches import SamplingBatches
 from troupe.orchestrator.bench.points import measured_spec
-from troupe.orchestrator.bench.turns import SamplingTurns
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import TableRef
@@ -33,7 +33,7 @@ class RolloutSetup:
     def __init__(
         self,
         pool: EnginePool,
-        turns: SamplingTurns,
+        turns: SamplingBatches,
         prompts: TableRef,
         work: Sequence[Sequence[Group]],
         others: Sequence[int],
@@ -75,7 +75,7 @@ class RolloutSetup:
             pool.max_load = max_load or pool.max_load
             prompts = cluster.put(table)
             picks = prompt_picks(work)
-            turns = SamplingTurns(spec, pool, lambda: next(picks), prompts)
+            turns = SamplingBatches(spec, pool, lambda: next(picks), prompts)
             yield cls(pool, turns, prompts, work, others)
             await turns.close()
             await cluster.close(CLOSE_TIMEOUT_S)

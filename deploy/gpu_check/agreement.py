@@ -6,8 +6,6 @@ In float32 and bfloat16, with padded and with packed rows. It needs no Ray and n
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import torch
 
+from deploy.gpu_check.outcome import NotRight, write_figures
 from troupe.workers.contract.config import Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import TRAIN
 from troupe.workers.models.capabilities import adapt
@@ -40,10 +39,6 @@ class Limits:
 
 
 LIMITS: Mapping[Dtype, Limits] = {"float32": Limits(1e-3, 0.9999), "bfloat16": Limits(0.1, 0.9)}
-
-
-class NotRight(RuntimeError):
-    """The device computes something else."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +136,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     given = parser.parse_args()
-    try:
-        given.json.write_text(json.dumps(measure(given.model, given.device)))
-    except NotRight as error:
-        sys.exit(str(error))
+    write_figures(given.json, lambda: measure(given.model, given.device))
 
 
 if __name__ == "__main__":

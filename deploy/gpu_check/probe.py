@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from pathlib import Path
 
 import torch
+
+from deploy.gpu_check.outcome import NotRight, write_figures
 
 _SIZE = 2048
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 2e-2}
@@ -30,25 +30,30 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     given = parser.parse_args()
+    write_figures(given.json, lambda: measure(given.device))
+
+
+def measure(device: str) -> dict[str, float | str]:
+    """Run the checks; returns the figures. Raises NotRight."""
     figures: dict[str, float | str] = {"torch CUDA": torch.version.cuda or "none"}
-    if given.device == "cuda":
+    if device == "cuda":
         if not torch.cuda.is_available():
-            sys.exit(f"torch {torch.__version__} sees no GPU (built for CUDA {torch.version.cuda or 'none'})")
+            raise NotRight(f"torch {torch.__version__} sees no GPU (built for CUDA {torch.version.cuda or 'none'})")
         major, minor = torch.cuda.get_device_capability()
         figures |= {"GPU": torch.cuda.get_device_name(), "compute capability": f"{major}.{minor}"}
         if not torch.cuda.is_bf16_supported(including_emulation=False):
-            sys.exit(f"{figures['GPU']} (compute capability {major}.{minor}) has no bfloat16")
+            raise NotRight(f"{figures['GPU']} (compute capability {major}.{minor}) has no bfloat16")
     for dtype, tolerance in _TOLERANCE.items():
-        error = relative_error(dtype, given.device)
+        error = relative_error(dtype, device)
         if not error <= tolerance:
-            sys.exit(f"a matrix product in {dtype} has a relative error of {error:.2e}, more than {tolerance:g}")
+            raise NotRight(f"a matrix product in {dtype} has a relative error of {error:.2e}, more than {tolerance:g}")
         figures[f"relative error, {str(dtype).removeprefix('torch.')}"] = error
     began = time.monotonic()
     import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
 
     figures |= {AsyncLLM.__name__: vllm.__version__, "import, s": time.monotonic() - began}
-    given.json.write_text(json.dumps(figures))
+    return figures
 
 
 if __name__ == "__main__":

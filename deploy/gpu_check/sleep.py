@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 import time
 from pathlib import Path
 
 import torch
 
-from deploy.gpu_check.transfer import NotRight, TransferCheck
+from deploy.gpu_check.outcome import NotRight, write_figures
+from deploy.gpu_check.transfer import TransferCheck
 from troupe.workers.contract.config import RolloutConfig, Sleep
 from troupe.workers.contract.units import GIB
 from troupe.workers.engine.rest import StaleWake
@@ -93,11 +92,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     given = parser.parse_args()
-    try:
-        figures = asyncio.run(measure(given.model))
-    except NotRight as error:
-        sys.exit(str(error))
-    given.json.write_text(json.dumps(figures))
+    write_figures(given.json, lambda: asyncio.run(measure(given.model)))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ the same after a resume.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from deploy.gpu_check.outcome import NotRight, write_figures
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -81,10 +80,6 @@ class Trained:
     seconds: float
     gib: float
     """Peak memory of the GPU; 0 on the CPU."""
-
-
-class NotRight(RuntimeError):
-    """A variant trained wrongly."""
 
 
 def read_spec(variant: Variant, device: str, overrides: tuple[str, ...]) -> OfflineSpec:
@@ -202,10 +197,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override of the specs")
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     given = parser.parse_args()
-    try:
-        given.json.write_text(json.dumps(measure(given.device, tuple(given.set))))
-    except NotRight as error:
-        sys.exit(str(error))
+    write_figures(given.json, lambda: measure(given.device, tuple(given.set)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import islice
@@ -24,6 +23,7 @@ import psutil
 import pyarrow as pa
 import torch
 
+from deploy.gpu_check.outcome import NotRight, write_figures
 from troupe.workers.contract.config import (
     EngineConfig,
     ModelConfig,
@@ -58,10 +58,6 @@ _PROMPTS = pa.Table.from_pylist(
     ],
     schema=PROMPTS,
 )
-
-
-class NotRight(RuntimeError):
-    """An engine serves other weights than those that were sent, or a failure was not noticed."""
 
 
 class TrainerGone(Exception):
@@ -265,11 +261,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="engines that compile, with CUDA graphs on a GPU")
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     given = parser.parse_args()
-    try:
-        figures = asyncio.run(measure(given.model, given.backend, eager=not given.compiled))
-    except NotRight as error:
-        sys.exit(str(error))
-    given.json.write_text(json.dumps(figures))
+    write_figures(given.json, lambda: asyncio.run(measure(given.model, given.backend, eager=not given.compiled)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from troupe.orchestrator.reporting.reference import SECTIONS, TRAINERS
+from troupe.orchestrator.reporting.reference import TRAINERS, metric_sections
 
 _HEAD = """\
 # Metrics
@@ -24,7 +24,7 @@ enforces; [Debugging](../guides/debugging.md) says what to do about a value outs
 def metric_reference() -> str:
     """Every metric with its unit, meaning and healthy range, as Markdown."""
     lines = [_HEAD.format(trainers=" or ".join(f"`{name}`" for name in TRAINERS))]
-    for title, rows in SECTIONS.items():
+    for title, rows in metric_sections().items():
         lines += [f"## {title}", "", "| metric | unit | meaning | healthy |", "|---|---|---|---|"]
         for row in rows:
             cells = (f"`{row.name}`", row.unit, row.meaning, row.healthy)

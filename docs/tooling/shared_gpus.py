@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from troupe.orchestrator.capacity.fit import TurnUse, gib
+from troupe.orchestrator.capacity.fit import SharedUse, gib
 from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
 from troupe.orchestrator.model_facts.model_size import ModelSize, read_size
 from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.roles.worker_memory import TURNS, Part, Turn, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Period, WorkerMemory
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 
@@ -50,8 +50,8 @@ class Row:
     offloads: bool
     """Whether the optimizer stays in host memory."""
     plan: Plan
-    use: TurnUse
-    """The fullest GPU. Apart, all turns are those of the policy's GPU."""
+    use: SharedUse
+    """The fullest GPU. Apart, all periods are those of the policy's GPU."""
     engine: int = 0
     """Apart: what an engine's GPU needs."""
 
@@ -107,7 +107,7 @@ def _shared(model: str, gpus: int, sleep: str) -> Row:
     if found.memory.shared:
         return Row(model, gpus, f"shared, {sleep}", share, offloads, found, found.memory.shared[0])
     needs = _gpu(found, "policy-0").total + _gpu(found, "rollout-0").total
-    use = TurnUse(("policy-0", "rollout-0"), dict.fromkeys(TURNS, needs), needs, 0)
+    use = SharedUse(("policy-0", "rollout-0"), dict.fromkeys(PERIODS, needs), needs, 0)
     return Row(model, gpus, f"shared, {sleep}", share, offloads, found, use)
 
 
@@ -120,7 +120,7 @@ def _apart(model: str, gpus: int) -> Row:
         engine = f"workers: {gpus // 2 // ranks}, cpus: 1, gpus: {ranks}, tensor_parallel_size: {ranks}"
         share, offloads, found = _first(_spec(gpus // 2, engine, 1), model, gpus)
         needs = _gpu(found, "policy-0").total
-        use = TurnUse(("policy-0",), dict.fromkeys(TURNS, needs), needs, 0)
+        use = SharedUse(("policy-0",), dict.fromkeys(PERIODS, needs), needs, 0)
         name = f"apart, engines on {ranks}"
         rows.append(Row(model, gpus, name, share, offloads, found, use, _gpu(found, "rollout-0").total))
         if rows[-1].fits:
@@ -147,18 +147,18 @@ def rows() -> tuple[Row, ...]:
 def table() -> str:
     """The Markdown table."""
     lines = [
-        "| model | GPUs | layout | share | offload | sampling | updates | new weights | fullest | no turns | result |",
+        "| model | GPUs | layout | share | offload | sampling | updates | new weights | fullest | at once | result |",
         "|---|---:|---|---:|---|---:|---:|---:|---:|---:|---|",
     ]
     for row in rows():
         if row.engine:
-            turns = f"engine {gib(row.engine)} | policy {gib(row.use.most)} | |"
+            periods = f"engine {gib(row.engine)} | policy {gib(row.use.most)} | |"
             most = f"{gib(max(row.engine, row.use.most))} | |"
         else:
-            turns = " | ".join(gib(row.use.turns[turn]) for turn in TURNS) + " |"
+            periods = " | ".join(gib(row.use.periods[period]) for period in PERIODS) + " |"
             most = f"{gib(row.use.most)} | {gib(row.use.alone)} |"
         place = f"| {row.model} | {row.gpus} | {row.layout} | {row.share:g} | {'yes' if row.offloads else ''}"
-        lines.append(f"{place} | {turns} {most} {_result(row)} |")
+        lines.append(f"{place} | {periods} {most} {_result(row)} |")
     return "\n".join(lines)
 
 
@@ -177,19 +177,19 @@ def arithmetic() -> str:
     for model, gpus, sleep in _SHOWN:
         row = next(r for r in rows() if (r.model, r.gpus, r.layout) == (model, gpus, f"shared, {sleep}"))
         lines += [f"Qwen2.5-{model} on {gpus} GPUs, `sleep: {sleep}`, a share of {row.share:g}, in GiB:", "", "```"]
-        for turn in TURNS:
-            sums = [f"{w} {_sum(_gpu(row.plan, f'{w}-0'), turn)}" for w in ("policy", "rollout")]
-            lines += [f"{turn}: {gib(row.use.turns[turn])}", *(f"  {text}" for text in sums)]
+        for period in PERIODS:
+            sums = [f"{w} {_sum(_gpu(row.plan, f'{w}-0'), period)}" for w in ("policy", "rollout")]
+            lines += [f"{period}: {gib(row.use.periods[period])}", *(f"  {text}" for text in sums)]
         lines += ["```", ""]
     return "\n".join(lines).strip()
 
 
-def _sum(memory: WorkerMemory, turn: Turn) -> str:
-    held = [part for part in memory.parts if turn in part.turns]
+def _sum(memory: WorkerMemory, period: Period) -> str:
+    held = [part for part in memory.parts if period in part.periods]
     phases = ("pass", "step")
     either = max(phases, key=lambda phase: sum(part.bytes for part in held if part.phase == phase))
     counted: Sequence[Part] = [part for part in held if part.phase in ("always", either)]
-    return f"{gib(memory.during(turn))} = " + " + ".join(f"{part.name} {gib(part.bytes)}" for part in counted)
+    return f"{gib(memory.during(period))} = " + " + ".join(f"{part.name} {gib(part.bytes)}" for part in counted)
 
 
 def written(page: str) -> str:

@@ -27,8 +27,8 @@ Relative paths start at the current directory. `--set` sets any field from the c
 in YAML: `--set roles.rollout.workers=2 --set roles.reward.functions.0.weight=0.5`.
 
 A default of `-` means that the field is required. A default of `null` means off, or, in the section `algorithm`, the
-default of the algorithm ([Algorithms](algorithms.md)). In the titles, `data.train[jsonl]` is the section `data.train`
-with `kind: jsonl`.
+default of the algorithm ([Algorithms](algorithms.md)). In the titles, `data.train[hub]` is the section `data.train`
+with `kind: hub`.
 
 The page has three parts: specs on rollouts, which come first, [offline specs](#offline-specs) and [chains](#chains).
 """
@@ -93,7 +93,7 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
 
 
 def _kind(model: type[BaseModel]) -> str:
-    return str(get_args(model.model_fields["kind"].annotation)[0])
+    return ", ".join(get_args(model.model_fields["kind"].annotation))
 
 
 def _type(annotation: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,6 +24,8 @@ from troupe.workers.contract.config import (
     ImportanceConfig,
     PolicyLossConfig,
 )
+
+FrozenT = TypeVar("FrozenT", bound=Frozen)
 
 _RATIO = frozenset({"importance", "kl_stop"})
 _TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "advantage_clip"})
@@ -52,6 +54,8 @@ OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
 CUSTOM_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Name of a custom algorithm."""
 _REPLACED = 3  # groups that a custom filter may replace, for each group of a step, as with dapo
+_BOUNDS = ("dual_clip", "reward_clip", "advantage_clip", "value_clip")
+"""Fields that 0 turns off."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
 COMPARES = frozenset({"group", "smooth_group", "best_of_group", "custom"})
@@ -252,16 +256,14 @@ def kl_coef(config: AlgorithmConfig) -> float:
 def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
     """The policy's loss: the row's defaults, overridden by the spec."""
     row = row_of(config)
-    given = {
-        "clip_low": _first(config.clip_low, config.clip_range),
-        "clip_high": _first(config.clip_high, config.clip_range),
-        "kl_coef": kl_coef(config) if row.kl_in == "loss" else 0.0,
-        "kl_estimator": config.kl.estimator,
-        "entropy_coef": config.entropy_coef,
-        "aggregation": config.aggregation,
-        "importance": config.importance,
-    }
-    return PolicyLossConfig(**_merge(row.loss, given, dual_clip=config.dual_clip))
+    return _overridden(
+        row.loss,
+        config,
+        clip_low=_first(config.clip_low, config.clip_range),
+        clip_high=_first(config.clip_high, config.clip_range),
+        kl_coef=kl_coef(config) if row.kl_in == "loss" else 0.0,
+        kl_estimator=config.kl.estimator,
+    )
 
 
 def corrects_sampler(config: AlgorithmConfig) -> bool:
@@ -272,20 +274,14 @@ def corrects_sampler(config: AlgorithmConfig) -> bool:
 def advantage(config: AlgorithmConfig) -> AdvantageConfig:
     """How rewards become advantages: the row's defaults, overridden by the spec."""
     row = row_of(config)
-    given = {
-        "normalize_by_std": config.normalize_by_std,
-        "gamma": config.gamma,
-        "gae_lambda": config.gae_lambda,
-        "whiten": config.whiten,
-        "n_steps": config.n_steps,
-        "reward_scale": config.reward_scale,
-        "kl_coef": kl_coef(config) if row.kl_in == "reward" else 0.0,
-        "kl_to_go": config.kl.to_go,
-        "kl_target": config.kl.target,
-        "kl_horizon": config.kl.horizon,
-    }
-    clips = {"reward_clip": config.reward_clip, "advantage_clip": config.advantage_clip}
-    return AdvantageConfig(**_merge(row.advantage, given, **clips))
+    return _overridden(
+        row.advantage,
+        config,
+        kl_coef=kl_coef(config) if row.kl_in == "reward" else 0.0,
+        kl_to_go=config.kl.to_go,
+        kl_target=config.kl.target,
+        kl_horizon=config.kl.horizon,
+    )
 
 
 def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
@@ -313,9 +309,7 @@ def dynamic_sampling(config: AlgorithmConfig) -> int:
 def critic_loss(config: AlgorithmConfig) -> CriticLossConfig | None:
     """The critic's loss; None for an algorithm without a critic."""
     row = row_of(config)
-    if row.critic_loss is None:
-        return None
-    return CriticLossConfig(**_merge(row.critic_loss, {}, value_clip=config.value_clip))
+    return None if row.critic_loss is None else _overridden(row.critic_loss, config)
 
 
 def unread_options(row: Algorithm) -> frozenset[str]:
@@ -345,7 +339,10 @@ def _first(*values: float | None) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
-def _merge(default: Frozen, given: dict[str, Any], **bounds: float | None) -> dict[str, Any]:
-    """The default's fields, overridden by those that are given; a bound of 0 means there is none."""
-    set_bounds = {name: bound or None for name, bound in bounds.items() if bound is not None}
-    return dict(default) | {name: value for name, value in given.items() if value is not None} | set_bounds
+def _overridden(default: FrozenT, config: AlgorithmConfig, **others: Any) -> FrozenT:
+    """The default with what the spec sets in its fields of the same names, and with other values; None: not set."""
+    fields = type(default).model_fields
+    given = {name: value for name, value in config if name in fields} | others
+    given = {name: value for name, value in given.items() if value is not None}
+    off = dict.fromkeys(name for name in _BOUNDS if given.get(name) == 0.0)
+    return type(default)(**(dict(default) | given | off))

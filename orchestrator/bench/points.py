@@ -118,16 +118,16 @@ def launch_spec(points: Sequence[Point]) -> RolloutSpec:
     return max(points, key=lambda point: point.workers).spec
 
 
-def measured_spec(spec: RolloutSpec, turns: int, failures: Mapping[str, Any] | None = None) -> RolloutSpec:
-    """The spec for the scheduler: one step for each turn, no staleness, and groups that no reward replaces.
+def measured_spec(spec: RolloutSpec, batches: int, failures: Mapping[str, Any] | None = None) -> RolloutSpec:
+    """The spec for the scheduler: one step for each batch, no staleness, and groups that no reward replaces.
 
     Args:
         spec: The spec of the engines.
-        turns: Number of turns.
+        batches: Number of batches.
         failures: Other values of fields of the section; None: an engine that is lost ends the measurement.
     """
     algorithm = AlgorithmConfig(name="reinforce", group_size=spec.group_size, dynamic_sampling=0)
-    schedule = spec.schedule.model_copy(update={"max_staleness": 0, "steps": turns})
+    schedule = spec.schedule.model_copy(update={"max_staleness": 0, "steps": batches})
     tolerated = spec.failures.model_copy(update=failures or {"engine_restarts": 0, "max_attempts": 1})
     return spec.model_copy(update={"algorithm": algorithm, "schedule": schedule, "failures": tolerated})
 

@@ -13,7 +13,7 @@ from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 
 
 @dataclass(frozen=True)
-class Turn:
+class MeasuredBatch:
     """One batch of prompts, sampled to the end."""
 
     seconds: float
@@ -55,16 +55,16 @@ class EngineShare:
 
 @dataclass(frozen=True)
 class Measures:
-    """The numbers of one point, over all of its turns."""
+    """The numbers of one point, over all of its batches."""
 
-    turns: int
+    batches: int
     sequences: int
-    """Of one turn."""
+    """Of one batch."""
     tokens_per_s: float
-    """Sampled tokens per second of all engines: the median of the turns."""
-    slowest_turn: float
+    """Sampled tokens per second of all engines: the median of the batches."""
+    slowest_batch: float
     """Tokens per second."""
-    fastest_turn: float
+    fastest_batch: float
     per_engine: float
     per_gpu: float | None
     """None on CPUs."""
@@ -93,7 +93,7 @@ class Measures:
     """Share of the KV cache in use, on average."""
     most_kv_use: float
     preemptions: int
-    """Of all turns."""
+    """Of all batches."""
     running: float
     """Sequences that an engine decodes together, on average."""
     most_running: int
@@ -103,7 +103,7 @@ class Measures:
     bare_tokens_per_s: float | None = None
     """Of bare `AsyncLLM` on the same engines, prompts and seeds; None: not measured."""
     against_bare: float | None = None
-    """Tokens per second over those of bare `AsyncLLM`: the median of the turns."""
+    """Tokens per second over those of bare `AsyncLLM`: the median of the batches."""
     efficiency: float | None = None
     """Tokens per second and engine over those of the point with the fewest engines; None: it is not one of several."""
 
@@ -119,27 +119,27 @@ class Result:
     """Why it could not be measured."""
 
 
-def measures_of(point: Point, turns: Sequence[Turn], bare: Sequence[Turn]) -> Measures:
+def measures_of(point: Point, batches: Sequence[MeasuredBatch], bare: Sequence[MeasuredBatch]) -> Measures:
     """The numbers of a point.
 
     Args:
         point: The point.
-        turns: Its turns, at least one.
-        bare: Turns of bare `AsyncLLM`, one for each of `turns`, or none.
+        batches: Its batches, at least one.
+        bare: Batches of bare `AsyncLLM`, one for each of `batches`, or none.
     """
-    rates = [turn.tokens_per_s for turn in turns]
-    readings = [reading for turn in turns for reading in turn.engines]
+    rates = [batch.tokens_per_s for batch in batches]
+    readings = [reading for batch in batches for reading in batch.engines]
     sequences = [sequence for reading in readings for sequence in reading.sequences]
     busy_s = sum(reading.busy_s for reading in readings)
-    engines = _engines(turns)
+    engines = _engines(batches)
     gpus = point.spec.roles.rollout.gpus * point.workers
     total = median(rates)
     return Measures(
-        turns=len(turns),
-        sequences=round(len(sequences) / len(turns)),
+        batches=len(batches),
+        sequences=round(len(sequences) / len(batches)),
         tokens_per_s=total,
-        slowest_turn=min(rates),
-        fastest_turn=max(rates),
+        slowest_batch=min(rates),
+        fastest_batch=max(rates),
         per_engine=total / point.workers,
         per_gpu=total / gpus if gpus else None,
         prefill_per_s=point.workers * _rate([(r.prefill_tokens, r.prefill_s) for r in readings]),
@@ -160,8 +160,8 @@ def measures_of(point: Point, turns: Sequence[Turn], bare: Sequence[Turn]) -> Me
         most_running=max((reading.most_running for reading in readings), default=0),
         waiting=_weighted(readings, [reading.waiting for reading in readings]),
         engines=engines,
-        bare_tokens_per_s=median(turn.tokens_per_s for turn in bare) if bare else None,
-        against_bare=_against(turns, bare),
+        bare_tokens_per_s=median(batch.tokens_per_s for batch in bare) if bare else None,
+        against_bare=_against(batches, bare),
     )
 
 
@@ -187,11 +187,11 @@ def _efficient(result: Result, efficiency: float | None) -> Result:
     return replace(result, measures=replace(result.measures, efficiency=efficiency))
 
 
-def _engines(turns: Sequence[Turn]) -> tuple[EngineShare, ...]:
-    seconds = sum(turn.seconds for turn in turns)
+def _engines(batches: Sequence[MeasuredBatch]) -> tuple[EngineShare, ...]:
+    seconds = sum(batch.seconds for batch in batches)
     tokens: dict[str, int] = {}
     busy: dict[str, float] = {}
-    for reading in (reading for turn in turns for reading in turn.engines):
+    for reading in (reading for batch in batches for reading in batch.engines):
         tokens[reading.engine] = tokens.get(reading.engine, 0) + reading.response_tokens
         busy[reading.engine] = busy.get(reading.engine, 0.0) + reading.busy_s
     return tuple(EngineShare(name, tokens[name] / seconds, min(1.0, busy[name] / seconds)) for name in sorted(tokens))
@@ -216,8 +216,8 @@ def _cached(sequences: Sequence[FinishedSequence]) -> float:
     return sum(sequence.cached_tokens for sequence in sequences) / prompts if prompts else 0.0
 
 
-def _against(turns: Sequence[Turn], bare: Sequence[Turn]) -> float | None:
-    pairs = [one.tokens_per_s / other.tokens_per_s for one, other in zip(turns, bare, strict=False) if other.seconds]
+def _against(batches: Sequence[MeasuredBatch], bare: Sequence[MeasuredBatch]) -> float | None:
+    pairs = [one.tokens_per_s / other.tokens_per_s for one, other in zip(batches, bare, strict=False) if other.seconds]
     return median(pairs) if pairs else None
 
 

@@ -11,13 +11,13 @@ from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.table import named, row_of, settings_of
-from troupe.orchestrator.roles.worker_memory import TURNS, WIDTHS, Cache, Part, Turn, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import PERIODS, WIDTHS, Cache, Part, Period, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.units import GIB, MIB
 
 HEADROOM = 0.1
 """Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
-_TURN_NAMES: dict[Turn, str] = {"sampling": "sampling", "update": "updates", "transfer": "new weights"}
+_PERIOD_NAMES: dict[Period, str] = {"sampling": "sampling", "update": "updates", "transfer": "the transfer of weights"}
 RAY_PROCESSES = 700 * MIB
 """Host memory of Ray's processes and the controller, on the first node. Not measured."""
 
@@ -51,19 +51,19 @@ class UnknownModel:
 
 
 @dataclass(frozen=True)
-class TurnUse:
-    """The memory of one shared GPU in each turn of the workers on it."""
+class SharedUse:
+    """The memory of one shared GPU in each period of a step."""
 
     workers: tuple[str, ...]
-    turns: Mapping[Turn, int]
+    periods: Mapping[Period, int]
     alone: int
-    """Sum of what each worker needs at its own peak: what the GPU would need if they took no turns."""
+    """Sum of what each worker needs at its own peak: what the GPU would need if they held all of it at once."""
     capacity: int
 
     @property
     def most(self) -> int:
-        """Of the fullest turn."""
-        return max(self.turns.values())
+        """Of the fullest period."""
+        return max(self.periods.values())
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class MemoryPlan:
     """The first thing that does not fit."""
     warnings: tuple[str, ...]
     """GPUs and nodes that are nearly full."""
-    shared: tuple[TurnUse, ...] = ()
-    """GPUs on which workers take turns."""
+    shared: tuple[SharedUse, ...] = ()
+    """GPUs whose workers hold parts of their memory in some periods of a step only."""
 
 
 def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], sizes: Sizes) -> MemoryPlan:
@@ -112,7 +112,7 @@ def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], s
         unknown=_unknown(spec, sizes),
         misfit=next(iter(misfits), None),
         warnings=warnings,
-        shared=tuple(use.by_turn for use in shared if use.takes_turns),
+        shared=tuple(use.by_period for use in shared if use.alternates),
     )
 
 
@@ -201,25 +201,25 @@ class _SharedGpu:
 
     @property
     def needs(self) -> Mapping[Seated, int]:
-        """What each needs in the fullest turn."""
-        return self._during(max(TURNS, key=lambda turn: sum(self._during(turn).values())))
+        """What each needs in the fullest period."""
+        return self._during(max(PERIODS, key=lambda period: sum(self._during(period).values())))
 
     @property
     def total(self) -> int:
         return sum(self.needs.values())
 
     @property
-    def takes_turns(self) -> bool:
-        return any(part.turns != TURNS for held in self.memories.values() for m in held for part in m.parts)
+    def alternates(self) -> bool:
+        return any(part.periods != PERIODS for held in self.memories.values() for m in held for part in m.parts)
 
     @property
-    def by_turn(self) -> TurnUse:
-        turns: dict[Turn, int] = {turn: sum(self._during(turn).values()) for turn in TURNS}
+    def by_period(self) -> SharedUse:
+        periods: dict[Period, int] = {period: sum(self._during(period).values()) for period in PERIODS}
         alone = sum(memory.total for held in self.memories.values() for memory in held)
-        return TurnUse(tuple(seat.worker for seat in self.memories), turns, alone, self.capacity)
+        return SharedUse(tuple(seat.worker for seat in self.memories), periods, alone, self.capacity)
 
-    def _during(self, turn: Turn) -> Mapping[Seated, int]:
-        return {seat: sum(memory.during(turn) for memory in held) for seat, held in self.memories.items()}
+    def _during(self, period: Period) -> Mapping[Seated, int]:
+        return {seat: sum(memory.during(period) for memory in held) for seat, held in self.memories.items()}
 
     @property
     def names(self) -> str:
@@ -232,9 +232,9 @@ class _SharedGpu:
         roles = [s.role for s in sorted(needs, key=lambda seat: (seat.role == "rollout", -needs[seat]))]
         need = "need" if len(needs) > 1 else "needs"
         problem = f"{self.names} {need} {gib(self.total)} GiB of a GPU's {gib(self.capacity)}"
-        if self.takes_turns:
-            turn = max(TURNS, key=self.by_turn.turns.__getitem__)
-            problem += f" in the turn of {_TURN_NAMES[turn]}"
+        if self.alternates:
+            period = max(PERIODS, key=self.by_period.periods.__getitem__)
+            problem += f" during {_PERIOD_NAMES[period]}"
         return Misfit("gpu", self.names, tuple(dict.fromkeys(roles)), problem)
 
 

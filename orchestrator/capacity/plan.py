@@ -166,7 +166,7 @@ def as_json(name: str, seating: Plan) -> dict[str, Any]:
             {"worker": w.worker, "of": w.where, "parts": _by_name(w.parts), "total": w.total} for w in memory.workers
         ],
         "shared_gpus": [
-            {"workers": list(u.workers), **u.turns, "most": u.most, "alone": u.alone, "capacity": u.capacity}
+            {"workers": list(u.workers), **u.periods, "most": u.most, "alone": u.alone, "capacity": u.capacity}
             for u in memory.shared
         ],
         "kv_caches": {engine: asdict(cache) for engine, cache in memory.caches.items()},

@@ -108,14 +108,14 @@ async def _collect_young() -> None:
 
 
 _SUBMITTED_AT_ONCE = 16
-"""Calls submitted in one turn of the event loop."""
+"""Calls submitted in one iteration of the event loop."""
 
 
 async def gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs calls concurrently, submitted in order; returns their results in that order.
 
     The first error cancels the others and is raised. Calls to thousands of workers do not block the event loop: after
-    every few submissions other tasks get a turn.
+    every few submissions other tasks run.
     """
     rest = iter(calls)
     first = list(itertools.islice(rest, 2))

@@ -285,10 +285,6 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         """Digest of each whole parameter, in the optimizer's precision."""
         return (await self._broadcast(Trainer.weight_digests, timeout_s))[0]
 
-    async def write_weights(self, path: str, *, timeout_s: float) -> None:
-        """Writes every whole parameter, in the optimizer's precision, to one Arrow file."""
-        await self._broadcast(Trainer.write_weights, timeout_s, path)
-
     async def export(self, directory: str, *, timeout_s: float) -> None:
         """Writes the model as a Hugging Face folder."""
         await self._broadcast(Trainer.export, timeout_s, directory)

@@ -30,10 +30,10 @@ def bench(
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts of a batch (default: schedule.prompts_per_step).")
     ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="Measured batches of every point.")] = 3,
+    batches: Annotated[int, typer.Option(min=1, help="Measured batches of every point.")] = 3,
     baseline: Annotated[
         Literal["vllm"] | None,
-        typer.Option(help="vllm: also sample the same prompts with bare AsyncLLM, in turns between the others."),
+        typer.Option(help="vllm: also sample the same prompts with bare AsyncLLM, alternating with the others."),
     ] = None,
     set_: SetOption = [],  # noqa: B006
     output: Annotated[
@@ -59,7 +59,7 @@ def bench(
     from troupe.orchestrator.reporting.console import Console
     from troupe.orchestrator.reporting.html.bench import write_page
 
-    results = measure(BenchRequest(points, turns, address, baseline == "vllm"), Console(sys.stderr))
+    results = measure(BenchRequest(points, batches, address, baseline == "vllm"), Console(sys.stderr))
     cores = None if address or os.environ.get("RAY_ADDRESS") else os.cpu_count()
     record = record_of(results, cores)
     page = write_page(record, output or points[0].spec.run_folder / PAGE)

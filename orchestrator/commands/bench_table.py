@@ -66,9 +66,9 @@ def render(results: Sequence[Result], width: int = UNBOUNDED) -> Iterator[Table]
     first = 0
     while first < len(rows):
         count = len(rows) - first
-        while count > 1 and natural_width(_turned(heads, rows[first : first + count])) > width:
+        while count > 1 and natural_width(_transposed(heads, rows[first : first + count])) > width:
             count -= 1
-        yield _turned(heads, rows[first : first + count])
+        yield _transposed(heads, rows[first : first + count])
         first += count
 
 
@@ -94,7 +94,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _turned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _transposed(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A column for each point."""
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -126,7 +126,7 @@ def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:
 
 
 def _spread(measures: Measures) -> str:
-    """Half the range of the turns, in percent of the median; empty for a single turn."""
-    if measures.turns < 2 or not measures.tokens_per_s:
+    """Half the range of the batches, in percent of the median; empty for a single batch."""
+    if measures.batches < 2 or not measures.tokens_per_s:
         return ""
-    return f"{50 * (measures.fastest_turn - measures.slowest_turn) / measures.tokens_per_s:.0f}"
+    return f"{50 * (measures.fastest_batch - measures.slowest_batch) / measures.tokens_per_s:.0f}"

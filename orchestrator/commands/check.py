@@ -122,9 +122,8 @@ def doctor(
     runs = None if spec is None else plan_runs(read_document(spec, set_))
     from troupe.orchestrator.doctor import checks
     from troupe.orchestrator.doctor.facts import gather
-    from troupe.orchestrator.doctor.needs import needs_of
 
-    findings = checks.examine(gather(Path.cwd()), None if runs is None else needs_of(runs))
+    findings = checks.examine(gather(Path.cwd()), None if runs is None else checks.needs_of(runs))
     typer.echo(checks.as_json(findings) if as_json else checks.as_text(findings))
     if not checks.healthy(findings):
         sys.exit(FAILURE)

@@ -11,10 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, TurnUse, UnknownModel, gib
+from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, SharedUse, UnknownModel, gib
 from troupe.orchestrator.capacity.plan import Plan
 from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
-from troupe.orchestrator.roles.worker_memory import TURNS, Part, Where, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Where, WorkerMemory
 
 COLUMNS = {
     "weights": ("weights",),
@@ -102,22 +102,22 @@ def render_memory(memory: MemoryPlan, where: Where, width: int = UNBOUNDED) -> T
     return table
 
 
-def render_turns(memory: MemoryPlan, width: int = UNBOUNDED) -> Table:
-    """What shared GPUs need in each turn, and what their workers would need without turns, in GiB.
+def render_periods(memory: MemoryPlan, width: int = UNBOUNDED) -> Table:
+    """What shared GPUs need in each period of a step, and what their workers would need at once, in GiB.
 
     Where rows are wider than `width`, every number has one.
     """
-    headings = (*TURNS, "most", "no turns", "GPU")
-    alike: dict[tuple[int, ...], list[TurnUse]] = {}
+    headings = (*PERIODS, "most", "at once", "GPU")
+    alike: dict[tuple[int, ...], list[SharedUse]] = {}
     for use in memory.shared:
-        numbers = (*use.turns.values(), use.most, use.alone, use.capacity)
+        numbers = (*use.periods.values(), use.most, use.alone, use.capacity)
         alike.setdefault(numbers, []).append(use)
-    table = _turns_table(headings)
+    table = _periods_table(headings)
     for numbers, uses in alike.items():
         table.add_row(_sharing(uses), *map(gib, numbers))
     if natural_width(table) <= width:
         return table
-    table = _turns_table(("", "GiB"))
+    table = _periods_table(("", "GiB"))
     for numbers, uses in alike.items():
         name = _sharing(uses)
         for heading, number in zip(headings, numbers, strict=True):
@@ -126,7 +126,7 @@ def render_turns(memory: MemoryPlan, width: int = UNBOUNDED) -> Table:
     return table
 
 
-def _turns_table(headings: Sequence[str]) -> Table:
+def _periods_table(headings: Sequence[str]) -> Table:
     table = Table(title="shared GPUs, GiB", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("workers", overflow="fold")
     for heading in headings:
@@ -134,7 +134,7 @@ def _turns_table(headings: Sequence[str]) -> Table:
     return table
 
 
-def _sharing(uses: Sequence[TurnUse]) -> str:
+def _sharing(uses: Sequence[SharedUse]) -> str:
     """The workers of the first of some GPUs that are alike, and how many more there are."""
     return ", ".join(uses[0].workers) + (f" (and {len(uses) - 1} more)" if len(uses) > 1 else "")
 
@@ -202,6 +202,6 @@ def show(plan: Plan, console: Console | None = None) -> None:
         if any(worker.where == where for worker in plan.memory.workers):
             console.print(render_memory(plan.memory, where, console.width))
     if plan.memory.shared:
-        console.print(render_turns(plan.memory, console.width))
+        console.print(render_periods(plan.memory, console.width))
     for note in notes(plan.memory):
         console.print(note, markup=False, highlight=False, soft_wrap=console.width == UNBOUNDED)

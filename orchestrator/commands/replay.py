@@ -31,7 +31,6 @@ def replay(
     ] = False,
     address: AddressOption = None,
     result: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    weights: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Repeat the updates of a step, without engines, and compare the weights with those of the run.
 
@@ -47,7 +46,7 @@ def replay(
     elif resample:
         _resample(run, step, address)
     elif result is not None:
-        _for_another(run, step, result, weights)
+        _for_another(run, step, result)
     else:
         _replay(run, step, address)
 
@@ -80,16 +79,16 @@ def _compare(run: Path, step: int, against: Path, address: str | None) -> None:
         sys.exit(FAILURE)
 
 
-def _for_another(run: Path, step: int, result: Path, weights: Path | None) -> None:
-    """Repeats steps for another version of the code, which reads `result` and the files in `weights`."""
+def _for_another(run: Path, step: int, result: Path) -> None:
+    """Repeats steps for another version of the code, which reads `result`."""
     from dataclasses import replace
 
     from troupe.orchestrator.replay.against import write_result
     from troupe.orchestrator.replay_run import replay as replay_run
     from troupe.orchestrator.reporting.console import Console
 
-    request = replace(_request(run, step, None), whole=True, weights=weights)
-    outcome = replay_run(request, Console(sys.stderr), lambda repeated: repeated.step < step)
+    request = replace(_request(run, step, None), whole=True)
+    outcome = replay_run(request, Console(sys.stderr), lambda _: True)
     write_result(result, outcome.steps)
 
 
@@ -136,9 +135,5 @@ def _differences(found: Comparison, checkout: Path) -> list[str]:
         return [f"{checkout} has the same weights after every step ({found.steps} repeated)"]
     lines = [f"{checkout} differs first in step {first.step}"]
     for role, names in first.names.items():
-        tensors = found.tensors[role]
-        largest = max(tensors, key=lambda tensor: tensor.largest)
-        lines.append(f"  {role}: {len(names)} of {first.parameters[role]} parameters; the first is {tensors[0]}")
-        if largest.name != tensors[0].name:
-            lines.append(f"  {role}: the largest difference is in {largest}")
+        lines.append(f"  {role}: {len(names)} of {first.parameters[role]} parameters; the first is {names[0]}")
     return [*lines, *(f"  {line}" for line in first.metrics[:_SHOWN_METRICS])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,8 @@ from troupe.orchestrator.data.conversations import (
     split_answers,
     split_conversation,
 )
-from troupe.orchestrator.data.prompts import MAX_REPORTED, DataError, Pool
-from troupe.orchestrator.data.readers import read_table
+from troupe.orchestrator.data.pools import Pool, collect, prompts_of
+from troupe.orchestrator.data.readers import RawValues, read_table
 from troupe.orchestrator.spec.offline import ExampleSource, OfflineSpec, columns, data_format
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
 
@@ -74,63 +73,29 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Exa
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
     """
-    taken = frozenset(without.table.column("messages").to_pylist()) if without is not None else frozenset()
+    taken = prompts_of(without)
     format_ = data_format(spec, source)
     fields = columns(format_, source)
     form = _Form(source.loss_on == "last", spec.model.plain)
-    builder = _ExamplePoolBuilder()
-    for raw in read_table(source, fields, label):
-        try:
-            if raw.error:
-                raise BadRow(raw.error)
-            example = _READERS[format_]({name: raw.values[column] for name, column in fields.items()}, form)
-            messages = _json(chat_messages(example.prompt, source, plain=form.plain))
-            responses = [_json(turns) for turns in example.responses]
-            _check_texts([messages, *responses], example, source.max_chars)
-        except BadRow as bad:
-            builder.refuse(f"{raw.origin}: {bad}", stop=spec.failures.on_bad_row == "stop")
-            continue
-        if messages in taken:
-            builder.left_out += 1
-        else:
-            builder.add(messages, responses, example, raw.origin)
-    return builder.pool(label)
 
-
-@dataclass
-class _ExamplePoolBuilder:
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    bad_rows: int = 0
-    left_out: int = 0
-
-    def add(self, messages: str, responses: list[str], example: _Example, origin: str) -> None:
+    def read(raw: RawValues) -> dict[str, Any]:
+        example = _READERS[format_]({name: raw.values[column] for name, column in fields.items()}, form)
+        messages = _json(chat_messages(example.prompt, source, plain=form.plain))
+        responses = [_json(turns) for turns in example.responses]
+        _check_texts([messages, *responses], example, source.max_chars)
         labels = {"scores": example.scores, "margin": example.margin, "desirable": example.desirable}
-        self.rows.append({"messages": messages, "responses": responses, **labels, "origin": origin})
+        return {"messages": messages, "responses": responses, **labels, "origin": raw.origin}
 
-    def refuse(self, problem: str, *, stop: bool) -> None:
-        if stop:
-            raise DataError(problem)
-        self.bad_rows += 1
-        if len(self.problems) < MAX_REPORTED:
-            self.problems.append(problem)
-
-    def pool(self, label: str) -> ExamplePool:
-        if not self.rows:
-            raise DataError(f"{label}: {self._why_empty()}")
-        digest = hashlib.blake2b(digest_size=16)
-        for row in self.rows:
-            content = json.dumps({name: value for name, value in row.items() if name != "origin"}).encode()
-            digest.update(len(content).to_bytes(8, "little") + content)
-        table = pa.Table.from_pylist(self.rows, schema=EXAMPLE_TEXTS)
-        return ExamplePool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), self.left_out)
-
-    def _why_empty(self) -> str:
-        if self.left_out:
-            return "every prompt is also in the training data (data.held_out)"
-        if self.bad_rows:
-            return f"no row can be used ({self.bad_rows} bad; the first: {self.problems[0]})"
-        return "there are no rows"
+    found = collect(
+        read_table(source, fields, label),
+        read,
+        label,
+        spec.failures.on_bad_row,
+        lambda row: row["messages"] in taken,
+    )
+    contents = (json.dumps({name: value for name, value in row.items() if name != "origin"}) for row in found.rows)
+    table = pa.Table.from_pylist(found.rows, schema=EXAMPLE_TEXTS)
+    return found.pool(ExamplePool, table, map(str.encode, contents))
 
 
 def _demonstration(values: Mapping[str, Any], form: _Form) -> _Example:

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from troupe.orchestrator.data.conversations import BadRow, chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.pools import OnBadRow, Pool, collect, prompts_of
 from troupe.orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
 from troupe.orchestrator.spec.sections import DataConfig, DataSource
 from troupe.workers.contract.messages import PROMPTS
 
 __all__ = ["DataError", "PromptPick", "PromptPool", "PromptSource", "evaluation_picks", "load_pool", "load_pools"]
 
-MAX_REPORTED = 20
 RIGHT_ANSWERS = "right_answers"
 """Key of the metadata under which reward functions find every right answer of a row that has several."""
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Every usable row of a source."""
-
-    table: pa.Table
-    digest: str
-    """Digest of the rows' content; equal pools have equal digests."""
-    bad_rows: int = 0
-    """Rows that could not be used."""
-    problems: tuple[str, ...] = ()
-    """`file:row: reason` of the first unusable rows."""
-    left_out: int = 0
-    """Rows excluded because another pool has the same prompt."""
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.table.num_rows
 
 
 class PromptPool(Pool):
@@ -71,7 +50,7 @@ class Ordered(Protocol):
 
 
 def load_pools(
-    data: DataConfig, on_bad_row: Literal["skip", "stop"] = "skip", *, plain: bool = False
+    data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False
 ) -> tuple[PromptPool, PromptPool | None]:
     """The pools for training and (None without `data.eval`) for evaluation. Raises DataError."""
     train = load_pool(data.train, on_bad_row, "data.train", plain=plain)
@@ -83,7 +62,7 @@ def load_pools(
 
 def load_pool(
     source: DataSource,
-    on_bad_row: Literal["skip", "stop"] = "skip",
+    on_bad_row: OnBadRow = "skip",
     label: str = "data.train",
     without: PromptPool | None = None,
     *,
@@ -101,86 +80,37 @@ def load_pool(
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
     """
-    taken = frozenset(without.table.column("messages").to_pylist()) if without is not None else frozenset()
-    builder = _PromptPoolBuilder()
-    for raw in read_rows(source, label):
-        try:
-            row = _check(raw, source, plain)
-        except BadRow as bad:
-            problem = f"{raw.origin}: {bad}"
-            if on_bad_row == "stop":
-                raise DataError(problem) from None
-            builder.refuse(problem)
-            continue
-        if row.messages in taken:
-            builder.left_out += 1
-        else:
-            builder.add(row, raw.origin)
-    if not builder.origins:
-        raise DataError(builder.why_empty(label))
-    return builder.pool()
+    taken = prompts_of(without)
+    found = collect(
+        read_rows(source, label),
+        lambda raw: _row(raw, source, plain),
+        label,
+        on_bad_row,
+        lambda row: row.messages in taken,
+    )
+    rows = found.rows
+    texts = [[row.messages for row in rows], [row.answer for row in rows], [row.metadata for row in rows]]
+    candidates = [list(row.candidates) or None for row in rows]
+    columns = [*texts, [row.origin for row in rows]]
+    table = pa.table([range(len(rows)), *columns, candidates], schema=PROMPTS)
+    if any(candidates):
+        texts.append([json.dumps(row.candidates, ensure_ascii=False) for row in rows])
+    return found.pool(PromptPool, table, (text.encode() for column in texts for text in column))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Row:
     """A usable row, as the pool holds it."""
 
     messages: str
     answer: str
     metadata: str
-    candidates: tuple[str, ...] = ()
+    candidates: tuple[str, ...]
+    origin: str
 
 
-@dataclass
-class _PromptPoolBuilder:
-    messages: list[str] = field(default_factory=list)
-    answers: list[str] = field(default_factory=list)
-    metadata: list[str] = field(default_factory=list)
-    candidates: list[tuple[str, ...]] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    bad_rows: int = 0
-    left_out: int = 0
-
-    def add(self, row: _Row, origin: str) -> None:
-        self.messages.append(row.messages)
-        self.answers.append(row.answer)
-        self.metadata.append(row.metadata)
-        self.candidates.append(row.candidates)
-        self.origins.append(origin)
-
-    def refuse(self, problem: str) -> None:
-        self.bad_rows += 1
-        if len(self.problems) < MAX_REPORTED:
-            self.problems.append(problem)
-
-    def why_empty(self, label: str) -> str:
-        if self.left_out:
-            return f"{label}: every prompt is also in the training data ({label.partition('.')[0]}.held_out)"
-        if self.bad_rows:
-            return f"{label}: no row can be used ({self.bad_rows} bad; the first: {self.problems[0]})"
-        return f"{label}: there are no rows"
-
-    def pool(self) -> PromptPool:
-        columns = [self.messages, self.answers, self.metadata]
-        if any(self.candidates):
-            columns.append([json.dumps(texts, ensure_ascii=False) for texts in self.candidates])
-        digest = hashlib.blake2b(digest_size=16)
-        for column in columns:
-            for text in column:
-                encoded = text.encode()
-                digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        rows = range(len(self.origins))
-        texts = [pa.array(column, pa.string()) for column in (*columns[:3], self.origins)]
-        candidates = pa.array([list(texts) or None for texts in self.candidates], PROMPTS.field("candidates").type)
-        table = pa.table([pa.array(rows, pa.int64()), *texts, candidates], schema=PROMPTS)
-        return PromptPool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), self.left_out)
-
-
-def _check(raw: RawRow, source: DataSource, plain: bool) -> _Row:
+def _row(raw: RawRow, source: DataSource, plain: bool) -> _Row:
     """A row as the pool holds it. Raises BadRow."""
-    if raw.error:
-        raise BadRow(raw.error)
     messages = json.dumps(chat_messages(raw.prompt, source, plain=plain), ensure_ascii=False)
     answers = _answers(raw.answer)
     answer, longest = answers[0], max(map(len, answers))
@@ -195,7 +125,7 @@ def _check(raw: RawRow, source: DataSource, plain: bool) -> _Row:
         raise BadRow(f"the metadata cannot be held as JSON ({error})") from None
     for name, text in (("the prompt", messages), ("the answer", answer), ("the metadata", metadata)):
         require_whole(text, name)
-    return _Row(messages, answer, metadata, _candidates(raw.candidates, source.max_chars))
+    return _Row(messages, answer, metadata, _candidates(raw.candidates, source.max_chars), raw.origin)
 
 
 def _candidates(texts: Any, max_chars: int) -> tuple[str, ...]:

@@ -19,21 +19,15 @@ from troupe.orchestrator.data.columns import Tree, arrow_columns, find_column, r
 from troupe.orchestrator.errors import DataError, nearest
 from troupe.orchestrator.spec.patterns import matching_files
 from troupe.orchestrator.spec.sections import (
-    CsvFile,
-    CsvSource,
     DatasetsFolder,
     DatasetsSource,
     DataSource,
+    FileSource,
     HubFiles,
     HubSource,
-    JsonFile,
-    JsonlFile,
-    JsonlSource,
-    JsonSource,
-    ParquetFile,
-    ParquetSource,
     ReasoningGymSource,
     RecipeConfig,
+    TableFile,
 )
 
 MAX_LINE_BYTES = 16 << 20
@@ -63,10 +57,10 @@ class RawValues:
     """Why the row could not be read; empty where it could."""
 
 
-TableSource = JsonlFile | JsonFile | ParquetFile | CsvFile | DatasetsFolder | HubFiles
+TableSource = TableFile | DatasetsFolder | HubFiles
 Fields = Mapping[str, str] | None
 """Column of each field of a source; None: every column."""
-PromptTable = JsonlSource | JsonSource | ParquetSource | CsvSource | DatasetsSource | HubSource
+PromptTable = FileSource | DatasetsSource | HubSource
 
 
 def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
@@ -338,8 +332,8 @@ def _reasoning_gym(source: ReasoningGymSource, label: str) -> Iterator[RawRow]:
         for index, recipe in enumerate(recipes)
     ]
     # Recipes alternate in proportion to their sizes, so that any prefix of the pool has the mixture of the whole.
-    turns = [((number + 0.5) / size, index, number) for index, size in enumerate(sizes) for number in range(size)]
-    for _, index, number in sorted(turns):
+    order = [((number + 0.5) / size, index, number) for index, size in enumerate(sizes) for number in range(size)]
+    for _, index, number in sorted(order):
         name = recipes[index].name
         origin = f"reasoning_gym/{name}:{number + 1}"
         try:

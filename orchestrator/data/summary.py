@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from troupe.orchestrator.data.examples import load_examples
-from troupe.orchestrator.data.prompts import Pool, load_pools
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.data.texts import load_texts
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 
 from troupe.orchestrator.data.conversations import BadRow, require_whole
-from troupe.orchestrator.data.prompts import MAX_REPORTED, DataError, Pool, PromptSource
-from troupe.orchestrator.data.readers import read_table
+from troupe.orchestrator.data.pools import OnBadRow, Pool, collect
+from troupe.orchestrator.data.prompts import PromptSource
+from troupe.orchestrator.data.readers import RawValues, read_table
 from troupe.orchestrator.spec.sections import TextSource
 from troupe.workers.contract.roles import TableRef
 
@@ -21,36 +21,20 @@ class TextPool(Pool):
     """Texts; columns `text` and `origin` ("file.jsonl:17")."""
 
 
-def load_texts(source: TextSource, on_bad_row: Literal["skip", "stop"]) -> TextPool:
+def load_texts(source: TextSource, on_bad_row: OnBadRow) -> TextPool:
     """Read the texts. Raises DataError: the source cannot be read, a row is bad with `stop`, or no row is left."""
-    rows: list[dict[str, str]] = []
-    problems: list[str] = []
-    digest = hashlib.blake2b(digest_size=16)
-    for raw in read_table(source, {"text": source.text}, "data.ptx"):
-        try:
-            text = _text(raw.error, raw.values.get(source.text))
-        except BadRow as bad:
-            if on_bad_row == "stop":
-                raise DataError(f"{raw.origin}: {bad}") from None
-            problems.append(f"{raw.origin}: {bad}")
-            continue
-        encoded = text.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        rows.append({"text": text, "origin": raw.origin})
-    if not rows:
-        why = f"no row can be used ({len(problems)} bad; the first: {problems[0]})" if problems else "there are no rows"
-        raise DataError(f"data.ptx: {why}")
-    table = pa.Table.from_pylist(rows, schema=_SCHEMA)
-    return TextPool(table, digest.hexdigest(), len(problems), tuple(problems[:MAX_REPORTED]))
+    rows = read_table(source, {"text": source.text}, "data.ptx")
+    found = collect(rows, lambda raw: _row(raw, source.text), "data.ptx", on_bad_row)
+    table = pa.Table.from_pylist(found.rows, schema=_SCHEMA)
+    return found.pool(TextPool, table, (row["text"].encode() for row in found.rows))
 
 
-def _text(error: str, value: Any) -> str:
-    if error:
-        raise BadRow(error)
-    if not isinstance(value, str) or not value.strip():
+def _row(raw: RawValues, column: str) -> dict[str, str]:
+    text = raw.values.get(column)
+    if not isinstance(text, str) or not text.strip():
         raise BadRow("the text is empty or not text")
-    require_whole(value, "the text")
-    return value
+    require_whole(text, "the text")
+    return {"text": text, "origin": raw.origin}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from troupe.orchestrator.doctor import nvidia
 from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
 from troupe.orchestrator.doctor.software import BUILT_ON
@@ -96,16 +98,15 @@ def _loads(library: str) -> bool:
 
 def _resources(working: Path) -> Resources:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, used = _memory_limit(memory)
-    available = _available(memory)
+    memory = psutil.virtual_memory()
+    limit, used = _memory_limit(memory.total)
     ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
     return Resources(
         cpus=os.cpu_count() or 1,
         usable_cpus=_usable_cpus(),
-        memory=memory,
+        memory=memory.total,
         memory_limit=limit,
-        available=available if limit == UNLIMITED else max(0, min(available, limit - used)),
+        available=memory.available if limit == UNLIMITED else max(0, min(memory.available, limit - used)),
         shm=_folder("shared memory", Path("/dev/shm")),
         folders=(
             _folder("working folder", working),
@@ -114,7 +115,6 @@ def _resources(working: Path) -> Resources:
         ),
         open_files=(_limit(files[0]), _limit(files[1])),
         processes=min(_limits(_limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]), _pids_limit()), default=UNLIMITED),
-        locked_memory=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
     )
 
 
@@ -124,11 +124,6 @@ def _limits(*values: int) -> list[int]:
 
 def _limit(value: int) -> int:
     return UNLIMITED if value == resource.RLIM_INFINITY else value
-
-
-def _available(default: int) -> int:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
-    return int(match[1]) * 1024 if match else default
 
 
 def _folder(use: str, path: Path) -> Folder:

@@ -7,20 +7,15 @@ from collections.abc import Iterator
 from troupe.orchestrator.doctor.machine import GIB, MIB, UNLIMITED, Finding, Folder, Machine, Needs, gib, version
 from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, address_problem, sockets_problem
 
-_LEAST_CAPABILITY = (7, 0)
-"""vLLM runs on GPUs from Volta on."""
 _BFLOAT16_CAPABILITY = (8, 0)
 _FREE_SHARE = 0.1
 """Share of a GPU's memory that may be in use without a note: engines take 0.85 of it by default."""
 _NCCL_SHM = 256 * MIB
-_LOCKED_MEMORY = GIB
 _LEAST_MEMORY = 4 * GIB
 """An engine and a trainer without a model take 2.3 GiB."""
 _LEAST_SHM = GIB
 _LEAST_DISK = GIB
 _LITTLE_DISK = 10 * GIB
-_FULL_DISK = 0.95
-"""Share of a disk from which on Ray refuses to spill objects to it."""
 _FEW_FILES, _ENOUGH_FILES, _GOOD_FILES = 1024, 4096, 65536
 _FEW_PROCESSES = 4096
 
@@ -91,10 +86,7 @@ def _gpu_problems(machine: Machine, needs: Needs) -> Iterator[Finding]:
         found = f"{needs.name} asks for {needs.gpus:g} GPUs, this machine shows {len(gpus)}"
         yield Finding("gpus", "problem", found, "lower the roles' workers, or join a cluster: troupe run --address ...")
     oldest = min(gpus, key=lambda gpu: gpu.capability)
-    if oldest.capability < _LEAST_CAPABILITY:
-        found = f"{oldest.name} has compute capability {version(oldest.capability)}; vLLM needs at least 7.0"
-        yield Finding("gpus", "problem", found, "use a newer GPU (V100 or later)")
-    elif oldest.capability < _BFLOAT16_CAPABILITY:
+    if oldest.capability < _BFLOAT16_CAPABILITY:
         found = f"{oldest.name} has compute capability {version(oldest.capability)}: no bfloat16"
         yield Finding("gpus", "note", found, "set model.dtype: float32")
     for index, gpu in enumerate(gpus):
@@ -193,9 +185,6 @@ def _folder(folder: Folder, needs: Needs) -> Iterator[Finding]:
     elif folder.free < checkpoints:
         text = f"{found}; {needs.name} keeps {needs.checkpoints} checkpoints of {gib(needs.checkpoint)}"
         yield Finding("disk", "problem", text, "lower checkpoint.keep, or choose another folder with troupe run --out")
-    elif folder.use == "Ray's folder" and folder.total and 1 - folder.free / folder.total > _FULL_DISK:
-        text = f"{found}: Ray moves no objects to a disk that is over 95% full"
-        yield Finding("disk", "note", text, move)
     elif folder.free < _LITTLE_DISK:
         yield Finding("disk", "note", f"{found}: little for checkpoints of a large model", move)
 
@@ -208,7 +197,7 @@ _MOVES = {
 
 
 def check_limits(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Open files, processes and locked memory."""
+    """Open files and processes."""
     soft, hard = machine.resources.open_files
     processes = machine.resources.processes
     findings: list[Finding] = []
@@ -222,11 +211,6 @@ def check_limits(machine: Machine, needs: Needs) -> Iterator[Finding]:
         found = f"{processes} processes and threads; each worker has up to a few hundred threads"
         remedy = f"ulimit -u {4 * _FEW_PROCESSES} (docker run --pids-limit=-1)"
         findings.append(Finding("limits", "problem" if processes < _FEW_PROCESSES // 4 else "note", found, remedy))
-    locked = machine.resources.locked_memory
-    if machine.graphics.infiniband and locked != UNLIMITED and locked < _LOCKED_MEMORY:
-        found = f"InfiniBand, but only {gib(locked)} of memory may be locked: NCCL cannot register its buffers"
-        remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1), before ray start"
-        findings.append(Finding("limits", "problem", found, remedy))
     yield from findings
     if not findings:
         shown = "unlimited" if processes == UNLIMITED else str(processes)

@@ -89,7 +89,6 @@ class Graphics:
     """Why nvidia-smi gave no answer."""
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES."""
-    infiniband: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,6 @@ class Resources:
     open_files: tuple[int, int]
     """Soft and hard limit."""
     processes: int
-    locked_memory: int
-    """Bytes."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ def graphics() -> Graphics:
         driver_cuda=_driver_cuda() if rows else None,
         error=error,
         visible=visible,
-        infiniband=Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()),
     )
 
 

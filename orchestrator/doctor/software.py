@@ -24,28 +24,17 @@ _TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 
 
 def check_python(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Python's version."""
+    """Python's version and the platform."""
     software = machine.software
-    found = f"Python {version(software.python)}, {software.executable}"
-    if OLDEST <= software.python[:2] <= NEWEST:
-        yield Finding("python", "ok", found)
-        return
-    remedy = f"create an environment with Python {version(OLDEST)} to {version(NEWEST)}: python3.12 -m venv .venv"
-    yield Finding("python", "problem", found, remedy)
-
-
-def check_platform(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Operating system and processor."""
-    software = machine.software
-    found = f"{software.system} on {software.architecture}"
-    if software.system != "Linux":
-        remedy = "vLLM runs on Linux only: use a Linux machine, WSL or a container"
-        yield Finding("platform", "problem", found, remedy)
-    elif software.architecture not in _ARCHITECTURES:
-        remedy = f"use a machine with {' or '.join(_ARCHITECTURES)}: vLLM and Ray publish no packages for others"
-        yield Finding("platform", "problem", found, remedy)
+    found = f"Python {version(software.python)} on {software.system} {software.architecture}, {software.executable}"
+    if software.system != "Linux" or software.architecture not in _ARCHITECTURES:
+        remedy = f"use Linux on {' or '.join(_ARCHITECTURES)} (also WSL or a container): vLLM has packages for no other"
+        yield Finding("python", "problem", found, remedy)
+    elif not OLDEST <= software.python[:2] <= NEWEST:
+        remedy = f"create an environment with Python {version(OLDEST)} to {version(NEWEST)}: python3.12 -m venv .venv"
+        yield Finding("python", "problem", found, remedy)
     else:
-        yield Finding("platform", "ok", found)
+        yield Finding("python", "ok", found)
 
 
 def check_packages(machine: Machine, needs: Needs) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class NodeFlags(Flags):
-    """Size of a node of the cluster: a Slurm node, or a pod on Kubernetes, which is a node to Ray."""
+    """Size of a node, and its environment: a Slurm node, or a pod on Kubernetes, which is a node to Ray."""
 
     gpus_per_node: Annotated[
         int | None, _nodes(help="GPUs per Slurm node (default: 0); most GPUs of a pod (default: 8).")
@@ -47,6 +47,7 @@ class NodeFlags(Flags):
     gib_per_node: Annotated[
         int | None, _nodes(help="Memory of a Slurm node, or of a pod with GPUs, in GiB (default: from the plan).")
     ] = None
+    env: Annotated[list[str] | None, _nodes("--env", metavar="NAME=VALUE", help="Set an environment variable.")] = None
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,6 @@ class KubernetesFlags(Flags):
         _kubernetes("--pvc", metavar="CLAIM:/FOLDER", help="Mount a PersistentVolumeClaim in all pods."),
     ] = None
     root: Annotated[str | None, _kubernetes(help="Base of relative paths (default: the first --pvc).")] = None
-    env: Annotated[
-        list[str] | None, _kubernetes("--env", metavar="NAME=VALUE", help="Set an environment variable.")
-    ] = None
     secret_env: Annotated[
         list[str] | None,
         _kubernetes("--secret-env", metavar="NAME=SECRET:KEY", help="Set a variable from a Secret's key."),
@@ -85,6 +83,17 @@ class SlurmFlags(Flags):
     exclusive: Annotated[bool, _slurm("--exclusive", help="Share the nodes with no other job.")] = False
     requeues: Annotated[
         int | None, _slurm(help="Times the job is queued again at its time limit, to resume (default: 20).")
+    ] = None
+    pyxis: Annotated[
+        str | None, _slurm(metavar="IMAGE", help="Run in a container of Slurm's plugin pyxis (enroot).")
+    ] = None
+    apptainer: Annotated[str | None, _slurm(metavar="IMAGE", help="Run in a container of Apptainer.")] = None
+    mount: Annotated[
+        list[str] | None,
+        _slurm("--mount", metavar="/FOLDER[:/INSIDE]", help="Mount a folder in the container."),
+    ] = None
+    prologue: Annotated[
+        Path | None, _slurm(metavar="FILE", help="Bash lines to run first on the first node, such as `module load`.")
     ] = None
 
 

@@ -15,8 +15,13 @@ from troupe.orchestrator.platforms.kubernetes.documents import manifests, notes,
 from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.patch import read_patches
 from troupe.orchestrator.platforms.kubernetes.pods import Limits
-from troupe.orchestrator.platforms.kubernetes.values import parse_claim, parse_secret_variable, parse_variable
-from troupe.orchestrator.platforms.slurm import SlurmOptions, script
+from troupe.orchestrator.platforms.kubernetes.values import (
+    Variable,
+    parse_claim,
+    parse_secret_variable,
+    parse_variable,
+)
+from troupe.orchestrator.platforms.slurm import Container, Runtime, SlurmOptions, parse_mount, script
 from troupe.orchestrator.spec.examples import example_name
 from troupe.orchestrator.spec.paths import absolute_paths
 from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
@@ -84,7 +89,7 @@ def _options(
         ray_version=importlib.metadata.version("ray"),  # the images are built with the same version
         out=str(request.out) if request.out is not None else None,
         claims=tuple(parse_claim(text) for text in flags.pvc or ()),
-        variables=tuple(parse_variable(text) for text in flags.env or ()),
+        variables=_variables(nodes),
         secret_variables=tuple(parse_secret_variable(text) for text in flags.secret_env or ()),
         limits=Limits(gpus=size.get("gpus_per_node", Limits.gpus), cpus=size.get("cpus_per_node", Limits.cpus)),
         gib_per_node=nodes.gib_per_node,
@@ -113,11 +118,53 @@ def batch_script(
     """
     document = read_document(request.spec, request.overrides)
     runs = plan_runs(document)
-    options = SlurmOptions(environment=environment, **nodes.given(), **flags.given())
+    given = flags.given()
+    container = _container(flags, request)
+    for name in ("pyxis", "apptainer", "mount", "prologue"):
+        given.pop(name, None)
+    size = {name: number for name, number in nodes.given().items() if name != "env"}
+    options = SlurmOptions(
+        environment=None if container else environment,
+        variables=_variables(nodes),
+        container=container,
+        prologue="" if flags.prologue is None else _lines(flags.prologue),
+        **size,
+        **given,
+    )
     command = [str(request.spec if example_name(request.spec) else request.spec.absolute())]
     command += [part for override in request.overrides for part in ("--set", override)]
     command += ["--out", str(request.out)] if request.out is not None else []
     return script(request.name or to_send(document, runs).name, command, runs, options)
+
+
+def _variables(nodes: NodeFlags) -> tuple[Variable, ...]:
+    return tuple(parse_variable(text) for text in nodes.env or ())
+
+
+def _container(flags: SlurmFlags, request: Request) -> Container | None:
+    """The container of a Slurm job. Raises UsageError for flags that contradict each other, or a bad mount."""
+    if flags.pyxis is not None and flags.apptainer is not None:
+        raise UsageError("--apptainer: give either --pyxis or --apptainer")
+    runtime: Runtime = "pyxis" if flags.pyxis is not None else "apptainer"
+    image = flags.pyxis if flags.pyxis is not None else flags.apptainer
+    if image is None:
+        if flags.mount:
+            raise UsageError("--mount: needs a container, --pyxis IMAGE or --apptainer IMAGE")
+        return None
+    mounts = [parse_mount(text) for text in flags.mount or ()]
+    if not example_name(request.spec):
+        folder = str(request.spec.absolute().parent)
+        mounts.append((folder, folder))
+    return Container(runtime, image, tuple(dict.fromkeys(mounts)))
+
+
+def _lines(file: Path) -> str:
+    """The text of a prologue. Raises UsageError if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8").rstrip("\n") + "\n"
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--prologue {file}: {why}") from error
 
 
 def write(file: Path, text: str) -> None:

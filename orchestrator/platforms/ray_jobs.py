@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import yaml
 
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.platforms.job_files import copy_folder
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.paths import absolute_paths
+from troupe.orchestrator.spec.stages import ChainDocument
 
 _CREDENTIALS = re.compile(r"://[^/\s@]+@")
 """A user name or a token in a URL."""
@@ -33,19 +35,6 @@ _NAME = "troupe"
 """Metadata key that holds the name of the run."""
 
 Echo = Callable[[str], Any]
-
-
-class Submittable(Protocol):
-    """A spec, or a chain of specs."""
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        ...
-
-    def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]:
-        """The data as plain YAML types."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +86,7 @@ class JobServer:
         with self._reported():
             self._client = JobSubmissionClient(address, headers=token_header())
 
-    def submit(self, spec: Submittable, submission: Submission, note: Echo) -> str:
+    def submit(self, spec: RunSpec | ChainDocument, submission: Submission, note: Echo) -> str:
         """Submit the spec with every relative path made absolute, because the job has another working directory.
 
         What is sent is a copy: the user's folder is only read.

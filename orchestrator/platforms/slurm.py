@@ -7,11 +7,14 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from troupe.orchestrator.capacity.placement import CPUS_PER_NODE, Node
 from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.kubernetes.values import Variable
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import PlannedRun
@@ -24,12 +27,29 @@ _RAY_GIB = 1
 _HEADROOM = 1.1
 
 
+Runtime = Literal["pyxis", "apptainer"]
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container in which Ray and the run are started on every node."""
+
+    runtime: Runtime
+    image: str
+    mounts: tuple[tuple[str, str], ...] = ()
+    """(folder on the node, folder inside). The submission folder and /tmp are mounted besides."""
+
+
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Resources of the Slurm job. Raises UsageError for a number out of range."""
+    """Resources of the Slurm job, and where it runs. Raises UsageError for a number out of range."""
 
-    environment: Path
-    """Virtual environment with Troupe, at the same path on every node."""
+    environment: Path | None
+    """Virtual environment with Troupe, at the same path on every node; None: that of the container."""
+    variables: tuple[Variable, ...] = ()
+    container: Container | None = None
+    prologue: str = ""
+    """Bash lines that the script runs first."""
     nodes: int = 1
     gpus_per_node: int = 0
     cpus_per_node: int = CPUS_PER_NODE
@@ -108,16 +128,44 @@ def script(
     text = (
         "#!/bin/bash\n"
         + "".join(f"#SBATCH {line}\n" for line in lines)
+        + options.prologue
+        + "".join(f"export {each.variable}={shlex.quote(each.value)}\n" for each in options.variables)
         + "# Written by `troupe deploy --slurm`. Pass account, partition and time to sbatch:\n"
         "#   sbatch --partition=... --time=... THIS-FILE\n"
         "# To stop the run so that it saves: scancel --batch --signal=TERM JOB\n"
-        f"environment={shlex.quote(str(options.environment))}\n"
+        f"environment={shlex.quote('' if options.environment is None else str(options.environment))}\n"
+        + "".join(f"{name}=({shlex.join(words)})\n" for name, words in _container(options).items())
         + " ".join(f"{key}={value}" for key, value in numbers.items())
-        + f"\nrun=(troupe run {shlex.join(command)} --address auto --resume --supervise)\n{_BODY}"
+        + f"\nrun=(troupe run {shlex.join(command)} --address auto --resume --supervise)\n{_end()}"
     )
     rule = "the job asks for no memory (set --gib-per-node or --exclusive, or deploy where the model is)"
     why = "; ".join(unknown.values())
     return text, [f"memory is not planned ({why}): {rule}"] if memory is None else []
+
+
+def parse_mount(text: str) -> tuple[str, str]:
+    """(folder on the node, folder inside) of `/FOLDER` or `/FOLDER:/INSIDE`. Raises UsageError."""
+    outside, _, inside = text.partition(":")
+    inside = inside or outside
+    if not (outside.startswith("/") and inside.startswith("/")) or "," in text or ":" in inside:
+        raise UsageError(f"--mount {text}: expected /FOLDER or /FOLDER:/INSIDE, absolute and without commas")
+    return outside, inside
+
+
+def _container(options: SlurmOptions) -> dict[str, list[str]]:
+    """Words of the script: `inside`, in front of a command on a node, and `container`, arguments of srun."""
+    if options.container is None:
+        return {"inside": [], "container": []}
+    mounts = [":".join(mount) for mount in options.container.mounts]
+    if options.container.runtime == "pyxis":
+        given = ",".join(["/tmp:/tmp", *mounts])
+        return {
+            "inside": [],
+            "container": [f"--container-image={options.container.image}", f"--container-mounts={given}"],
+        }
+    gpus = ["--nv"] if options.gpus_per_node else []
+    binds = [f"--bind={mount}" for mount in ["/tmp:/tmp", *mounts]]
+    return {"inside": ["apptainer", "exec", *gpus, *binds, options.container.image], "container": []}
 
 
 def _plans(runs: Sequence[PlannedRun], options: SlurmOptions) -> Iterator[Plan]:
@@ -154,111 +202,6 @@ def _refuse_labels(spec: RunSpec) -> None:
             raise UsageError(f"roles.{role}.node_labels: {why}")
 
 
-_BODY = r"""
-set -euo pipefail
-export PATH="$environment/bin:$PATH" RAY_USAGE_STATS_ENABLED=0
-fail() { echo "error: $*" >&2; exit 1; }
-
-# The cluster's token: created here, readable by its owner only, read from its file by every process; never an argument.
-secrets=$(mktemp -d "$PWD/.troupe-$SLURM_JOB_ID-XXXXXX")
-temporary=$(mktemp -d "/tmp/troupe-$SLURM_JOB_ID-XXXXXX")
-cleanup() {  # end Ray on all nodes, which remove their temporary folders, within a minute
-  trap '' TERM INT USR1
-  local pids
-  mapfile -t pids < <(jobs -p)
-  if ((${#pids[@]})); then
-    kill "${pids[@]}" 2>/dev/null || true
-    for ((i = 0; i < 600; i++)); do
-      [[ -n $(jobs -pr) ]] || break
-      sleep 0.1
-    done
-    kill -KILL "${pids[@]}" 2>/dev/null || true
-  fi
-  rm -rf "$secrets" "$temporary"
-}
-trap cleanup EXIT
-trap 'exit 130' TERM INT USR1  # while Ray starts there is nothing to save
-unset RAY_AUTH_TOKEN RAY_ADDRESS
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$secrets/token"
-(umask 077; head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
-
-# Ray listens on each node's address in the job's network: what its name resolves to, unless that is a loopback address.
-address_of() {
-  local address
-  address=$(getent ahostsv4 "$1" | awk '$1 !~ /^127\./ && !found { print $1; found = 1 }') || true
-  [[ -n $address ]] || address=$(srun --nodes=1 --ntasks=1 --nodelist="$1" hostname -I | awk '{ print $1 }')
-  [[ -n $address ]] || fail "node $1 has no address"
-  echo "$address"
-}
-ray_on_node() {  # ray_on_node ARGUMENT...: Ray with a private temporary folder, which is removed when it ends
-  local folder
-  folder=$(mktemp -d "/tmp/ray-$SLURM_JOB_ID-XXXXXX")
-  TMPDIR="$folder" ray start --block --disable-usage-stats --temp-dir="$folder" "$@" &
-  ray=$!
-  trap 'kill "$ray" 2>/dev/null' TERM INT
-  until wait "$ray" || ! kill -0 "$ray" 2>/dev/null; do :; done
-  rm -rf "$folder"
-}
-start_ray() {  # start_ray NODE ADDRESS ARGUMENT...: Ray on one node, until the job ends
-  srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --nodelist="$1" \
-    bash -c "$(declare -f ray_on_node)"$'\nray_on_node "$@"' ray_on_node --node-ip-address="$2" \
-    --num-cpus="$cpus" --num-gpus="$gpus" "${@:3}" &
-}
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-addresses=()
-for node in "${nodes[@]}"; do addresses+=("$(address_of "$node")"); done
-port=$((20000 + SLURM_JOB_ID % 10000))
-head="${addresses[0]}:$port"
-start_ray "${nodes[0]}" "${addresses[0]}" --head --port="$port" --include-dashboard=false
-
-# The run starts only if all nodes join within the timeout.
-wait_for() {  # wait_for COUNT: until that many nodes have joined
-  timeout "$join_timeout_s" python - "$head" "$1" <<'PYTHON' &
-import socket
-import sys
-import time
-
-import ray
-
-address, wanted = sys.argv[1], int(sys.argv[2])
-host, port = address.rsplit(":", 1)
-while True:
-    try:
-        socket.create_connection((host, int(port)), 5).close()
-        break
-    except OSError:
-        time.sleep(1)
-ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-while sum(node["Alive"] for node in ray.nodes()) < wanted:
-    time.sleep(1)
-PYTHON
-  wait $! || fail "fewer than $1 nodes joined in $join_timeout_s s"
-}
-wait_for 1
-for ((i = 1; i < ${#nodes[@]}; i++)); do start_ray "${nodes[i]}" "${addresses[i]}" --address="$head"; done
-wait_for "${#nodes[@]}"
-
-# SIGUSR1, Slurm's signal before the time limit, and SIGTERM, a signal sent by hand, let the run save and exit. The
-# script exits with the run's exit code, and all processes that it started end with it.
-RAY_ADDRESS="$head" TMPDIR="$temporary" "${run[@]}" &
-running=$!
-time_is_up=
-stop() { kill -TERM "$running" 2>/dev/null || true; }
-trap stop TERM INT
-trap 'time_is_up=yes; stop' USR1
-code=0
-wait "$running" || code=$?
-while kill -0 "$running" 2>/dev/null; do
-  code=0
-  wait "$running" || code=$?
-done
-
-# A run that has saved because its time is up (exit code 130) is queued again and resumes.
-if [[ -n $time_is_up && $code == 130 ]] && ((${SLURM_RESTART_COUNT:-0} < requeues)); then
-  cleanup
-  trap - EXIT
-  echo "time is up: queued again (${SLURM_RESTART_COUNT:-0} times so far)"
-  exec scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
+def _end() -> str:
+    """The part that is the same in every script."""
+    return files("troupe.orchestrator.platforms").joinpath("sbatch.sh").read_text(encoding="utf-8")

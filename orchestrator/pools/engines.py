@@ -23,9 +23,9 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.generation_meter import GenerationMeter
+from troupe.orchestrator.pools.memory_lock import MemoryLock
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.pools.turns import MemoryTurns
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
@@ -175,8 +175,8 @@ class EnginePool(ReplicaPool[Engine]):
         """None: an engine does not start where the current weights are damaged."""
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
-        self.turns = MemoryTurns()
-        """Turns with the trainers, where engines share their GPUs."""
+        self.memory = MemoryLock()
+        """Shared with the trainers, where engines run on their GPUs."""
         self._sleeps = spec.resolved_sleep != "none"
         self._spawn = spawn
         self._faults: dict[str, str] = {}
@@ -372,7 +372,7 @@ class EnginePool(ReplicaPool[Engine]):
         engine: Engine | None = None
         try:
             for renewals in itertools.count():
-                async with self._turn():
+                async with self._starting_memory():
                     if engine is None:
                         engine = await asyncio.wait_for(self._spawn(name), self.spec.schedule.start_timeout_s)
                     try:
@@ -391,9 +391,9 @@ class EnginePool(ReplicaPool[Engine]):
                 engine.kill()
             raise
 
-    def _turn(self) -> AbstractAsyncContextManager[None]:
+    def _starting_memory(self) -> AbstractAsyncContextManager[None]:
         """The memory that an engine starts with, where trainers share its GPU."""
-        return self.turns.starting() if self._sleeps else nullcontext()
+        return self.memory.starting() if self._sleeps else nullcontext()
 
     async def _admit(self, engine: Engine) -> None:
         """Loads the current weights into a started engine and adds it."""

@@ -6,12 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 import troupe
@@ -42,20 +40,6 @@ class ReplayThere(BaseModel):
 
 
 @dataclass(frozen=True)
-class TensorDifference:
-    """How a parameter differs."""
-
-    name: str
-    largest: float
-    """Largest absolute difference."""
-    scale: float
-    """Largest absolute value here."""
-
-    def __str__(self) -> str:
-        return f"{self.name} by up to {self.largest:.3g} (of values up to {self.scale:.3g})"
-
-
-@dataclass(frozen=True)
 class Difference:
     """The first step after which two versions of the code have different weights."""
 
@@ -78,25 +62,22 @@ def require_checkout(path: Path) -> Path:
     return root
 
 
-def replay_there(root: Path, run: Path, step: int, folder: Path, timeout_s: float, *, weights: bool) -> ReplayThere:
+def replay_there(root: Path, run: Path, step: int, folder: Path, timeout_s: float) -> ReplayThere:
     """Repeats a run up to a step with the code of a checkout, in a separate process.
 
     Args:
         root: The checkout.
         run: Folder of the run.
         step: The step.
-        folder: Where its result is written, and with `weights` the weights after the step.
+        folder: Where its result is written.
         timeout_s: Bound on the replay.
-        weights: Whether the weights are written.
 
     Raises:
         TroupeError: It failed, or took too long.
     """
     result = folder / "result.json"
-    result.unlink(missing_ok=True)  # of an earlier replay: it must not stand for one that fails
     module = "troupe" if (root / "troupe").is_dir() else "orchestrator.cli"  # versions before the package `troupe`
-    command = [sys.executable, "-m", module, "replay", str(run), "--step", str(step)]
-    command += ["--result", str(result), *(["--weights", str(folder)] if weights else [])]
+    command = [sys.executable, "-m", module, "replay", str(run), "--step", str(step), "--result", str(result)]
     log = folder / "log"
     with log.open("wb") as output:
         try:
@@ -147,28 +128,6 @@ def difference(here: Repeated, there: StepThere) -> Difference | None:
     sizes = {role: len(digests) for role, digests in here.weights.items()}
     metrics = different_metrics(there.updates, here.updates, "there")
     return Difference(here.step, {role: found for role, found in names.items() if found}, sizes, metrics)
-
-
-def tensor_differences(here: Path, there: Path, names: Sequence[str]) -> list[TensorDifference]:
-    """How the named parameters of two files of weights differ. Raises UsageError if one lacks a parameter."""
-    wanted, found = set(names), []
-    for (name, first), (other, second) in zip(_weights(here), _weights(there), strict=False):
-        if name not in wanted:
-            continue
-        if name != other or first.shape != second.shape:
-            words = f"{name} has {first.size} values here, {other} has {second.size} there"
-            raise UsageError(f"the two versions of the code train different models: {words}")
-        with np.errstate(invalid="ignore"):
-            found.append(TensorDifference(name, float(np.abs(first - second).max()), float(np.abs(first).max())))
-    return found
-
-
-def _weights(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and values of each parameter of a file, mapped."""
-    reader = pa.ipc.open_file(pa.memory_map(str(file)))
-    for number in range(reader.num_record_batches):
-        batch = reader.get_batch(number)
-        yield batch.column(0)[0].as_py(), batch.column(1).flatten().to_numpy()
 
 
 def _python_path(root: Path) -> str:

@@ -35,29 +35,13 @@ class ResamplePlan:
 
 
 @dataclass(frozen=True)
-class TokenDifference:
-    """The first token of a sample that differs."""
-
-    prompt_uid: str
-    sample_index: int
-    position: int
-    """In the response, from 0."""
-    recorded: str
-    found: str
-
-    def __str__(self) -> str:
-        where = f"{self.prompt_uid} sample {self.sample_index}, token {self.position} of the response"
-        return f"{where}: {self.recorded} in the run, {self.found} here"
-
-
-@dataclass(frozen=True)
 class Resampled:
     """What sampling again found."""
 
     step: int
     samples: int
-    differences: tuple[TokenDifference, ...]
-    """The first token of each sample that differs, in the order of the batch."""
+    differences: tuple[str, ...]
+    """The first token of each sample that differs, as text, in the order of the batch."""
     mixed: int
     largest_gap: float
     """Largest difference of the log-probs of equal tokens, up to the first that differs."""
@@ -101,24 +85,21 @@ def plan_resample(run: Path, step: int) -> ResamplePlan:
     return ResamplePlan(folder, spec, plan_up_to(run, min(groups), max(groups), folder), groups, mixed)
 
 
-def compare_samples(recorded: pa.Table, found: Iterable[pa.Table], uids: Iterable[str]) -> tuple[Any, ...]:
-    """The samples of these groups, compared.
+def compare_samples(plan: ResamplePlan, recorded: pa.Table, found: Iterable[pa.Table]) -> Resampled:
+    """The samples of a plan's groups, compared.
 
     Args:
+        plan: What was sampled again.
         recorded: The TRAIN table.
         found: ROLLOUTS tables.
-        uids: `prompt_uid` of the groups.
-
-    Returns:
-        Their number, the differences, and the largest gap of the log-probs.
 
     Raises:
         UsageError: A prompt is another one.
     """
-    wanted = set(uids)
+    wanted = {group.prompt_uid for groups in plan.groups.values() for group in groups}
     before = {key: row for key, row in _rows([recorded]).items() if key[0] in wanted}
     now = _rows(found)
-    differences: list[TokenDifference] = []
+    differences: list[str] = []
     gap, samples = 0.0, 0
     for key, row in before.items():
         again = now.get(key)
@@ -132,9 +113,9 @@ def compare_samples(recorded: pa.Table, found: Iterable[pa.Table], uids: Iterabl
         logprobs = zip(row["rollout_logprobs"][:shared], again["rollout_logprobs"][:shared], strict=True)
         gap = max([gap, *(abs(first - second) for first, second in logprobs)])
         if position is not None:
-            words = _token(row, position), _token(again, position)
-            differences.append(TokenDifference(key[0], key[1], position, *words))
-    return samples, tuple(differences), gap
+            where = f"{key[0]} sample {key[1]}, token {position} of the response"
+            differences.append(f"{where}: {_token(row, position)} in the run, {_token(again, position)} here")
+    return Resampled(plan.folder.kept.step, samples, tuple(differences), plan.mixed, gap)
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:

@@ -26,8 +26,6 @@ class RoleTime:
     workers: int
     busy_s: float
     """Mean over its workers of the time in which at least one call was open."""
-    longest_s: float
-    """That of its busiest worker."""
     wall_s: float
     """Length of the windows."""
 
@@ -80,7 +78,7 @@ def busy_roles(timeline: pa.Table, windows: Sequence[Interval]) -> list[RoleTime
     times: defaultdict[str, list[float]] = defaultdict(list)
     for (role, _), busy in sorted(_by_worker(timeline).items()):
         times[role].append(sum(_seconds(busy, window) for window in windows))
-    return [RoleTime(role, len(one), sum(one) / len(one), max(one), wall) for role, one in times.items()]
+    return [RoleTime(role, len(one), sum(one) / len(one), wall) for role, one in times.items()]
 
 
 def step_bounds(timeline: pa.Table) -> list[StepBound]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
-from troupe.orchestrator.roles import turns
+from troupe.orchestrator.roles import shared_gpu
 from troupe.orchestrator.roles.worker_memory import (
     Cache,
     Part,
@@ -124,7 +124,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     transfer = held * bucket_bytes(size, config.model.dtype)
     on_gpu = gpu if config.device == "cuda" else None
     shared = spec.roles.rollout.colocate_with == "policy" and not config.engine.enforce_eager
-    graphs = turns.GRAPHS if shared else 0
+    graphs = shared_gpu.GRAPHS if shared else 0
     memories, cache = engine(
         seat.worker,
         size,
@@ -135,7 +135,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
         transfer=transfer,
         graphs=graphs,
     )
-    return tuple(turns.of_engine(memories, config.sleep)), cache
+    return tuple(shared_gpu.of_engine(memories, config.sleep)), cache
 
 
 def kv_cache_bytes(spec: RolloutSpec, gpu: int, sizes: Sizes) -> int | None:
@@ -250,7 +250,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         return memories, None
     scores = spec.reference_in_policy or (spec.needs_old_logprobs and not spec.old_logprobs_at_batch)
     model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, spec.longest_sequence, gpu=True)
-    return tuple(turns.of_trainer(memories, scoring(seat.worker, model) if scores else ())), None
+    return tuple(shared_gpu.of_trainer(memories, scoring(seat.worker, model) if scores else ())), None
 
 
 def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:

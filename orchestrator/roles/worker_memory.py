@@ -25,10 +25,10 @@ from troupe.workers.contract.units import GIB, MIB
 
 Where = Literal["gpu", "host"]
 Phase = Literal["always", "pass", "step"]
-Turn = Literal["sampling", "update", "transfer"]
+Period = Literal["sampling", "update", "transfer"]
 """What the workers of a shared GPU do at one time: engines sample and models score; trainers update; weights are
 sent."""
-TURNS: tuple[Turn, ...] = ("sampling", "update", "transfer")
+PERIODS: tuple[Period, ...] = ("sampling", "update", "transfer")
 
 WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 """Bytes per number."""
@@ -55,8 +55,8 @@ class Part:
     bytes: int
     phase: Phase = "always"
     """When it is held: `always`; in the `pass` through the model; in the optimizer `step` and its preparation."""
-    turns: tuple[Turn, ...] = TURNS
-    """The turns of a shared GPU in which it is held."""
+    periods: tuple[Period, ...] = PERIODS
+    """The periods of a shared GPU in which it is held."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,16 @@ class WorkerMemory:
     @property
     def total(self) -> int:
         """The most that is held at once, in bytes."""
-        return max(map(self.during, TURNS))
+        return max(map(self.during, PERIODS))
 
-    def during(self, turn: Turn) -> int:
-        """The most that is held at once in a turn, in bytes.
+    def during(self, period: Period) -> int:
+        """The most that is held at once in a period, in bytes.
 
         A pass and a step hardly overlap, and on a GPU torch's allocator reuses the memory of one for the other. In host
         memory both count: buckets fill while the backward pass runs, and freed blocks below 1 MiB stay.
         """
-        phases = {phase: sum(p.bytes for p in self.parts if p.phase == phase and turn in p.turns) for phase in _PHASES}
+        held = [part for part in self.parts if period in part.periods]
+        phases = {phase: sum(part.bytes for part in held if part.phase == phase) for phase in _PHASES}
         either = max if self.where == "gpu" else sum
         return phases["always"] + either((phases["pass"], phases["step"]))
 
@@ -246,7 +247,7 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
 def _mask_row(size: ModelSize, longest: int, packing: bool) -> int:
     """Length of a row of the attention mask; packed rows have none.
 
-    A model with windows or with eager attention is padded.
+    A model with eager attention is padded; one with windows has a mask of each sequence on the CPU.
     """
     return 0 if packing and not (size.windowed or size.eager) else longest
 

@@ -10,7 +10,7 @@ from troupe.orchestrator.pools.engines import EnginePool
 
 
 class MemoryHandover:
-    """The trainers' turns on shared GPUs.
+    """Hands the memory of shared GPUs over for the updates of a step.
 
     A step has three phases. While engines sample, the policy has its weights in the GPU's memory and its optimizer in
     host memory. For the updates the engines rest. Before the new weights are sent, the optimizer leaves again; each
@@ -38,7 +38,7 @@ class MemoryHandover:
         Raises:
             WorkerError: A trainer did not move its states.
         """
-        async with self._pool.turns.training():
+        async with self._pool.memory.training():
             await self._pool.rest(self._timeout_s)
             yield
             await self._policy.offload_states(timeout_s=self._timeout_s)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _REFUSALS_PER_GROUP = 8
 """A step with this many refused prompts per group of the batch has the wrong data, not a few bad rows."""
 _OPENED_AT_ONCE = 16
-"""Groups opened in one turn of the event loop; opening a whole step at once would block thousands of engines."""
+"""Groups opened in one iteration of the event loop; opening a whole step at once would block thousands of engines."""
 
 
 def sampling_seed(seed: int, prompt_uid: str) -> int:

@@ -208,7 +208,7 @@ class TokenScorer:
 
     async def _run(self) -> None:
         """Scores one wave after another until no group is waiting."""
-        # One turn of the event loop lets groups that finished together join the first wave.
+        # One iteration of the event loop lets groups that finished together join the first wave.
         await asyncio.sleep(0)
         while self._waiting:
             wave, self._waiting = self._waiting, []

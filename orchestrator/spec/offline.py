@@ -17,15 +17,12 @@ from troupe.orchestrator.spec.sections import (
     BaseOutput,
     BaseSchedule,
     CheckpointConfig,
-    CsvFile,
     DatasetsFolder,
     HubFiles,
-    JsonFile,
-    JsonlFile,
-    ParquetFile,
     PromptText,
     ReferenceRole,
     Roles,
+    TableFile,
     TrainerRole,
 )
 from troupe.workers.contract.config import Device, Frozen, TrainerConfig
@@ -79,20 +76,8 @@ class _Examples(PromptText):
     """Column that says whether the response is good: true or false, 1 or 0 (kto)."""
 
 
-class JsonlExamples(_Examples, JsonlFile):
-    """A file with one JSON object per line."""
-
-
-class JsonExamples(_Examples, JsonFile):
-    """A file with one JSON array of objects."""
-
-
-class ParquetExamples(_Examples, ParquetFile):
-    """A Parquet file."""
-
-
-class CsvExamples(_Examples, CsvFile):
-    """A CSV file whose first line names the columns."""
+class FileExamples(_Examples, TableFile):
+    """A file of examples."""
 
 
 class DatasetsExamples(_Examples, DatasetsFolder):
@@ -104,7 +89,7 @@ class HubExamples(_Examples, HubFiles):
 
 
 ExampleSource = Annotated[
-    JsonlExamples | JsonExamples | ParquetExamples | CsvExamples | DatasetsExamples | HubExamples,
+    FileExamples | DatasetsExamples | HubExamples,
     Field(discriminator="kind"),
 ]
 

@@ -116,7 +116,7 @@ def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
                 f"{shares_of(name, role)} times {schedule.minibatches} minibatches",
             )
     if schedule.max_staleness > 0 and spec.roles.rollout.colocate_with is not None:
-        yield "schedule.max_staleness", "must be 0 where rollout shares the policy's GPUs: they take turns"
+        yield "schedule.max_staleness", "must be 0 where rollout shares the policy's GPUs: engines rest during updates"
     for name in ("generate_timeout_s", "score_timeout_s", "train_timeout_s", "sync_timeout_s"):
         if (limit := dict(schedule)[name]) > schedule.step_timeout_s:
             yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"

@@ -263,32 +263,12 @@ class _Located(Frozen):
     """Read only this many rows; 0: all."""
 
 
-class JsonlFile(_Located):
-    """A file with one JSON object per line."""
+class TableFile(_Located):
+    """A file of rows, or a pattern of files of one format."""
 
-    kind: Literal["jsonl"]
-    """A file with one JSON object per line; `.gz`: compressed."""
-
-
-class JsonFile(_Located):
-    """A file with one JSON array of objects."""
-
-    kind: Literal["json"]
-    """A file with one JSON array of objects, or with one object per line; `.gz`: compressed."""
-
-
-class CsvFile(_Located):
-    """A CSV file whose first line names the columns."""
-
-    kind: Literal["csv"]
-    """A CSV file in UTF-8 whose first line names the columns; every value is text."""
-
-
-class ParquetFile(_Located):
-    """A Parquet file."""
-
-    kind: Literal["parquet"]
-    """A Parquet file."""
+    kind: Literal["jsonl", "json", "parquet", "csv"]
+    """Format: `jsonl`, one JSON object per line; `json`, one array of objects (or one object per line); `parquet`;
+    `csv` in UTF-8, whose first line names the columns, and every value is text. JSON may be compressed (`.gz`)."""
 
 
 class DatasetsFolder(_Located):
@@ -335,20 +315,8 @@ class _Prompts(PromptText):
     of all is trained on (raft); null if there is none."""
 
 
-class JsonlSource(_Prompts, JsonlFile):
-    """A file with one JSON object per line."""
-
-
-class JsonSource(_Prompts, JsonFile):
-    """A file with one JSON array of objects."""
-
-
-class ParquetSource(_Prompts, ParquetFile):
-    """A Parquet file."""
-
-
-class CsvSource(_Prompts, CsvFile):
-    """A CSV file whose first line names the columns."""
+class FileSource(_Prompts, TableFile):
+    """A file of prompts."""
 
 
 class DatasetsSource(_Prompts, DatasetsFolder):
@@ -370,20 +338,8 @@ class _Texts(Frozen):
     """Pieces of text that each step trains on."""
 
 
-class JsonlTexts(_Texts, JsonlFile):
-    """A file with one JSON object per line."""
-
-
-class JsonTexts(_Texts, JsonFile):
-    """A file with one JSON array of objects."""
-
-
-class ParquetTexts(_Texts, ParquetFile):
-    """A Parquet file."""
-
-
-class CsvTexts(_Texts, CsvFile):
-    """A CSV file whose first line names the columns."""
+class FileTexts(_Texts, TableFile):
+    """A file of texts."""
 
 
 class DatasetsTexts(_Texts, DatasetsFolder):
@@ -395,7 +351,7 @@ class HubTexts(_Texts, HubFiles):
 
 
 TextSource = Annotated[
-    JsonlTexts | JsonTexts | ParquetTexts | CsvTexts | DatasetsTexts | HubTexts,
+    FileTexts | DatasetsTexts | HubTexts,
     Field(discriminator="kind"),
 ]
 
@@ -425,7 +381,7 @@ class ReasoningGymSource(PromptText):
 
 
 DataSource = Annotated[
-    JsonlSource | JsonSource | ParquetSource | CsvSource | DatasetsSource | HubSource | ReasoningGymSource,
+    FileSource | DatasetsSource | HubSource | ReasoningGymSource,
     Field(discriminator="kind"),
 ]
 

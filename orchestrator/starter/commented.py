@@ -62,5 +62,5 @@ def _section_model(annotation: Any, value: Any) -> type[BaseModel] | None:
     found = list(models_in(annotation))
     if len(found) < 2 or not isinstance(value, dict):
         return found[0] if found and isinstance(value, dict) else None
-    kinds = {get_args(model.model_fields["kind"].annotation)[0]: model for model in found}
-    return kinds.get(value.get("kind"))
+    kind = value.get("kind")
+    return next((model for model in found if kind in get_args(model.model_fields["kind"].annotation)), None)

@@ -107,7 +107,7 @@ def candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
 
 
 def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
-    """Ways to divide the GPUs: half of them sample and half train, or all do both in turn."""
+    """Ways to divide the GPUs: half of them sample and half train, or all do both, one after the other."""
     gpus, base = choices.gpus, Sizing(max_num_seqs=_MOST_SEQUENCES)
     if choices.offline:
         yield replace(base, policies=gpus)
@@ -160,7 +160,7 @@ def _trainer(choices: Choices, settings: Sizing, workers: int) -> dict[str, Any]
 
 
 def _cores(choices: Choices, settings: Sizing) -> dict[str, Any]:
-    """Cores and GPUs of a worker. On the CPU roles take turns: each may compute on every core."""
+    """Cores and GPUs of a worker. On the CPU roles run one after another: each may use every core."""
     heavy = settings.rollouts + settings.policies + settings.critics
     if choices.gpus:
         return {"cpus": max(1, min(4, choices.cpus // (2 * heavy))), "gpus": 1}

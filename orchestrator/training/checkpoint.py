@@ -40,7 +40,6 @@ _JSON_BYTES = 256 << 20
 _REASON = 200
 """Characters of an error's message that are shown."""
 _NAME = re.compile(r"step-(\d{6,})")
-_RANK_FILE = re.compile(r"rank-\d{5}-of-(\d{5})\.safetensors")
 _SAVING = ".saving-"
 _TRIAL = "trial"
 _REPLACED = ".replaced-"
@@ -55,7 +54,7 @@ class TrainerLayout:
     """The ZeRO stage in use, 0 to 3. (A single worker in float32 treats 1 and 2 as 0.)"""
     workers: int
     dtype: str
-    """Data type of the weights; empty: unknown."""
+    """Data type of the weights."""
 
 
 class CheckpointError(OSError, TroupeError):
@@ -90,19 +89,9 @@ class Checkpoint:
             raise CheckpointError(errno.EINVAL, reason, str(self.path)) from error
 
     def trainers(self) -> dict[str, TrainerLayout]:
-        """How each training role wrote its files, by role.
-
-        A checkpoint without this record tells some of it by the names of its files.
-
-        Raises:
-            CheckpointError: The record has another form.
-        """
-        if "trainers" in self.state:
-            with self.restoring():
-                return {role: TrainerLayout(**layout) for role, layout in self.state["trainers"].items()}
-        folders = {"policy": ("policy", "reward_model"), "critic": ("critic",)}
-        found = {role: _layout_of(self.path / name) for role, names in folders.items() for name in names}
-        return {role: layout for role, layout in found.items() if layout is not None}
+        """How each training role wrote its files, by role. Raises CheckpointError where the record has another form."""
+        with self.restoring():
+            return {role: TrainerLayout(**layout) for role, layout in self.state.get("trainers", {}).items()}
 
 
 class CheckpointStore:
@@ -321,22 +310,6 @@ def stage_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
     )
     remedy = "set zero_stage: 3" if saved.zero_stage == 3 else f"set zero_stage: {saved.zero_stage}"
     return f"{words}; {remedy}, or start another run from the model in the checkpoint"
-
-
-def _layout_of(folder: Path) -> TrainerLayout | None:
-    """The layout that file names tell: ZeRO stages 1 and 2 look the same."""
-    own = [match for match in map(_RANK_FILE.fullmatch, _names(folder)) if match]
-    if not own:
-        return None
-    names = _names(folder / "state")
-    sharded = [name for name in names if name.endswith("_optim_states.pt")]
-    partitioned = any(name.startswith("zero_pp_rank_0_") and name.endswith("_model_states.pt") for name in names)
-    dtype = "" if not sharded else "bfloat16" if sharded[0].startswith("bf16_") else "float32"
-    return TrainerLayout(3 if partitioned else 1 if sharded else 0, int(own[0][1]), dtype)
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 async def load_checkpoint(found: Checkpoint, groups: Sequence[TrainerGroup[Any]], timeout_s: float) -> list[str]:

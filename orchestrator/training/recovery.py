@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 Push = Callable[[int], Awaitable[object]]
 """Loads the policy's weights into every engine as this version."""
-Turn = Callable[[], AbstractAsyncContextManager[None]]
+HoldMemory = Callable[[], AbstractAsyncContextManager[None]]
 """Gives the trainers the memory of GPUs that they share with engines. Engines that rested need weights afterwards."""
 RestartGroups = Callable[[Sequence[TrainerGroup[Any]]], Awaitable[None]]
 """Ends the processes of these groups, and starts the same ranks with their initial model."""
@@ -59,7 +59,7 @@ class TrainerRecovery:
         restart: RestartGroups,
         console: Console,
         done: int = 0,
-        turn: Turn | None = None,
+        hold_memory: HoldMemory | None = None,
     ) -> None:
         """Restarts nothing yet.
 
@@ -71,7 +71,7 @@ class TrainerRecovery:
             restart: Starts the trainers again.
             console: Shows the progress.
             done: Step of the checkpoint that the trainers have loaded, if any.
-            turn: Entered for updates and restarts; None: the trainers share no GPU with an engine.
+            hold_memory: Entered for updates and restarts; None: the trainers share no GPU with an engine.
         """
         self._spec = spec
         self._updates = updates
@@ -80,8 +80,8 @@ class TrainerRecovery:
         self._restart_groups = restart
         self._console = console
         self._saved = done
-        self._shares = turn is not None
-        self._turn: Turn = turn or nullcontext
+        self._shares = hold_memory is not None
+        self._hold_memory: HoldMemory = hold_memory or nullcontext
         self._steps: list[_Trained] | None = []
         """Since the checkpoint; None: there were more than are kept."""
         self._restarting: asyncio.Task[None] | None = None
@@ -105,7 +105,7 @@ class TrainerRecovery:
         return done
 
     async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
-        async with self._turn():
+        async with self._hold_memory():
             return await self._updates.run(step, batch, state)
 
     async def commit(self, step: int, write: Callable[[], T]) -> T:
@@ -210,7 +210,7 @@ class TrainerRecovery:
             names = " and ".join(group.role for group in groups)
             logger.warning("%s is lost: %s; restarting %s from %s", lost.worker, lost, names, origin)
             try:
-                async with self._turn():
+                async with self._hold_memory():
                     await self._restart_groups(groups)
                     await self._load(lost)
                     await self._repeat(steps)

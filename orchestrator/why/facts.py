@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-from pydantic import AliasChoices, Field
+from typing import Literal
 
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
 
@@ -116,13 +114,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What follows. The aliases are the names in files of earlier versions."""
+    """What follows."""
 
     cause: str
     """Name of the rule, for programs."""
-    summary: Annotated[str, Field(validation_alias=AliasChoices("summary", "verdict"))]
+    summary: str
     """A sentence."""
-    blocked_by: Annotated[str, Field(validation_alias=AliasChoices("blocked_by", "culprit"))] = ""
+    blocked_by: str = ""
     """The worker, process or node that the run waits for; empty: none."""
     evidence: tuple[str, ...] = ()
 

@@ -15,22 +15,19 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from troupe.orchestrator.cluster.process_watch import Process
+from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.errors import StopRequested, UsageError
 from troupe.orchestrator.mailbox import Mailbox
-from troupe.orchestrator.processes.inspection import NodeReport, ProcessFacts
+from troupe.orchestrator.processes.inspection import ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.telemetry.call_log import OpenCall
-from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
@@ -47,7 +44,7 @@ _SNAPSHOT_S = 5.0
 _NODES_S = 2.0
 """Longest wait for what other nodes say."""
 _BLOCKED_S = 2.0
-"""Time without a turn of the event loop from which on it counts as blocked."""
+"""Time for which the event loop has not run from which on it counts as blocked."""
 SHARE = 0.5
 """Share of a call's bound at which the run reports automatically."""
 _TIMES = 5.0
@@ -61,36 +58,12 @@ _STEPS = 20
 """Steps of which the median is taken."""
 
 
-class Observed(Protocol):
-    """The cluster of a run."""
-
-    @property
-    def logs(self) -> Path: ...
-    @property
-    def node(self) -> str: ...
-    @property
-    def events(self) -> EventLog: ...
-
-    def open_calls(self) -> Sequence[OpenCall]:
-        """Calls to workers that have not ended."""
-        ...
-
-    def locations(self) -> dict[str, Process]:
-        """Where the workers' processes are."""
-        ...
-
-    def inspect(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
-        """What the processes of all nodes do."""
-        ...
-
-
 class RunObserver:
     """Observes one run until `close`. Created in the thread of the event loop."""
 
-    def __init__(self, run_folder: Path, name: str, console: Console, cluster: Observed) -> None:
+    def __init__(self, run_folder: Path, name: str, console: Console, cluster: Cluster) -> None:
         """Observes from now on; a folder that cannot be written costs the observer, not the run."""
         self.folder = run_folder / FOLDER
-        self._mailbox = Mailbox(self.folder)
         self.queues: Callable[[], Queues] = Queues
         """What waits for engines."""
         self._mailbox = Mailbox(self.folder)
@@ -215,13 +188,13 @@ class RunObserver:
             return _unexamined(problem)
 
     def _ping(self) -> None:
-        """Asks the event loop for a turn."""
+        """Asks the event loop for a sign of life."""
         try:
-            self._loop.call_soon_threadsafe(self._note_turn)
+            self._loop.call_soon_threadsafe(self._note_beat)
         except RuntimeError:  # it is closed
             self._beat = time.monotonic()
 
-    def _note_turn(self) -> None:
+    def _note_beat(self) -> None:
         self._beat = time.monotonic()
 
     def _too_long(self) -> object | None:
@@ -289,7 +262,7 @@ class RunObserver:
             self._usual = (steps, _median_step(self._run_folder / "metrics.jsonl"))
         return self._usual[1]
 
-    def _exit_reasons(self, cluster: Observed, alive: set[int]) -> Iterator[str]:
+    def _exit_reasons(self, cluster: Cluster, alive: set[int]) -> Iterator[str]:
         """The end of the logs of workers whose processes have ended."""
         for name, process in cluster.locations().items():
             if process.node == cluster.node and process.pid not in alive:

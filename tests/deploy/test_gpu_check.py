@@ -18,10 +18,10 @@ from benchmarks.support.workload import on_device
 from benchmarks.weight_sync import parse as parse_weight_sync
 from deploy.gpu_check import __main__ as gpu_check
 from deploy.gpu_check import agreement, large, sleep, training
+from deploy.gpu_check.outcome import NotRight
 from deploy.gpu_check.pieces import PIECES, Command, Piece, decide
 from deploy.gpu_check.processes import run_commands
 from deploy.gpu_check.record import Record, Result, page, read
-from deploy.gpu_check.transfer import NotRight
 from tests.conftest import ROOT
 from troupe.orchestrator.doctor.machine import Graphics
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -176,7 +176,7 @@ def test_wrong_training_is_found(found: training.Trained, device: str, words: st
     plain = trained(2.0, 1.0)
     training.check("SFT", plain, plain, device)
     training.check("SFT", trained(2.0, 1.0, identical=False), plain, "cuda")
-    with pytest.raises(training.NotRight, match=words):
+    with pytest.raises(NotRight, match=words):
         training.check("SFT", found, plain, device)
 
 
@@ -191,7 +191,7 @@ def test_wrong_numerics_are_found() -> None:
         agreement.Measured(ones * torch.nan, exact.gradients),
         agreement.Measured(ones, {}),
     ):
-        with pytest.raises(agreement.NotRight, match=r"nats per token|of 0 parameters"):
+        with pytest.raises(NotRight, match=r"nats per token|of 0 parameters"):
             agreement.check("float32", wrong, exact, limits)
 
 

@@ -285,10 +285,11 @@ def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(tmp_path
         assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
     assert tops == {"troupe", f"troupe_rl-{PROJECT['version']}.dist-info"}
     files = {path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")}
-    files |= set((ROOT / "orchestrator" / "platforms").rglob("*.j2"))
+    files |= {path for kind in ("*.j2", "*.sh") for path in (ROOT / "orchestrator" / "platforms").rglob(kind)}
     files |= {path for name in ("specs", "examples") for path in (ROOT / "deploy" / name).rglob("*.*")}
     assets = {*(ROOT / "orchestrator" / "reporting" / "html" / "assets").iterdir()}
     assets.add(ROOT / "orchestrator" / "algorithms" / "advice.yaml")
+    assets.add(ROOT / "orchestrator" / "reporting" / "metrics.yaml")
     own = {f"troupe/{path.name}" for path in (ROOT / "troupe").glob("*.py")}
     expected = {f"troupe/{path.relative_to(ROOT)}" for path in files | assets if "__pycache__" not in path.parts}
     assert {name for name in names if name.startswith("troupe/")} == own | expected

@@ -22,37 +22,37 @@ def test_the_sizes_are_those_that_qwen_names() -> None:
 
 
 def shared() -> list[Row]:
-    """Rows in which workers take turns."""
+    """Rows in which workers share GPUs."""
     return [row for row in rows() if "shared" in row.layout and "none" not in row.layout]
 
 
 @pytest.mark.parametrize("row", shared(), ids=lambda row: f"{row.model}-{row.gpus}-{row.layout}")
-def test_the_turns_add_up_by_hand(row: Row) -> None:
+def test_the_periods_add_up_by_hand(row: Row) -> None:
     numbers, ranks = size(row.model).parameters, row.gpus
     weights = 2 * numbers / GIB
     caches = row.plan.memory.caches["rollout-0"].bytes > 0
-    turns = {turn: needs / GIB for turn, needs in row.use.turns.items()}
+    periods = {period: needs / GIB for period, needs in row.use.periods.items()}
     if not row.offloads:
         policy = weights / ranks + BUCKET + CONTEXT
         if caches:
-            assert turns["sampling"] == pytest.approx(row.share * H100 + policy, abs=0.01)
+            assert periods["sampling"] == pytest.approx(row.share * H100 + policy, abs=0.01)
         rests = 1 + CONTEXT  # graphs, CUDA
         bucket = 2 * size(row.model).largest / GIB
         if row.layout.endswith("weights"):
-            assert turns["transfer"] == pytest.approx(policy + weights + rests + 2 * bucket, abs=0.01)
+            assert periods["transfer"] == pytest.approx(policy + weights + rests + 2 * bucket, abs=0.01)
             states = 16 * numbers / ranks / GIB
-            assert turns["update"] > policy + states + rests
+            assert periods["update"] > policy + states + rests
         else:
             with_weights = next(
                 r for r in shared() if (r.model, r.gpus) == (row.model, ranks) and "weights" in r.layout
             )
             if with_weights.offloads == row.offloads:
-                kept = turns["update"] - with_weights.use.turns["update"] / GIB
+                kept = periods["update"] - with_weights.use.periods["update"] / GIB
                 assert weights < kept < weights + 6, "the weights, and activations that vLLM keeps"
-    assert row.use.most == max(row.use.turns.values()) < row.use.alone
+    assert row.use.most == max(row.use.periods.values()) < row.use.alone
 
 
-def test_every_layout_is_there_and_turns_make_more_fit() -> None:
+def test_every_layout_is_there_and_sharing_makes_more_fit() -> None:
     found = {(row.model, row.gpus, row.layout.partition(",")[0]) for row in rows()}
     assert found == {(model, gpus, "shared") for model in QWEN for gpus in GPUS} | {
         (model, gpus, "apart") for model in QWEN for gpus in GPUS if gpus > 1

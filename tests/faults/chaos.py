@@ -5,8 +5,8 @@
 The runs take turns: PPO with every role, an environment, a judge. A pair is two signals, SIGKILL or SIGSTOP, to two
 processes; a process that starts, loads or saves is hit as well as one that computes. After a pair the run must train
 on. A run ends after some pairs by SIGTERM, or its driver is killed and it resumes. No run may end by itself, no sample
-may be lost, every step must be there once, nothing may be left behind, and the metrics of the first steps must be
-those of a run without faults.
+may be lost, every step must be there once, and nothing may be left behind. Where only trainers, reference and reward
+workers were hit, the metrics of the first steps must be those of a run without faults, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,9 @@ from tests.real.commands import Run, ledger_balances, running
 SPECS = ("tiny-ppo", "tiny-environment", "tiny-judge")
 WORKERS = ("Policy", "Critic", "Reference", "Reward", "Rollout", "Environment", "Judge")
 TITLES = (*(f"ray::{worker}Worker" for worker in WORKERS), "VLLM::EngineCore")
+REPEATABLE = TITLES[:4]
+"""Workers whose loss changes no number. Groups that are sampled again are in other batches of the engine, which round
+differently, and training amplifies that."""
 LONGEST_PAUSE_S = 10.0
 UNDISTURBED_STEPS = 30
 """Steps that are compared with those of a run without faults."""
@@ -62,25 +65,30 @@ class Broken(Exception):
     """What must not happen has happened."""
 
 
-def hit(run: Run, rng: random.Random, after_s: float) -> Hit:
+def hit(run: Run, rng: random.Random, targets: Sequence[str], after_s: float) -> Hit:
     """Signal a random worker, or engine, of those that live now."""
-    titled = [(process, command_line(process)) for process in run.processes()]
-    kinds = {kind: [(p, title) for p, title in titled if title.startswith(kind)] for kind in TITLES}
-    kind = rng.choice([kind for kind, found in kinds.items() if found])
-    process, title = rng.choice(kinds[kind])
+    kinds = run.wait_until(lambda: _living(run, targets), "a worker that lives")
+    process, title = rng.choice(kinds[rng.choice(list(kinds))])
     number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
     return Hit(number.name, title[:60], round(after_s, 1))
 
 
-def pair(run: Run, rng: random.Random) -> tuple[list[Hit], float]:
+def _living(run: Run, targets: Sequence[str]) -> dict[str, list[tuple[psutil.Process, str]]]:
+    """(process, title) of the workers of each kind that there are."""
+    titled = [(process, command_line(process)) for process in run.processes()]
+    kinds = {kind: [(process, title) for process, title in titled if title.startswith(kind)] for kind in targets}
+    return {kind: found for kind, found in kinds.items() if found}
+
+
+def pair(run: Run, rng: random.Random, targets: Sequence[str]) -> tuple[list[Hit], float]:
     """Two faults, and the seconds until the run has trained two more steps."""
     time.sleep(rng.uniform(0.0, 4.0))
     began, pause = time.monotonic(), rng.uniform(0.0, LONGEST_PAUSE_S)
-    hits = [hit(run, rng, 0.0)]
+    hits = [hit(run, rng, targets, 0.0)]
     time.sleep(pause)
-    hits.append(hit(run, rng, pause))
+    hits.append(hit(run, rng, targets, pause))
     step = run.metrics[-1]["step"]
     seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, time.monotonic())
     if seconds is None:
@@ -93,11 +101,12 @@ def scene(folder: Path, name: str, pairs: int, rng: random.Random, healthy: list
     """A run with `pairs` pairs of faults, to its end; what was seen."""
     spec = ROOT / "deploy" / "specs" / f"{name}.yaml"
     overrides = _known(spec)
+    targets = REPEATABLE if rng.random() < 0.5 else TITLES
     seen: list[tuple[list[Hit], float]] = []
     with running(Run(folder, spec, *overrides, name=name)) as run:
         try:
             run.wait_for_step(2)
-            seen += [pair(run, rng) for _ in range(pairs)]
+            seen += [pair(run, rng, targets) for _ in range(pairs)]
             resumed = rng.random() < 0.5
             if resumed:
                 run.process.kill()
@@ -116,9 +125,10 @@ def scene(folder: Path, name: str, pairs: int, rng: random.Random, healthy: list
         except (Broken, AssertionError) as error:
             (folder / "output.txt").write_text(run.output)
             raise Broken(f"{name}: {error}\n{seen}\n{run.stderr[-3000:]}") from None
-    _check(name, run.metrics, healthy)
+    _check(name, run.metrics, healthy if targets is REPEATABLE else [])
     return {
         "spec": name,
+        "compared": targets is REPEATABLE,
         "steps": len(run.metrics),
         "ended": "driver killed, resumed" if resumed else "SIGTERM",
         "recovered_s": [round(seconds, 1) for _, seconds in seen],
@@ -139,7 +149,7 @@ def _check(name: str, lines: list[dict[str, Any]], healthy: list[dict[str, Any]]
     if not all(map(ledger_balances, lines)) or lines[-1]["ledger/dropped"]:
         raise Broken(f"{name}: the ledger of the last step is {lines[-1]}")
     for line, expected in zip(lines, healthy, strict=False):
-        differing = [metric for metric in COMPARED if line.get(metric) != expected.get(metric)]
+        differing = [metric for metric in COMPARED if line[metric] != expected[metric]]
         if differing:
             values = {metric: (line.get(metric), expected.get(metric)) for metric in differing}
             raise Broken(f"{name}: step {line['step']} is not that of a run without faults: {values}")
@@ -188,6 +198,7 @@ def main(arguments: list[str]) -> int:
             except Broken as error:
                 total["broken"] += 1
                 sys.stdout.write(json.dumps({"broken": str(error)}) + "\n")
+                sys.stdout.flush()
                 continue
         total += Counter(scenes=1, steps=seen["steps"], pairs=pairs)
         sys.stdout.write(json.dumps(seen) + "\n")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import ROOT
 from tests.orchestrator.replay.test_replay import kept_step
@@ -22,7 +21,6 @@ from troupe.orchestrator.replay.step_record import KeptFolder
 from troupe.orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.workers.training import masters
 
 Each = Callable[[Repeated], bool]
 
@@ -39,26 +37,22 @@ class TwoVersions:
 
     def __init__(self, differs_from: int) -> None:
         self.differs_from = differs_from
-        self.asked: list[tuple[int, bool]] = []
-        """(step, whether the weights are wanted) of each replay with the other code."""
+        self.asked: list[int] = []
+        """Last step of each replay with the other code."""
         self.repeated: list[int] = []
         """Steps that this code has repeated."""
 
-    def there(self, root: Path, run: Path, step: int, folder: Path, timeout_s: float, *, weights: bool) -> ReplayThere:
-        self.asked.append((step, weights))
-        if weights:
-            masters.write([("embed", torch.ones(4)), ("head", torch.tensor([1.0, 2.5]))], folder / "policy.arrow")
+    def there(self, root: Path, run: Path, step: int, folder: Path, timeout_s: float) -> ReplayThere:
+        self.asked.append(step)
         return ReplayThere(root=str(root), steps=[self._step(number) for number in range(3, step + 1)])
 
     def here(self, request: ReplayRequest, console: Console, each: Each) -> ReplayOutcome:
-        assert request.whole and request.weights is not None
+        assert request.whole
         done = []
         for folder in request.plan.folders:
             self.repeated.append(folder.kept.step)
             done.append(step_here(folder.kept.step))
             if not each(done[-1]):
-                weights = [("embed", torch.ones(4)), ("head", torch.tensor([1.0, 2.0]))]
-                masters.write(weights, request.weights / "policy.arrow")
                 break
         return ReplayOutcome(tuple(done), "", ())
 
@@ -88,21 +82,19 @@ def compared(versions: TwoVersions, request: ReplayRequest, monkeypatch: pytest.
 def test_the_first_difference_ends_the_comparison(request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = TwoVersions(differs_from=4)
     found = compared(versions, request_, monkeypatch)
-    assert versions.asked == [(5, False), (4, True)]
+    assert versions.asked == [5]
     assert versions.repeated == [3, 4]
     assert found.difference is not None
     assert (found.difference.step, found.difference.names) == (4, {"policy": ["head"]})
     assert found.difference.metrics == ["policy/loss is 0.25 there, 4 here"]
-    (tensor,) = found.tensors["policy"]
-    assert (tensor.name, tensor.largest, tensor.scale) == ("head", 0.5, 2.0)
 
 
-def test_versions_that_agree_write_no_weights(request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_agree_are_compared_to_the_end(request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = TwoVersions(differs_from=9)
     found = compared(versions, request_, monkeypatch)
-    assert versions.asked == [(5, False)]
+    assert versions.asked == [5]
     assert versions.repeated == [3, 4, 5]
-    assert (found.steps, found.difference, found.tensors) == (3, None, {})
+    assert (found.steps, found.difference) == (3, None)
 
 
 def test_steps_that_the_other_version_leaves_out_are_an_error(

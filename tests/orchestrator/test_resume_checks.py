@@ -117,29 +117,6 @@ def test_another_zero_stage_is_refused_with_the_field_and_the_stage_that_wrote(t
     assert lines(tmp_path, before, before, state)
 
 
-@pytest.mark.parametrize(
-    ("names", "layout"),
-    [
-        (["mp_rank_00_model_states.pt"], TrainerLayout(0, 1, "")),
-        (["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], TrainerLayout(1, 1, "float32")),
-        (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], TrainerLayout(1, 1, "bfloat16")),
-        (
-            ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-            TrainerLayout(3, 1, "float32"),
-        ),
-    ],
-)
-def test_a_checkpoint_without_the_record_tells_its_stage_by_its_files(
-    tmp_path: Path, names: list[str], layout: TrainerLayout
-) -> None:
-    (tmp_path / "reward_model" / "state").mkdir(parents=True)
-    (tmp_path / "reward_model" / "rank-00000-of-00001.safetensors").touch()
-    for name in names:
-        (tmp_path / "reward_model" / "state" / name).touch()
-    assert Checkpoint(1, tmp_path, {}).trainers() == {"policy": layout}
-    assert Checkpoint(1, tmp_path / "none", {}).trainers() == {}
-
-
 def test_other_rows_are_refused() -> None:
     require_same_rows("data.train", {"digest": "a"}, "a")
     require_same_rows("data.train", {}, "a")

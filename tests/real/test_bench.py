@@ -18,7 +18,7 @@ SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 def test_two_points_are_measured_on_one_engine_beside_bare_vllm(tiny_model: Path, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     command = [sys.executable, "-m", "troupe", "bench", str(SPEC), "--set", f"model.path={tiny_model}"]
-    command += ["--sweep", "sampling.max_tokens=6,24", "--prompts", "5", "--turns", "2", "--baseline", "vllm"]
+    command += ["--sweep", "sampling.max_tokens=6,24", "--prompts", "5", "--batches", "2", "--baseline", "vllm"]
     done = subprocess.run([*command, "--json", "-o", str(page)], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("starting 1 rollout") == 1, "both points use the same engine"

@@ -1,7 +1,8 @@
-"""`troupe.run` in a program of its own: in an empty folder, within an event loop, on a Ray that the program started."""
+"""The notebook of the documentation, in an empty folder: within an event loop, on a Ray that the program started."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,36 +11,38 @@ import pytest
 
 from tests.conftest import ROOT
 
-SCRIPT = """
-import asyncio, signal, sys
+NOTEBOOK = ROOT / "docs" / "notebooks" / "first-run.ipynb"
+PROGRAM = """
+import asyncio, json, os, signal, sys
 import ray
-import troupe
 
-spec, model = sys.argv[1:]
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
 handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-fields = {"model.path": model, "schedule.steps": 2, "checkpoint.every_steps": 0}
-steps = []
+cells = [cell for cell in json.load(open(sys.argv[1]))["cells"] if cell["cell_type"] == "code"]
+names = {}
 
-def on_step(step, metrics):
-    steps.append((step, metrics["reward/mean"], metrics["rollout/tokens_per_s"]))
+async def kernel():  # as Jupyter's, which runs every cell inside its loop
+    for cell in cells:
+        exec("".join(cell["source"]), names)
 
-async def cell():  # as in a notebook
-    return troupe.run(spec, set=fields, out="mine", on_step=on_step, progress=False)
-
-outcome = asyncio.run(cell())
+asyncio.run(kernel())
+troupe, outcome = names["troupe"], names["outcome"]
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 4
 assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-assert not outcome.stopped and outcome.steps == 2
+assert not outcome.stopped and outcome.steps == 12
 metrics = outcome.metrics
-assert [step for step, *_ in steps] == metrics["step"].to_pylist() == [1, 2]
-assert [reward for _, reward, _ in steps] == metrics["reward/mean"].to_pylist()
-assert all(rate > step for (*_, rate), step in zip(steps, metrics["response_tokens_per_s"].to_pylist()))
-assert outcome.checkpoint.name == "step-000002"
+rewards = metrics["reward/mean"].to_pylist()
+assert metrics["step"].to_pylist() == list(range(1, 13)) and names["rewards"] == rewards
+assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1, rewards  # the first run of a reader learns
+pairs = zip(metrics["rollout/tokens_per_s"].to_pylist(), metrics["response_tokens_per_s"].to_pylist(), strict=True)
+assert all(sampling > step for sampling, step in pairs)
+assert outcome.checkpoint.name == "step-000012"
 assert troupe.samples(outcome, step=2, columns=["reward", "response"]).num_rows == 64
-assert troupe.samples("mine", where="step = 1", limit=3).num_rows == 3
-assert (troupe.export(outcome, "trained") / "config.json").is_file()
-assert outcome.report().is_file() and isinstance(outcome.verdicts, tuple)
+assert troupe.samples("runs/notebook", where="step = 1", limit=3).num_rows == 3
+assert names["best"]["reward"].to_pylist() == sorted(names["best"]["reward"].to_pylist(), reverse=True)
+assert names["best"].num_rows == 3
+assert "config.json" in os.listdir("notebook-model")
+assert os.path.isfile("runs/notebook/report.html") and isinstance(outcome.verdicts, tuple)
 assert [state for state in ray.util.placement_group_table().values() if state["state"] != "REMOVED"] == []
 ray.shutdown()
 print("done")
@@ -47,9 +50,12 @@ print("done")
 
 
 @pytest.mark.real
-def test_a_program_with_its_own_ray_and_loop_trains(tiny_model: Path, tmp_path: Path) -> None:
-    spec = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
-    command = [sys.executable, "-c", SCRIPT, str(spec), str(Path(tiny_model).resolve())]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+def test_the_notebook_runs_beside_a_ray_and_a_loop_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(NOTEBOOK)]
+    env = {"TROUPE_MODELS": str(Path(tiny_model).resolve().parent)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=dict(os.environ) | env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stdout + done.stderr
-    assert "mine" in {path.name for path in tmp_path.iterdir()}
+    assert "roles.policy.lr" in done.stdout and "learning_rate" in done.stdout, "a mistake is named with its remedy"
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "notebook-model"}

@@ -163,9 +163,7 @@ def test_a_planted_bug_in_the_loss_is_found(ppo: Path, tmp_path: Path) -> None:
     assert equal_steps(replay) == [3], "this code repeats the step from the checkpoint before it"
     found = replay.stdout
     assert re.search(rf"^{checkout} differs first in step 3$", found, re.MULTILINE), found
-    parameters = r"\d+ of \d+ parameters; the first is \S+ by up to (\S+) \(of values up to \S+\)"
-    difference = re.search(rf"^  policy: {parameters}$", found, re.MULTILINE)
-    assert difference is not None and float(difference[1]) > 0, found
+    assert re.search(r"^  policy: \d+ of \d+ parameters; the first is \S+$", found, re.MULTILINE), found
     assert "  critic: " not in found, "the critic's loss is the same"
     assert "  update 2 of 2: policy/loss is " in found, "before the first update the ratio is 1, and nothing is bounded"
 

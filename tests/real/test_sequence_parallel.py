@@ -19,6 +19,7 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -42,6 +43,7 @@ from tests.real.test_trainer import (
     trainer,
     weights_of,
 )
+from tests.workers.models.test_capabilities import LLAMA4
 from tests.workers.models.test_modeling import SIZES, save_model
 from troupe.orchestrator.reporting.metrics import merge_update_metrics
 from troupe.workers.contract.config import CriticConfig, CriticLossConfig, ModelConfig, Rendezvous, TrainerConfig
@@ -78,6 +80,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "offset positions": OPTConfig(
         vocab_size=50, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16
     ),
+    "windows": MistralConfig(**HEADS, sliding_window=3),
     "experts": MixtralConfig(**NO_HEAD_DIM, num_local_experts=4),
     "experts with norms": Qwen3MoeConfig(**HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12),
 }
@@ -86,7 +89,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         LlamaConfig(**{**SIZES, "hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}),
         "sequence_parallel_size 2 does not divide the model's 3 attention heads",
     ),
-    "window": (MistralConfig(**SIZES, sliding_window=6), "takes no packed rows"),
+    "chunks": (Llama4TextConfig(**LLAMA4), "takes no packed rows"),
     "softcap of attention": (Gemma2Config(**SIZES, layer_types=["full_attention"] * 2), "takes no packed rows"),
     "states": (
         FalconH1Config(**NO_HEAD_DIM, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4),

@@ -48,7 +48,6 @@ class EngineReading:
     most_running: int
     waiting: float
     """Sequences that waited in the engine for an iteration, on average over its time."""
-    most_waiting: int
     kv_use: float
     """Share of the KV cache in use, on average over the time of the iterations."""
     most_kv_use: float

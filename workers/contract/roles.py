@@ -268,10 +268,6 @@ class Trainer(Worker, Protocol):
         """Digest of each whole parameter, in the optimizer's precision; empty on all ranks but the first."""
         ...
 
-    def write_weights(self, path: str) -> Reply[None]:
-        """Writes every whole parameter, in the optimizer's precision, to one Arrow file."""
-        ...
-
     def export(self, directory: str) -> Reply[None]:
         """Writes the model as a Hugging Face folder."""
         ...

@@ -27,7 +27,7 @@ from troupe.workers.contract.environments import Message, Observation, Row, read
 from troupe.workers.contract.naming import import_attribute, locate
 from troupe.workers.environments.base import Environment
 from troupe.workers.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
-from troupe.workers.rewards.scalars import as_number
+from troupe.workers.rewards.steps import as_number
 
 HOST = "127.0.0.1"
 BASE_URL, API_KEY, MODEL = "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"

@@ -5,17 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
-
-from troupe.workers.isolation.text import one_line
 
 logger = logging.getLogger(__name__)
 
 LIMIT = 2**20
 """Bytes that one process, with all that it starts, may write to the log."""
 _CHUNK = 2**16
-_LAST = 4096
-"""Bytes that are kept for messages."""
 _LOG = 2
 
 
@@ -34,7 +29,6 @@ class BoundedOutput:
         self._left = limit
         self._limit = limit
         self._log = log
-        self._last: deque[bytes] = deque(maxlen=2)
         self._read, self.descriptor = os.pipe()
         """The end that the process writes to."""
         self._thread = threading.Thread(target=self._pump, name=f"output of {name}", daemon=True)
@@ -53,16 +47,10 @@ class BoundedOutput:
         """Wait until all output of a process that has ended is in the log, but no longer than `timeout_s`."""
         self._thread.join(timeout_s)
 
-    def last_line(self) -> str:
-        """The last line of output so far; empty where there is none."""
-        lines = b"".join(self._last).decode(errors="replace").splitlines()
-        return next((line for text in reversed(lines) if (line := one_line(text))), "")
-
     def _pump(self) -> None:
         """Read until the last process has closed its end, also what exceeds the limit: no writer may block."""
         try:
             while chunk := os.read(self._read, _CHUNK):
-                self._last.append(chunk[-_LAST:])
                 if self._left > 0:
                     os.write(self._log, chunk[: self._left])
                     self._left -= len(chunk)

@@ -38,10 +38,22 @@ _NOISE = ("drop", "jitter", "noise")
 """Parts of the names of configuration fields that make a model random."""
 
 
+_WINDOWS = {"sliding_attention", "sliding_window"}
+"""Kinds of layers, and fields, of a window that transformers passes to the attention function."""
+
+
 @cache
 def _samples() -> TokenTable:
-    """Two responses to one prompt and one to another; no token is in two of the texts."""
-    rows = [("p", 0, [3, 5, 7], [11, 13]), ("p", 1, [3, 5, 7], [17, 19, 23]), ("q", 0, [29, 31], [37])]
+    """Two responses to one prompt and one to another, longer than the windows of a small copy.
+
+    No token is in two of the texts, but for the shared prompt.
+    """
+    prompt = [3, 4, 5, 6, 7, 8, 9]
+    rows = [
+        ("p", 0, prompt, [11, 12, 13]),
+        ("p", 1, prompt, [15, 16, 17, 18]),
+        ("q", 0, [21, 22, 23, 24, 25, 26], [27, 28]),
+    ]
     names = ("prompt_uid", "sample_index", "prompt_ids", "response_ids")
     columns: dict[str, Any] = dict(zip(names, zip(*rows, strict=True), strict=True))
     return TokenTable(pa.table(columns | {"loss_mask": [[True] * len(response) for *_, response in rows]}))
@@ -76,7 +88,7 @@ def adapt(
         return True
     if sequence is not None:
         raise ValueError(
-            f"{type(model).__name__} takes no packed rows: its attention is limited to windows or chunks, caps logits, "
+            f"{type(model).__name__} takes no packed rows: its attention is limited to chunks, caps logits, "
             "has sinks, or is of another kind; set sequence_parallel_size: 1"
         )
     module.masks_padding = not _ignores_padding(model)
@@ -86,13 +98,15 @@ def adapt(
 def takes_segments(model: PreTrainedModel, device: Device) -> bool:
     """Whether the model isolates the segments of packed rows; tested by running it. If so, it is prepared for them.
 
-    False for attention within windows or chunks: the test is too short to show their effect.
+    A model with sliding windows is tried out as a small copy, whose windows are shorter than the test. False for
+    attention within chunks or other limits.
     """
-    if _attention_limits(model):
+    limits = _attention_limits(model)
+    if limits - _WINDOWS:
         return False
-    if device == "cuda" and not kernel_is_exact(_head_size(model), model.dtype):
+    if device == "cuda" and not kernel_is_exact(_head_size(model), model.dtype, bool(limits)):
         return False
-    tried = runnable(model)
+    tried = runnable(model, small=bool(limits))
     if tried is None or not install(tried):
         return False
     if not _isolates(tried):

@@ -3,7 +3,7 @@
 A packed row has no padding and needs no [L, L] mask. In place of a mask the model gets a table with the segments of the
 row; transformers passes a 4-D mask to every attention layer as it is, and an attention function registered here reads
 the table. A segment is a run of tokens that attend, causally, to a prefix elsewhere in the row (the prompt that several
-responses share) and to the segment itself.
+responses share) and to the segment itself, in a layer with a sliding window to the last ones of both.
 """
 
 from __future__ import annotations
@@ -128,17 +128,17 @@ def attention(
     if attention_mask is None or not is_table(attention_mask):
         return _sdpa()(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     segments = parse(attention_mask)
-    window = kwargs.get("sliding_window")
     if query.shape[0] != 1 or dropout or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise ValueError("packed rows need one row, no dropout and causal attention")
-    if window is not None and window < segments.longest:
-        raise ValueError(f"a window of {window} tokens is shorter than a packed sequence, {segments.longest}")
     if refused := [name for name in _REFUSED if kwargs.get(name) is not None]:
         raise ValueError(f"packed rows do not support {', '.join(refused)}")
     scale = scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1])
+    window: int | None = kwargs.get("sliding_window")
+    if window is not None and window >= segments.longest:
+        window = None
     if query.is_cuda:
-        return _varlen(query, key, value, segments, scale), None
-    output: torch.Tensor = _SegmentsOnCpu.apply(query, key, value, segments, scale)
+        return _varlen(query, key, value, segments, scale, window), None
+    output: torch.Tensor = _SegmentsOnCpu.apply(query, key, value, segments, scale, window)
     return output, None
 
 
@@ -150,9 +150,17 @@ def _sdpa() -> Any:
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Flash attention over segments of different length. Its causal mask is aligned to the last key."""
+    """Flash attention over segments of different length. Its causal mask is aligned to the last key.
+
+    A token attends to itself and the `window` - 1 tokens before it; None: to all before it.
+    """
     from torch.nn.attention.varlen import varlen_attn  # imports torch.compile
 
     layout = segments.varlen(query.device)
@@ -162,7 +170,8 @@ def _varlen(
             keys, values = keys[layout.keys], values[layout.keys]
         ends = (layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key)
         grouped = queries.shape[1] != keys.shape[1]
-        return varlen_attn(queries, keys, values, *ends, scale=scale, window_size=(-1, 0), enable_gqa=grouped)
+        before = -1 if window is None else window - 1
+        return varlen_attn(queries, keys, values, *ends, scale=scale, window_size=(before, 0), enable_gqa=grouped)
 
     states = [x[0].transpose(0, 1) for x in (query, key, value)]
     if layout.keys is None or not torch.is_grad_enabled():
@@ -180,7 +189,13 @@ class _SegmentsOnCpu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
         sums: list[torch.Tensor] = []
@@ -188,19 +203,19 @@ class _SegmentsOnCpu(torch.autograd.Function):
         for segment in segments.items:
             keys, values = (_attended(x, segment, groups) for x in (key, value))
             attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, segment.queries].float(), keys, values, 0.0, **_causal(segment), scale=scale
+                query[:, :, segment.queries].float(), keys, values, 0.0, **_seen(segment, window), scale=scale
             )
             output[:, segment.queries] = attended.transpose(1, 2)
             sums.append(log_sum)
         ctx.save_for_backward(query, key, value, output, *sums)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.segments, ctx.scale, ctx.window = segments, scale, window
         return output
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator hides the name `ctx`
         ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
         query, key, value, output, *sums = ctx.saved_tensors
         heads = key.shape[1]
         groups = query.shape[1] // heads
@@ -212,14 +227,16 @@ class _SegmentsOnCpu(torch.autograd.Function):
             gradient, attended = (x[:, segment.queries].transpose(1, 2).float() for x in (grads[0], output))
             queries = query[:, :, segment.queries].float()
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                gradient, queries, keys, values, attended, log_sum, 0.0, **_causal(segment), scale=ctx.scale
+                *(gradient, queries, keys, values, attended, log_sum, 0.0),
+                **_seen(segment, ctx.window),
+                scale=ctx.scale,
             )
             of_query[:, :, segment.queries] = parts[0]
             for total, part in zip((of_key, of_value), parts[1:], strict=True):
                 of_tokens = part.unflatten(1, (heads, groups)).sum(2)
                 total[:, :, segment.prefix] += of_tokens[:, :, : segment.prefix_length]
                 total[:, :, segment.queries] += of_tokens[:, :, segment.prefix_length :]
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
 def _attended(states: torch.Tensor, segment: RowSegment, groups: int) -> torch.Tensor:
@@ -229,13 +246,18 @@ def _attended(states: torch.Tensor, segment: RowSegment, groups: int) -> torch.T
     return both.float().repeat_interleave(groups, 1)
 
 
-def _causal(segment: RowSegment) -> dict[str, Any]:
+def _seen(segment: RowSegment, window: int | None) -> dict[str, Any]:
     """Arguments of torch's kernel: it aligns its causal mask to the first key, so behind a prefix it needs a mask."""
-    if not segment.prefix_length:
+    tokens = segment.prefix_length + segment.length
+    if window is not None and window >= tokens:
+        window = None
+    if not segment.prefix_length and window is None:
         return {"is_causal": True}
-    seen = torch.zeros(segment.length, segment.prefix_length + segment.length)
-    after = torch.ones_like(seen, dtype=torch.bool).triu(segment.prefix_length + 1)
-    return {"is_causal": False, "attn_mask": seen.masked_fill_(after, -math.inf)}
+    mask = torch.zeros(segment.length, tokens)
+    allowed = torch.ones_like(mask, dtype=torch.bool).tril(segment.prefix_length)
+    if window is not None:
+        allowed = allowed.triu(segment.prefix_length - window + 1)
+    return {"is_causal": False, "attn_mask": mask.masked_fill_(~allowed, -math.inf)}
 
 
 @cache
@@ -262,17 +284,29 @@ def uninstall(model: PreTrainedModel) -> None:
     model.set_attn_implementation("sdpa")
 
 
-def kernel_is_exact(head_size: int, dtype: torch.dtype) -> bool:
+def kernel_is_exact(head_size: int, dtype: torch.dtype, windows: bool = False) -> bool:
     """Whether the GPU's kernel takes this type and head size, and aligns its causal mask to the last key.
 
     Tried out with a prompt that two responses share, against torch's attention under a mask.
+
+    Args:
+        head_size: Numbers of a head.
+        dtype: Type of the states.
+        windows: Whether layers have a sliding window, which is then tried out as well.
     """
+    return all(_kernel_is_exact(head_size, dtype, window) for window in (None, 2) if windows or window is None)
+
+
+def _kernel_is_exact(head_size: int, dtype: torch.dtype, window: int | None) -> bool:
     table = segment_table(torch.tensor([0, 7]), torch.tensor([7, 3]), torch.tensor([[0, 0], [0, 4]]))
     query, key, value = (torch.randn(1, heads, 10, head_size, device="cuda", dtype=dtype) for heads in (2, 1, 1))
     allowed = torch.ones(10, 10, dtype=torch.bool, device="cuda").tril()
     allowed[7:, 4:7] = False
+    if window is not None:
+        place = torch.tensor([*range(7), 4, 5, 6], device="cuda")  # the second response follows the prompt, too
+        allowed &= place[:, None] - place[None, :] < window
     try:
-        found = _varlen(query, key, value, parse(table), 1.0 / math.sqrt(head_size)).float()
+        found = _varlen(query, key, value, parse(table), 1.0 / math.sqrt(head_size), window).float()
     except RuntimeError:  # the kernel refuses the GPU, the type or the size
         return False
     expected = torch.nn.functional.scaled_dot_product_attention(

@@ -50,22 +50,26 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def runnable(model: PreTrainedModel) -> PreTrainedModel | None:
+def runnable(model: PreTrainedModel, small: bool = False) -> PreTrainedModel | None:
     """A model to try out what this one can do: the model itself, or a small copy of it if it is partitioned.
 
-    A copy is of the same class, type and attention, has random weights and is on the same device. None where no copy
-    can be built and run: the caller then assumes the least.
+    A copy is of the same class, type and attention, has random weights and is on the same device; windows of its
+    attention are short. None where no copy can be built and run: the caller then assumes the least.
+
+    Args:
+        model: The model.
+        small: Whether a copy is wanted in any case.
     """
-    if not any(is_partitioned(parameter) for parameter in model.parameters()):
+    if not small and not any(is_partitioned(parameter) for parameter in model.parameters()):
         return model
     config = model.config
     if config.get_text_config() is config and hasattr(config, "num_attention_heads"):
-        for small in small_copies(config):
+        for smaller in small_copies(config):
             try:
-                return _copy(model, small)
+                return _copy(model, smaller)
             except Exception as error:  # an architecture may refuse the sizes in any way
                 logger.info("no small copy of %s: %s", type(model).__name__, error)
-    logger.warning("%s is not tried out: it is partitioned, and has no small copy", type(model).__name__)
+    logger.warning("%s is not tried out, as it has no small copy: it is assumed to do the least", type(model).__name__)
     return None
 
 

@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from troupe.workers.isolation.text import one_line
-from troupe.workers.rewards.scalars import as_number
-from troupe.workers.rewards.steps import Steps, checked_steps
+from troupe.workers.rewards.steps import Steps, as_number, checked_steps
 
 Reply = dict[str, Any]
 """``{"value"}``, for process rewards with ``"steps": [[end, reward], ...]``; or ``{"failure", "cause"}``: why there is

@@ -8,9 +8,8 @@ import reprlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-
-from troupe.workers.rewards.scalars import as_number
+from numbers import Integral, Real
+from typing import Any
 
 Step = tuple[int, float]
 """(end of the step, its reward)"""
@@ -29,6 +28,17 @@ class Steps:
     outcome: float | None = None
     """Value of the whole response, for the metrics and for a component without `process`. None: the mean of the steps'
     rewards."""
+
+
+def as_number(value: Any) -> float | None:
+    """The value as a float: a real number, a bool, or a numpy or torch value without dimensions. None: it is neither.
+
+    Raises:
+        OverflowError: an integer that no float can hold.
+    """
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    return float(value) if isinstance(value, Real) else None
 
 
 def checked_steps(rewards: Iterable[object], length: int) -> tuple[Step, ...]:

@@ -26,7 +26,7 @@ class EngineMeter:
         self._prefill_tokens = self._decode_tokens = self._preemptions = 0
         self._running = self._waiting = self._kv_use = 0.0
         """Sums over iterations, each weighted with its time."""
-        self._most_running = self._most_waiting = 0
+        self._most_running = 0
         self._most_kv_use = 0.0
         self._iterations = 0
         self._last = self._clock()
@@ -71,7 +71,6 @@ class EngineMeter:
             running=self._running * share,
             most_running=self._most_running,
             waiting=self._waiting * share,
-            most_waiting=self._most_waiting,
             kv_use=self._kv_use * share,
             most_kv_use=self._most_kv_use,
             preemptions=self._preemptions,
@@ -97,7 +96,6 @@ class EngineMeter:
         self._waiting += waiting * seconds
         self._kv_use += stats.kv_cache_usage * seconds
         self._most_running = max(self._most_running, running)
-        self._most_waiting = max(self._most_waiting, waiting)
         self._most_kv_use = max(self._most_kv_use, stats.kv_cache_usage)
 
     def _iteration_s(self) -> float:

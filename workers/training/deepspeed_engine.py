@@ -226,16 +226,6 @@ class TrainEngine:
         weights = masters.whole(self._model)
         return {name: masters.digest((weight,)) for name, weight in weights if self.rank == 0}
 
-    def write_weights(self, path: str) -> None:
-        """Rank 0 writes every whole parameter, in the optimizer's precision, to an Arrow file. Collective."""
-        self._states.move_back()
-        weights = masters.whole(self._model)
-        if self.rank == 0:
-            masters.write(weights, Path(path))
-        else:
-            for _ in weights:
-                pass
-
     @property
     def gathers(self) -> bool:
         """Whether parameters are partitioned and gathered one at a time (ZeRO-3)."""

@@ -6,17 +6,14 @@ Under ZeRO each rank holds a part of them. The digest of a rank covers its own p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import torch
 import xxhash
 from torch import nn
 
 _PIECE = 1 << 24
 """Bytes that are copied from a GPU at a time."""
-_WEIGHTS = pa.schema([pa.field("name", pa.string()), pa.field("values", pa.large_list(pa.float32()))])
 
 
 def masters(engine: Any, stage: int) -> list[torch.Tensor]:
@@ -63,12 +60,3 @@ def whole(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         full = safe_get_full_fp32_param(parameter)
         # Without ZeRO and in float32 the optimizer changes the parameter itself.
         yield name, parameter.detach() if full is None else full.detach()
-
-
-def write(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
-    """Write named tensors, flat, to an Arrow file that can be mapped: one record batch for each tensor."""
-    with path.open("wb") as file, pa.ipc.new_file(file, _WEIGHTS) as writer:
-        for name, tensor in weights:
-            values = pa.array(tensor.float().cpu().contiguous().reshape(-1).numpy())
-            row = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
-            writer.write_batch(pa.record_batch([pa.array([name]), row], schema=_WEIGHTS))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pyarrow as pa
 import torch
@@ -13,31 +14,56 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from troupe.workers.algorithms.policy_loss import LossOutput
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import Device, ModelConfig, Rendezvous
-from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, Peak, UpdateMetrics, WorkerHealth
+from troupe.workers.contract.config import CriticConfig, Device, PolicyConfig, Rendezvous
+from troupe.workers.contract.messages import (
+    KEPT_BATCH,
+    KEPT_TEXTS,
+    KeptFile,
+    Peak,
+    RankPlan,
+    UpdateMetrics,
+    WorkerHealth,
+)
+from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.step_record import picked, write_tables
-from troupe.workers.models.modeling import ModelModule
+from troupe.workers.models.capabilities import adapt
+from troupe.workers.models.modeling import ModelModule, score_plan
+from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import StepResult, TrainEngine
-from troupe.workers.training.group import all_reduce, join_group, leave_group, own_address, rendezvous_store
+from troupe.workers.training.group import (
+    all_reduce,
+    join_group,
+    leave_group,
+    own_address,
+    rendezvous_store,
+    sequence_group,
+)
 from troupe.workers.training.throughput import UpdateMeter
+from troupe.workers.training.zero3 import FrozenModule, place_frozen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-class TrainingRank:
+class TrainingRank(ABC):
     """One process of a training group. Methods that use the model are collective: all ranks call them in one order."""
 
-    def __init__(self, name: str, device: Device, model: ModelConfig, seed: int, threads: int) -> None:
+    def __init__(self, config: PolicyConfig | CriticConfig | OfflineConfig, name: str) -> None:
         pickle_tables()
         self._name = name
-        self._device: Device = device
-        self._source = model
-        self._seed = seed
-        self._threads = threads
+        self._device: Device = config.device
+        self._source = config.model
+        self._seed = config.seed
+        self._trainer = config.trainer
+        self._total_updates = config.total_updates
         self._version = 0
         self._packs = False
         self._store: TCPStore | None = None
         self._engine: TrainEngine | None = None
+        self._sequence: SequenceGroup | None = None
+        self._reference: FrozenModule | None = None
 
     @property
     def engine(self) -> TrainEngine:
@@ -56,10 +82,42 @@ class TrainingRank:
         """Become a rank of the training group."""
         if self._engine is not None:
             raise RuntimeError(f"{self._name} has already been started")
-        prepare_torch(self._threads)
+        prepare_torch(self._trainer.threads)
         torch.manual_seed(self._seed)
         announce(Activity.GROUP)
         join_group(rendezvous, self._device, self._store)
+
+    def start(self, rendezvous: Rendezvous) -> WorkerHealth:
+        """Join the group and load the models. Raises OSError for a missing model, ValueError for an unsuitable one."""
+        self.join(rendezvous)
+        return self.build()
+
+    @abstractmethod
+    def build(self) -> WorkerHealth:
+        """Load the models, the trained one into DeepSpeed; the process must have joined its group."""
+
+    def _train(self, module: ModelModule, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Put a model into DeepSpeed."""
+        self._sequence = sequence_group(self._trainer.sequence_parallel_size)
+        self._packs = adapt(module, model, self._device, self._trainer.packing, self._sequence)
+        announce(Activity.TRAINER)
+        self._engine = TrainEngine(module, model, self._trainer, self._total_updates, self._device, dtype)
+
+    def _refer_to(self, module: ModelModule, model: PreTrainedModel) -> None:
+        """Keep a frozen reference beside the trained model."""
+        # Both score the same micro-batches.
+        self._packs = adapt(module, model, self._device, self._packs, self._sequence) and self._packs
+        self._reference = place_frozen(module, self._trainer, self.engine.device)
+
+    def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
+        """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
+
+        Raises:
+            RuntimeError: the worker has no colocated reference.
+        """
+        if self._reference is None:
+            raise RuntimeError(f"{self._name} has no colocated reference")
+        return score_plan(self._reference.module, plan, tables, "ref_logprobs", self.engine.device)
 
     def _meter(self) -> UpdateMeter:
         """Measures one update."""
@@ -103,10 +161,6 @@ class TrainingRank:
         """Digest of each whole parameter, in the optimizer's precision; empty on all ranks but the first."""
         return self.engine.weight_digests()
 
-    def write_weights(self, path: str) -> None:
-        """Write every whole parameter, in the optimizer's precision, to one Arrow file."""
-        self.engine.write_weights(path)
-
     def export(self, directory: str) -> None:
         """Write a Hugging Face folder with the current weights."""
         self.engine.export(directory, self._source)
@@ -121,6 +175,7 @@ class TrainingRank:
 
     def release(self) -> None:
         """Release the models; the process stays in its group. Safe to call more than once."""
+        self._reference = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None

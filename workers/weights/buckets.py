@@ -58,11 +58,6 @@ def buckets_of(shapes: Sequence[Shape], limit: int = BUCKET_BYTES) -> tuple[Buck
     return (*buckets, Bucket(tuple(held), size)) if held else tuple(buckets)
 
 
-def largest_bucket(shapes: Sequence[Shape], limit: int = BUCKET_BYTES) -> int:
-    """Bytes of the largest bucket."""
-    return max((bucket.nbytes for bucket in buckets_of(shapes, limit)), default=0)
-
-
 def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
     """Copy the bucket's tensors, the next ones of `tensors`, into the buffer.
 

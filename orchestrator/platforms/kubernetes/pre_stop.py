@@ -12,12 +12,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import psutil
 
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.platforms.ray_jobs import JobServer, JobState
+from troupe.orchestrator.platforms.ray_jobs import JobServer
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +27,7 @@ _OF_RAY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Titles of processes that every Ray node has, with no run on it."""
 
 
-class Jobs(Protocol):
-    """The jobs of a cluster."""
-
-    def jobs(self) -> list[JobState]:
-        """All jobs."""
-        ...
-
-    def stop(self, job: str, timeout_s: float) -> JobState:
-        """Stop one and wait for its end. Raises TroupeError if it does not end in time."""
-        ...
-
-
-def stop_jobs(server: Jobs, timeout_s: float) -> None:
+def stop_jobs(server: JobServer, timeout_s: float) -> None:
     """Stop every running job and wait until all have ended. Raises TroupeError if one does not end in time."""
     deadline = time.monotonic() + timeout_s
     for state in server.jobs():

@@ -59,8 +59,8 @@ def parse_variable(text: str) -> Variable:
         raise UsageError("--env: expected NAME=VALUE, as in NCCL_DEBUG=INFO")
     if _CREDENTIAL.search(variable):
         raise UsageError(
-            f"--env {variable}: the value of a credential would stand in the manifest; "
-            f"use --secret-env {variable}=SECRET:KEY"
+            f"--env {variable}: the value of a credential would stand in the file; on Kubernetes "
+            f"use --secret-env {variable}=SECRET:KEY, for Slurm read it in a --prologue"
         )
     return Variable(variable, value)
 

@@ -16,7 +16,7 @@ import yaml
 
 from troupe.orchestrator.capacity.plan import local_node, plan
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.reporting.reference import SECTIONS, metric_named
+from troupe.orchestrator.reporting.reference import Metric, metric_named, metric_sections
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History, Series
@@ -63,12 +63,11 @@ def overview(run: RunFolder) -> Json:
 
 def sections(names: Sequence[str]) -> list[Json]:
     """The metrics by section of the reference, in its order, each with what is known about it."""
-    grouped: dict[str, list[Json]] = {title: [] for title in (*SECTIONS, _OTHER)}
+    grouped: dict[str, list[Json]] = {title: [] for title in (*metric_sections(), _OTHER)}
+    titles = {metric: title for title, rows in metric_sections().items() for metric in rows}
     for name in names:
-        metric = metric_named(name)
-        title = next((title for title, rows in SECTIONS.items() if metric in rows), _OTHER) if metric else _OTHER
-        known = asdict(metric) if metric else {"unit": "-", "meaning": "", "healthy": "-"}
-        grouped[title].append(known | {"name": name})
+        metric = metric_named(name) or Metric(name, unit="-", meaning="", healthy="-")
+        grouped[titles.get(metric, _OTHER)].append(asdict(metric) | {"name": name})
     return [{"title": title, "metrics": rows} for title, rows in grouped.items() if rows]
 
 

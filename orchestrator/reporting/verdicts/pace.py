@@ -95,7 +95,7 @@ def starved_trainer(run: History) -> Iterator[Verdict]:
     yield Verdict(
         "starved-trainer",
         while_it_lasts(found, Level.WARNING if stale else Level.NOTE),
-        "The trainer waits for samples" if stale else "Engines and trainer take turns",
+        "The trainer waits for samples" if stale else "Engines and trainer wait for each other",
         f"{waits.typical(found):.0%} of a step is waiting for samples ({sampling:.1f} s), {training:.1f} s are updates "
         "and weight sync" + ("." if stale else "; nothing is generated meanwhile."),
         found.start,

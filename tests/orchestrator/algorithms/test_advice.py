@@ -16,13 +16,13 @@ from troupe.orchestrator.algorithms.description import description
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.reporting.reference import SECTIONS
+from troupe.orchestrator.reporting.reference import metric_sections
 from troupe.orchestrator.spec.rollout import RolloutSpec
 
 ADVICE = all_advice()
 ROWS = (*ALGORITHMS, *OFFLINE_ALGORITHMS)
 QUOTED = re.compile(r"`([^`]+)`")
-METRICS = [metric for section in SECTIONS.values() for metric in section]
+METRICS = [metric for section in metric_sections().values() for metric in section]
 
 
 def is_metric(name: str) -> bool:

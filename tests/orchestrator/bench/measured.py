@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.conftest import ROOT
 from troupe.orchestrator.bench.points import Point
-from troupe.orchestrator.bench.results import Result, Turn, measures_of
+from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 
@@ -25,7 +25,6 @@ BUSY = EngineReading(
     running=30.0,
     most_running=32,
     waiting=0.0,
-    most_waiting=0,
     kv_use=0.3,
     most_kv_use=0.4,
     preemptions=0,
@@ -40,8 +39,8 @@ def point(settings: Mapping[str, Any] | None = None, path: Path = GRPO) -> Point
 
 
 def result(settings: Mapping[str, Any] | None = None, seconds: float = 1.0, **reading: Any) -> Result:
-    """One turn of this length, in which every engine is `BUSY` but for these fields."""
+    """One batch of this length, in which every engine is `BUSY` but for these fields."""
     own = point(settings)
     engines = tuple(replace(BUSY, **reading, engine=f"rollout-{number}") for number in range(own.workers))
-    turn = Turn(seconds, sum(engine.response_tokens for engine in engines), engines)
-    return Result(own, measures_of(own, [turn], []))
+    batch = MeasuredBatch(seconds, sum(engine.response_tokens for engine in engines), engines)
+    return Result(own, measures_of(own, [batch], []))

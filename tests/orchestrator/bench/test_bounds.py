@@ -9,7 +9,7 @@ import pytest
 
 from tests.orchestrator.bench.measured import BUSY, GRPO, SEQUENCE, point, result
 from troupe.orchestrator.bench.bounds import Bound, Kind, best_of, bound_of
-from troupe.orchestrator.bench.results import Result, Turn, measures_of
+from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 
@@ -87,7 +87,7 @@ def test_time_that_bare_vllm_needs_too_is_not_around_the_engines() -> None:
 def test_uneven_engines_have_too_few_groups() -> None:
     own = point({"roles.rollout.workers": 2})
     little = replace(BUSY, engine="rollout-1", prefill_s=0.1, decode_s=0.5, sequences=(SEQUENCE,))
-    measures = measures_of(own, [Turn(1.0, 660, (BUSY, little))], [])
+    measures = measures_of(own, [MeasuredBatch(1.0, 660, (BUSY, little))], [])
     found = bound(Result(own, measures))
     assert found.kind is Kind.UNEVEN and found.lines == ("schedule.max_staleness: 1",)
 

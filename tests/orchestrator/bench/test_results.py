@@ -7,25 +7,25 @@ from dataclasses import replace
 import pytest
 
 from tests.orchestrator.bench.measured import BUSY, SEQUENCE, point, result
-from troupe.orchestrator.bench.results import Spread, Turn, measures_of, with_efficiency
+from troupe.orchestrator.bench.results import MeasuredBatch, Spread, measures_of, with_efficiency
 from troupe.workers.contract.measurements import EngineReading
 
 
-def turn(seconds: float, *engines: EngineReading) -> Turn:
-    return Turn(seconds, sum(engine.response_tokens for engine in engines), engines)
+def batch(seconds: float, *engines: EngineReading) -> MeasuredBatch:
+    return MeasuredBatch(seconds, sum(engine.response_tokens for engine in engines), engines)
 
 
 def test_throughput_is_the_median_of_the_turns_by_engine() -> None:
-    measures = measures_of(point({"roles.rollout.workers": 2}), [turn(s, BUSY, BUSY) for s in (1.0, 2.0, 4.0)], [])
+    measures = measures_of(point({"roles.rollout.workers": 2}), [batch(s, BUSY, BUSY) for s in (1.0, 2.0, 4.0)], [])
     tokens = 2 * 32 * 20
     assert measures.tokens_per_s == tokens / 2 and measures.per_engine == tokens / 4
-    assert (measures.slowest_turn, measures.fastest_turn) == (tokens / 4, tokens)
+    assert (measures.slowest_batch, measures.fastest_batch) == (tokens / 4, tokens)
     assert measures.sequences == 64 and measures.per_gpu is None and measures.against_bare is None
 
 
 def test_speeds_are_of_the_time_in_which_an_engine_computes() -> None:
     idle = replace(BUSY, engine="rollout-1", prefill_s=0.1, decode_s=0.4, sequences=(SEQUENCE,) * 8)
-    measures = measures_of(point({"roles.rollout.workers": 2}), [turn(2.0, BUSY, idle)], [])
+    measures = measures_of(point({"roles.rollout.workers": 2}), [batch(2.0, BUSY, idle)], [])
     assert measures.prefill_per_s == pytest.approx(2 * 640 / 0.3)
     assert measures.decode_per_s == pytest.approx(2 * 1200 / 1.2)
     assert measures.prefill_share == pytest.approx(0.2)
@@ -36,15 +36,15 @@ def test_speeds_are_of_the_time_in_which_an_engine_computes() -> None:
 
 def test_means_are_weighted_with_the_time_of_each_engine() -> None:
     short = replace(BUSY, prefill_s=0.0, decode_s=0.25, running=10.0, kv_use=0.9)
-    measures = measures_of(point(), [turn(1.0, BUSY), turn(1.0, short)], [])
+    measures = measures_of(point(), [batch(1.0, BUSY), batch(1.0, short)], [])
     assert measures.running == pytest.approx((30 + 0.25 * 10) / 1.25)
     assert measures.kv_use == pytest.approx((0.3 + 0.25 * 0.9) / 1.25)
 
 
 def test_the_ratio_to_bare_vllm_is_the_median_of_pairs() -> None:
-    """Turns that are next to each other are compared: a machine that slows down changes no ratio."""
-    product = [turn(seconds, BUSY) for seconds in (1.0, 2.0, 4.0)]
-    bare = [Turn(0.98 * one.seconds, one.response_tokens) for one in product]
+    """Batches that are next to each other are compared: a machine that slows down changes no ratio."""
+    product = [batch(seconds, BUSY) for seconds in (1.0, 2.0, 4.0)]
+    bare = [MeasuredBatch(0.98 * one.seconds, one.response_tokens) for one in product]
     measures = measures_of(point(), product, bare)
     assert measures.against_bare == pytest.approx(0.98)
     assert measures.bare_tokens_per_s == pytest.approx(640 / 1.96)

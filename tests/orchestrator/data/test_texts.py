@@ -13,14 +13,14 @@ from transformers import AutoTokenizer
 
 from troupe.orchestrator.data.prompts import DataError
 from troupe.orchestrator.data.texts import Pieces, TextOrder, load_texts
-from troupe.orchestrator.spec.sections import JsonlTexts, ParquetTexts
+from troupe.orchestrator.spec.sections import FileTexts
 from troupe.workers.contract.messages import TEXTS, RankPlan
 from troupe.workers.data.texts import cut_texts, text_batches
 
 
-def jsonl(path: Path, *rows: dict[str, Any]) -> JsonlTexts:
+def jsonl(path: Path, *rows: dict[str, Any]) -> FileTexts:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return JsonlTexts(kind="jsonl", path=str(path))
+    return FileTexts(kind="jsonl", path=str(path))
 
 
 def texts(*found: str) -> pa.Table:
@@ -43,7 +43,7 @@ def test_a_source_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'text' \(data.ptx.text\).*did you mean 'texts'"):
         load_texts(jsonl(tmp_path / "other.jsonl", {"texts": "a"}), "skip")
     with pytest.raises(DataError, match=r"data\.ptx\.path"):
-        load_texts(ParquetTexts(kind="parquet", path=str(tmp_path / "none.parquet")), "skip")
+        load_texts(FileTexts(kind="parquet", path=str(tmp_path / "none.parquet")), "skip")
 
 
 def test_texts_become_pieces_that_hold_every_token_once(tiny_model: Path) -> None:

@@ -25,7 +25,7 @@ GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
 PPO = ROOT / "deploy" / "specs" / "multinode-ppo.yaml"
 LARGE: dict[str, Any] = {"nodes": 4, "gpus_per_node": 8, "cpus_per_node": 96}
-OF_NODE = ("gpus_per_node", "cpus_per_node", "gib_per_node")
+OF_NODE = ("gpus_per_node", "cpus_per_node", "gib_per_node", "env")
 
 # Shared by the stubs: log a line with the command, the mode of the token's file and its length.
 TOKEN = '$(stat -c %a "$RAY_AUTH_TOKEN_PATH"):$(wc -c < "$RAY_AUTH_TOKEN_PATH")'
@@ -39,6 +39,7 @@ STUBS = {
     + 'folder="${folder#--temp-dir=}"; echo "temp $(stat -c %a "$folder") $TMPDIR" >> "$LOG"; touch "$folder/socket"; '
     + "exec sleep 300",
     "python": "cat > /dev/null; sleep 0.2",
+    "apptainer": 'echo "apptainer $*" >> "$LOG"; shift; while [[ $1 == --* ]]; do shift; done; shift; exec "$@"',
     "troupe": NOTE
     + 'echo "address $RAY_ADDRESS" >> "$LOG"; '
     + 'for _ in {1..300}; do (( $(grep -c "^temp " "$LOG") >= 2 )) && break; sleep 0.05; done; exit "$CODE"',
@@ -61,7 +62,7 @@ def temporary_folders(job: str = "77") -> list[Path]:
     return [*Path("/tmp").glob(f"ray-{job}-*"), *Path("/tmp").glob(f"troupe-{job}-*")]
 
 
-def job(tmp_path: Path, **stubs: str) -> tuple[list[str], dict[str, str]]:
+def job(tmp_path: Path, flags: dict[str, Any] | None = None, **stubs: str) -> tuple[list[str], dict[str, str]]:
     """The command of a job on two nodes, and an environment in which it runs on this machine."""
     bin_ = tmp_path / "venv" / "bin"
     bin_.mkdir(parents=True)
@@ -69,9 +70,11 @@ def job(tmp_path: Path, **stubs: str) -> tuple[list[str], dict[str, str]]:
         (bin_ / name).write_text(f"#!/bin/bash\n{body}\n")
         (bin_ / name).chmod(0o755)
     script = tmp_path / "job.sh"
-    script.write_text(script_of(Request(GRPO), tmp_path / "venv", nodes=2, cpus_per_node=4, requeues=3))
+    size = {"nodes": 2, "cpus_per_node": 4, "requeues": 3}
+    script.write_text(script_of(Request(GRPO), tmp_path / "venv", **size, **(flags or {})))
     job_id = str(os.getpid())  # names the temporary folders of this test alone
-    env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": "[one-two]", "CODE": "0"}
+    path = os.environ["PATH"] if not flags else f"{bin_}:{os.environ['PATH']}"  # a container has programs of its own
+    env = {"PATH": path, "SLURM_JOB_ID": job_id, "SLURM_JOB_NODELIST": "[one-two]", "CODE": "0"}
     return ["bash", str(script)], env | {"LOG": str(tmp_path / "log"), "SEEN": str(tmp_path / "seen")}
 
 
@@ -106,6 +109,51 @@ def test_a_job_starts_ray_on_every_node_trains_and_cleans_up(tmp_path: Path) -> 
     folders = [line.split() for line in log.splitlines() if line.startswith("temp ")]
     assert [mode for _, mode, _ in folders] == ["700", "700"] and len({path for _, _, path in folders}) == 2
     assert temporary_folders(env["SLURM_JOB_ID"]) == []
+
+
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+def test_a_job_runs_in_a_container_on_every_node(runtime: str, tmp_path: Path) -> None:
+    prologue = tmp_path / "prologue.sh"
+    prologue.write_text("module() { echo module $* >> $LOG; }\nmodule load cuda")
+    mount = ["/scratch", "/data:/inside"]
+    flags = {runtime: "troupe.sif", "mount": mount, "prologue": prologue, "env": ["NCCL_DEBUG=a b"]}
+    command, env = job(tmp_path, flags)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    text, log = Path(command[1]).read_text(), (tmp_path / "log").read_text()
+    assert "export NCCL_DEBUG='a b'\n" in text and log.startswith("module load cuda\n")
+    assert f"{tmp_path}/venv" not in text, "the container has its own environment"
+    assert len([line for line in log.splitlines() if line.startswith("ray start")]) == 2
+    here, specs = str(tmp_path), str(GRPO.parent)
+    if runtime == "pyxis":
+        mounts = f"--container-mounts=/tmp:/tmp,/scratch:/scratch,/data:/inside,{specs}:{specs},{here}:{here}"
+        inside = [line for line in log.splitlines() if f" --container-image=troupe.sif {mounts} " in line]
+    else:
+        binds = ["/tmp:/tmp", "/scratch:/scratch", "/data:/inside", f"{specs}:{specs}"]
+        start = f"apptainer exec --bind={here}:{here} {' '.join(f'--bind={bind}' for bind in binds)} troupe.sif "
+        inside = [line for line in log.splitlines() if line.startswith(start)]
+    started = [line for line in inside if " troupe run " in line]
+    assert len(started) == 1
+    assert len([line for line in inside if (" bash -c" if runtime == "pyxis" else " ray start ") in line]) == 2
+    assert any(" python - " in line for line in inside)
+    assert not list(tmp_path.glob(".troupe-*")) and temporary_folders(env["SLURM_JOB_ID"]) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"pyxis": "a", "apptainer": "b"}, "--apptainer: give either --pyxis or --apptainer"),
+        ({"mount": ["/a"]}, "--mount: needs a container, --pyxis IMAGE or --apptainer IMAGE"),
+        ({"pyxis": "a", "mount": ["b"]}, "--mount b: expected /FOLDER or /FOLDER:/INSIDE, absolute"),
+        ({"pyxis": "a", "mount": ["/a,/b"]}, "--mount /a,/b: expected"),
+        ({"prologue": Path("/nowhere/x.sh")}, "--prologue /nowhere/x.sh: No such file or directory"),
+        ({"env": ["A"]}, "--env: expected NAME=VALUE"),
+        ({"env": ["HF_TOKEN=x"]}, "--env HF_TOKEN: the value of a credential would stand in the file"),
+    ],
+)
+def test_flags_of_containers_that_cannot_work_are_refused(flags: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=f"^{why}"):
+        script_of(Request(GRPO), **flags)
 
 
 def test_the_token_is_readable_by_its_owner_only_and_is_no_argument() -> None:

@@ -10,24 +10,21 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import torch
 
 from tests.conftest import ROOT
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.replay.against import (
     StepThere,
-    TensorDifference,
     difference,
     own_root,
     replay_there,
     require_checkout,
-    tensor_differences,
     write_result,
 )
 from troupe.orchestrator.replay.plan import plan_replay
 from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_problem
-from troupe.orchestrator.replay.resample import Resampled, compare_samples, first_difference, plan_resample
+from troupe.orchestrator.replay.resample import compare_samples, first_difference, plan_resample
 from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, packed_texts
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -39,7 +36,6 @@ from troupe.orchestrator.training.micro_batches import minibatches, plan_texts
 from troupe.orchestrator.training.state import ControllerState
 from troupe.workers.contract.messages import KEPT_BATCH, TRAIN, KeptFile, TrainRow
 from troupe.workers.data.step_record import write_tables
-from troupe.workers.training import masters
 
 SPECS = ROOT / "deploy" / "specs"
 Keep = Callable[..., None]
@@ -214,19 +210,6 @@ def test_the_first_parameter_that_differs_is_in_the_order_of_the_model() -> None
     assert difference(repeated(), same) is None
 
 
-def test_the_size_of_a_difference_is_read_from_both_files(tmp_path: Path) -> None:
-    first = [("embed", torch.zeros(3, 2)), ("norm", torch.tensor([1.0, -4.0])), ("head", torch.ones(5))]
-    second = [("embed", torch.zeros(3, 2)), ("norm", torch.tensor([1.5, -4.0])), ("head", torch.ones(5) + 1e-3)]
-    masters.write(first, tmp_path / "first")
-    masters.write(second, tmp_path / "second")
-    found = tensor_differences(tmp_path / "first", tmp_path / "second", ["norm", "head"])
-    assert found[0] == TensorDifference("norm", 0.5, 4.0)
-    assert found[1].largest == pytest.approx(1e-3, rel=1e-3)
-    masters.write([*second[:1], ("norm", torch.ones(3))], tmp_path / "other")
-    with pytest.raises(UsageError, match="norm has 2 values here, norm has 3 there"):
-        tensor_differences(tmp_path / "first", tmp_path / "other", ["norm"])
-
-
 def test_only_a_checkout_with_the_command_is_compared(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no checkout of Troupe"):
         require_checkout(tmp_path)
@@ -246,7 +229,7 @@ def test_a_checkout_is_found_through_links_and_parent_folders(tmp_path: Path) ->
     for number, path in enumerate((tmp_path / "link", root / ".." / root.name)):
         folder = tmp_path / f"result-{number}"
         folder.mkdir()
-        found = replay_there(require_checkout(path), tmp_path, 7, folder, 30.0, weights=False)
+        found = replay_there(require_checkout(path), tmp_path, 7, folder, 30.0)
         assert found.root == str(root)
 
 
@@ -278,7 +261,7 @@ def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
     def there(step: int, timeout_s: float = 30.0):
         folder = tmp_path / f"result-{step}"
         folder.mkdir()
-        return replay_there(root, tmp_path, step, folder, timeout_s, weights=False)
+        return replay_there(root, tmp_path, step, folder, timeout_s)
 
     found = there(7)
     assert found.steps[0].weights == repeated().weights and found.steps[0].equal
@@ -288,13 +271,6 @@ def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
         there(4, 2.0)
     with pytest.raises(TroupeError, match=r"was to use .*, and used /elsewhere"):
         there(5)
-
-
-def test_the_result_of_an_earlier_replay_does_not_stand_for_one_that_fails(tmp_path: Path) -> None:
-    root = scripted_checkout(tmp_path, "if asked['--step'] == '3': sys.exit('no such step')")
-    replay_there(root, tmp_path, 7, tmp_path, 30.0, weights=False)
-    with pytest.raises(TroupeError, match=r"failed \(exit code 1\):\n  no such step"):
-        replay_there(root, tmp_path, 3, tmp_path, 30.0, weights=True)
 
 
 def test_a_step_is_sampled_again_with_the_versions_that_sampled_it(tmp_path: Path, keep: Keep) -> None:
@@ -345,21 +321,21 @@ def table(*rows: dict[str, Any]) -> pa.Table:
     return pa.Table.from_pylist(list(rows), schema=TRAIN)
 
 
-def test_the_first_token_that_differs_is_named() -> None:
+def test_the_first_token_that_differs_is_named(tmp_path: Path, keep: Keep) -> None:
+    groups = (GroupOrigin("a", 0, 2, 0, 0), GroupOrigin("b", 1, 2, 0, 0), GroupOrigin("c", 2, 2, 0, 1))
+    keep(1, groups=groups)
+    plan = plan_resample(tmp_path, 1)
     recorded = table(sample("a", 0, 5, 6, 7), sample("a", 1, 5, 6), sample("b", 0, 8), sample("c", 0, 1))
     again = [table(sample("b", 0, 8)), table(sample("a", 0, 5, 9, 7, logprob=-1.25), sample("a", 1, 5, 6, 4))]
-    samples, differences, gap = compare_samples(recorded, again, ["a", "b"])
-    assert (samples, gap) == (3, 0.25)
-    assert [(found.prompt_uid, found.sample_index, found.position) for found in differences] == [
-        ("a", 0, 1),
-        ("a", 1, 2),
-    ]
-    words = Resampled(4, samples, differences, 1, gap).lines()
-    assert words[0] == "step 4: 1 of 3 samples have the tokens of the run"
-    assert "a sample 0, token 1 of the response: 6 (log-prob -1.000000) in the run, 9 (log-prob -1.250000)" in words[2]
-    assert str(differences[1]).endswith("the end in the run, 4 (log-prob -1.000000) here")
+    found = compare_samples(plan, recorded, again)
+    assert (found.samples, found.largest_gap, found.mixed, found.equal) == (3, 0.25, 1, False)
+    assert found.differences == (
+        "a sample 0, token 1 of the response: 6 (log-prob -1.000000) in the run, 9 (log-prob -1.250000) here",
+        "a sample 1, token 2 of the response: the end in the run, 4 (log-prob -1.000000) here",
+    )
+    assert found.lines()[0] == "step 1: 1 of 3 samples have the tokens of the run"
     with pytest.raises(UsageError, match="the prompt of a is not that of the run"):
-        compare_samples(recorded, [table(sample("a", 0, 5) | {"prompt_ids": [1]})], ["a"])
+        compare_samples(plan, recorded, [table(sample("a", 0, 5) | {"prompt_ids": [1]})])
 
 
 @pytest.mark.parametrize(

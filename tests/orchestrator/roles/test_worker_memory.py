@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from troupe.orchestrator.capacity.fit import gib
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
-from troupe.orchestrator.commands.plan_table import notes, render_turns, unknown_sizes
+from troupe.orchestrator.commands.plan_table import notes, render_periods, unknown_sizes
 from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.roles.worker_memory import (
@@ -452,20 +452,20 @@ def colocated(sleep: str, share: float = 0.85) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("sleep", ["kv_cache", "weights"])
-def test_workers_that_take_turns_need_the_fullest_turn_and_not_the_sum(sleep: str) -> None:
+def test_workers_on_a_shared_gpu_need_the_fullest_period_and_not_the_sum(sleep: str) -> None:
     """By hand: a 7B model under ZeRO-3 on eight GPUs of 79.6 GiB, engines with 0.7 of each."""
     share = 0.7
     seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated(sleep, share))
     assert seating.misfit == ""
     (use, *others) = seating.memory.shared
-    assert use.workers == ("policy-0", "rollout-0") and {other.turns["update"] for other in others} == {
-        use.turns["update"]
+    assert use.workers == ("policy-0", "rollout-0") and {other.periods["update"] for other in others} == {
+        use.periods["update"]
     }
     numbers, gpu = SEVEN_B.parameters, int(79.6 * GIB)
     kept = 2 * numbers // 8 + 2 * 500_000_000 + 800 * MIB  # weights, DeepSpeed's bucket, CUDA
     bucket = 2 * SEVEN_B.largest
     sampling = int(share * gpu) + kept
-    assert use.turns["sampling"] == pytest.approx(sampling, rel=1e-6)
+    assert use.periods["sampling"] == pytest.approx(sampling, rel=1e-6)
     policy = next(m for m in seating.memory.workers if (m.worker, m.where) == ("policy-0", "gpu"))
     parts = {part.name: part.bytes for part in policy.parts}
     assert parts["optimizer"] == pytest.approx(12 * numbers / 8, rel=1e-6)
@@ -475,19 +475,19 @@ def test_workers_that_take_turns_need_the_fullest_turn_and_not_the_sum(sleep: st
         p.bytes for m in seating.memory.workers if m.worker == "rollout-0" for p in m.parts if p.phase == "pass"
     )
     rests = 800 * MIB + GIB + (2 * numbers + forward if sleep == "kv_cache" else 0)  # CUDA, graphs
-    assert use.turns["update"] == pytest.approx(kept + states + max(passes, parts["step"]) + rests, rel=1e-6)
+    assert use.periods["update"] == pytest.approx(kept + states + max(passes, parts["step"]) + rests, rel=1e-6)
     sent = 2 * bucket + 2 * numbers + 800 * MIB + GIB + (forward if sleep == "kv_cache" else 0)
-    assert use.turns["transfer"] == pytest.approx(kept + sent, rel=1e-6)
-    assert use.most == max(use.turns.values()) < use.alone
+    assert use.periods["transfer"] == pytest.approx(kept + sent, rel=1e-6)
+    assert use.most == max(use.periods.values()) < use.alone
     host = next(m for m in seating.memory.workers if (m.worker, m.where) == ("policy-0", "host"))
     assert {part.name: part.bytes for part in host.parts}["moved"] == parts["optimizer"]
-    table = render_turns(seating.memory)
+    table = render_periods(seating.memory)
     assert [str(column.header) for column in table.columns][1:4] == ["sampling", "update", "transfer"]
     assert table.row_count == 1, "the eight GPUs are alike"
     narrow = Console(file=io.StringIO(), width=44)
-    narrow.print(render_turns(seating.memory, narrow.width))
+    narrow.print(render_periods(seating.memory, narrow.width))
     assert isinstance(narrow.file, io.StringIO)
-    assert all(gib(needs) in narrow.file.getvalue() for needs in (*use.turns.values(), use.alone)), "no number is cut"
+    assert all(gib(needs) in narrow.file.getvalue() for needs in (*use.periods.values(), use.alone)), "no number is cut"
     assert as_json("x", seating)["shared_gpus"][0]["most"] == use.most
 
 
@@ -501,14 +501,14 @@ def test_a_policy_that_scores_while_engines_sample_needs_its_passes_then() -> No
     parts = {part.name: part for part in policy.parts}
     assert len(parts) == len(policy.parts), "the table adds up parts of one name"
     more = parts["reference"].bytes + parts["gathered"].bytes + parts["scoring"].bytes
-    before, after = plain.memory.shared[0].turns, scoring.memory.shared[0].turns
+    before, after = plain.memory.shared[0].periods, scoring.memory.shared[0].periods
     assert after["sampling"] == before["sampling"] + more
     assert after["update"] == before["update"] + parts["reference"].bytes
 
 
-def test_a_gpu_that_is_too_small_for_one_turn_says_which() -> None:
+def test_a_gpu_that_is_too_small_for_one_period_says_which() -> None:
     seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated("weights", 0.98))
-    assert "in the turn of sampling" in seating.misfit
+    assert "during sampling" in seating.misfit
 
 
 def test_unknown_sizes_leave_the_placement() -> None:

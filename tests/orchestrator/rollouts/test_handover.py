@@ -14,7 +14,7 @@ from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import EnginesLost, WorkerRaised
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.orchestrator.pools.turns import MemoryTurns
+from troupe.orchestrator.pools.memory_lock import MemoryLock
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.training.checkpoint import CheckpointStore
@@ -154,8 +154,8 @@ class SharedRun(RolloutRun):
     ) -> TrainerRecovery:
         """As `RolloutRun` has it in a run."""
         whole = super().recovery(updates, push, store, console, done)
-        turn = MemoryHandover(self.pool, self.policy, 1.0).training
-        return TrainerRecovery(self.spec, updates, push, store, whole._restart_groups, console, done, turn)
+        training = MemoryHandover(self.pool, self.policy, 1.0).training
+        return TrainerRecovery(self.spec, updates, push, store, whole._restart_groups, console, done, training)
 
     def trained(self) -> list[list[str]]:
         """What each rank has learned."""
@@ -264,16 +264,16 @@ def test_a_run_whose_engines_all_fail_to_rest_ends(tmp_path: Path) -> None:
 
 
 async def test_trainers_wait_for_engines_that_start_and_keep_others_from_it() -> None:
-    turns, log = MemoryTurns(), list[str]()
+    lock, log = MemoryLock(), list[str]()
 
     async def start(name: str) -> None:
-        async with turns.starting():
+        async with lock.starting():
             log.append(f"{name} starts")
             await asyncio.sleep(0.01)
             log.append(f"{name} serves")
 
     async def train() -> None:
-        async with turns.training():
+        async with lock.training():
             log.append("training")
             await asyncio.sleep(0.01)
             log.append("trained")
@@ -287,19 +287,19 @@ async def test_trainers_wait_for_engines_that_start_and_keep_others_from_it() ->
     assert log == ["a starts", "b starts", "a serves", "b serves", "training", "trained", "c starts", "c serves"]
 
 
-async def test_a_turn_that_is_cancelled_while_it_waits_is_free_again() -> None:
-    turns = MemoryTurns()
-    async with turns.starting():
-        waiting = asyncio.create_task(_enter(turns))
+async def test_a_lock_that_is_cancelled_while_it_waits_is_free_again() -> None:
+    lock = MemoryLock()
+    async with lock.starting():
+        waiting = asyncio.create_task(_enter(lock))
         await asyncio.sleep(0.001)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        async with asyncio.timeout(1), turns.starting():
+        async with asyncio.timeout(1), lock.starting():
             pass
-    async with asyncio.timeout(1), turns.training():
+    async with asyncio.timeout(1), lock.training():
         pass
 
 
-async def _enter(turns: MemoryTurns) -> None:
-    async with turns.training():
+async def _enter(lock: MemoryLock) -> None:
+    async with lock.training():
         pass

@@ -980,7 +980,7 @@ GPU_CASES = [
     ),
     case(
         "shared_stale",
-        "22: schedule.max_staleness: must be 0 where rollout shares the policy's GPUs: they take turns",
+        "22: schedule.max_staleness: must be 0 where rollout shares the policy's GPUs: engines rest during updates",
         (
             "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
             "    gpus: 0.4\n    colocate_with: policy\n  policy:\n    workers: 2\n    gpus: 0.5",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 
 from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import WorkerDied
@@ -49,7 +50,7 @@ async def main(folder: Path, what: str) -> None:
     console.phase("update", 0, 1)
     worker = await asyncio.create_subprocess_exec("sleep", "300")
     cluster = Cluster(Path(tempfile.mkdtemp()) / "logs", {"policy-0": worker.pid})
-    with closing(RunObserver(folder, "demo", console, cluster)) as observer:
+    with closing(RunObserver(folder, "demo", console, cast("Any", cluster))) as observer:
         cluster.calls.begin("policy-0", "update", 600.0)
         observer._write_snapshot()
         (folder / "ready").write_text(f"{os.getpid()} {worker.pid}")

@@ -12,18 +12,24 @@ import pytest
 from benchmarks.data_plane import buffers, rollouts_table, train_table
 from troupe.workers.contract import arrow
 from troupe.workers.contract.config import (
+    CriticConfig,
+    CriticLossConfig,
     ModelConfig,
     ReferenceConfig,
     RewardConfig,
     RewardFunctionConfig,
     RolloutConfig,
+    TrainerConfig,
 )
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
+from troupe.workers.critic import CriticWorker
 from troupe.workers.reference import ReferenceWorker
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
-from troupe.workers.training.rank import TrainingRank
 
+CRITIC = CriticConfig(
+    model=ModelConfig(path=""), trainer=TrainerConfig(), loss=CriticLossConfig(), total_updates=1, seed=0, device="cpu"
+)
 SMALL, LARGE = rollouts_table(4, 50, 1), train_table(512, 1024, 1)
 
 
@@ -81,7 +87,7 @@ def test_a_slice_is_pickled_without_the_rest_of_its_table(rows: int) -> None:
     "worker",
     [
         lambda: RolloutWorker(RolloutConfig.model_construct(), "rollout-0"),
-        lambda: TrainingRank("policy-0", "cpu", ModelConfig(path=""), 0, 0),
+        lambda: CriticWorker(CRITIC, "critic-0"),
         lambda: ReferenceWorker(ReferenceConfig.model_construct(), "reference-0"),
         lambda: RewardWorker(RewardConfig(functions=(RewardFunctionConfig(name="exact_match"),)), "reward-0"),
     ],

@@ -192,23 +192,23 @@ PACKS: dict[str, tuple[PreTrainedConfig, bool]] = {
     ),
     "gemma2-window": (Gemma2Config(**SIZES, sliding_window=6), False),
     "gemma2-softcap": (Gemma2Config(**SIZES, layer_types=["full_attention"] * 2), False),
-    "gemma3-window": (Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, sliding_window=6), False),
+    "gemma3-window": (Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, sliding_window=6), True),
     "gpt-oss-sinks": (
         GptOssConfig(**SIZES, num_local_experts=4, layer_types=["full_attention"] * 2, rope_parameters=None),
         False,
     ),
-    "mistral-window": (MistralConfig(**SIZES, sliding_window=6), False),
+    "mistral-window": (MistralConfig(**SIZES, sliding_window=6), True),
     "mistral": (MistralConfig(**SIZES, sliding_window=None), True),
     "qwen2-window-off": (Qwen2Config(**NO_HEAD_DIM, sliding_window=6), True),
     "qwen2-window-in-one-layer": (
         Qwen2Config(**NO_HEAD_DIM, sliding_window=6, use_sliding_window=True, max_window_layers=1),
-        False,
+        True,
     ),
     "qwen2-window-in-no-layer": (
         Qwen2Config(**NO_HEAD_DIM, sliding_window=6, use_sliding_window=True, max_window_layers=2),
         True,
     ),
-    "phi3-window": (Phi3Config(**NO_HEAD_DIM, sliding_window=6), False),
+    "phi3-window": (Phi3Config(**NO_HEAD_DIM, sliding_window=6), True),
     "phi3-window-beyond-all-positions": (Phi3Config(**NO_HEAD_DIM, sliding_window=262144), True),
     "falcon-rotary": (FalconConfig(**FALCON), False),
     "opt-learned-positions": (

@@ -28,12 +28,13 @@ TOKENS, HEAD_SIZE, SCALE = 31, 16, 0.3
 CAUSAL = SimpleNamespace(is_causal=True)
 
 
-def mask_of(segments: Segments) -> torch.Tensor:
-    """bool [N, N]: whether a token attends to another."""
+def mask_of(segments: Segments, window: int = TOKENS) -> torch.Tensor:
+    """bool [N, N]: whether a token attends to another, of the last `window` tokens of its sequence."""
     seen = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
     for segment in segments.items:
-        seen[segment.queries, segment.prefix] = True
-        seen[segment.queries, segment.queries] = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
+        sequence = [*range(TOKENS)[segment.prefix], *range(TOKENS)[segment.queries]]
+        for place, token in enumerate(sequence[segment.prefix_length :], segment.prefix_length):
+            seen[token, sequence[max(0, place - window + 1) : place + 1]] = True
     return seen
 
 
@@ -46,10 +47,11 @@ def states(heads: int, groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return query, key, value
 
 
-def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int = TOKENS) -> torch.Tensor:
     """torch's attention in float32: [1, N, heads, head size]."""
+    mask = mask_of(parse(TABLE), window)
     return scaled_dot_product_attention(
-        query.float(), key.float(), value.float(), attn_mask=mask_of(parse(TABLE)), scale=SCALE, enable_gqa=True
+        query.float(), key.float(), value.float(), attn_mask=mask, scale=SCALE, enable_gqa=True
     ).transpose(1, 2)
 
 
@@ -70,6 +72,18 @@ def test_segments_attend_to_their_prefix_and_themselves(
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 7, 10, 11, 12])
+def test_a_window_covers_the_last_tokens_of_the_sequence_with_its_prompt(window: int) -> None:
+    """Windows shorter than a response, than a prompt with its response, and longer than every sequence."""
+    inputs = states(2, 3, torch.float32)
+    module: Any = CAUSAL
+    found = attention(module, *inputs, TABLE, scaling=SCALE, sliding_window=window)[0]
+    expected = masked(*inputs, window=window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_arguments_of_the_gpu_kernel_describe_the_same_attention() -> None:
@@ -94,15 +108,12 @@ def test_the_arguments_of_the_gpu_kernel_describe_the_same_attention() -> None:
     assert parse(alone).varlen(torch.device("cpu")).keys is None, "nothing to gather without a shared prompt"
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"sliding_window": 8}, {"dropout": 0.1}]
-)
+@pytest.mark.parametrize("arguments", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
 def test_what_is_not_implemented_is_refused(arguments: dict[str, Any]) -> None:
     module: Any = CAUSAL
     with pytest.raises(ValueError, match="packed"):
         attention(module, *states(4, 1, torch.float32), TABLE, **arguments)
-    wide = {"softcap": None, "sliding_window": 16}
-    attention(module, *states(4, 1, torch.float32), TABLE, **wide)
+    attention(module, *states(4, 1, torch.float32), TABLE, softcap=None)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -12,7 +12,7 @@ import pytest
 from tests.workers.test_reward import rollouts
 from troupe.orchestrator.data.prompts import load_pool
 from troupe.orchestrator.rollouts.fault_log import FaultLog
-from troupe.orchestrator.spec.sections import JsonlSource
+from troupe.orchestrator.spec.sections import FileSource
 from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig
 from troupe.workers.contract.messages import Fault
 from troupe.workers.reward import RewardWorker, find_faults
@@ -299,7 +299,7 @@ def test_a_list_in_the_answer_column_reaches_the_functions(tmp_path: Path) -> No
     rows: Sequence[object] = [["Paris", "Lutetia"], ["Paris"], [5, 5.5], "Paris"]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": "a", "answer": row}) + "\n" for row in rows))
-    pool = load_pool(JsonlSource(kind="jsonl", path=str(file)))
+    pool = load_pool(FileSource(kind="jsonl", path=str(file)))
     assert pool.table["answer"].to_pylist() == ["Paris", "Paris", "5", "Paris"]
     metadata = [json.loads(text) for text in pool.table["metadata"].to_pylist()]
     assert metadata == [{"right_answers": ["Paris", "Lutetia"]}, {}, {"right_answers": ["5", "5.5"]}, {}]
@@ -311,7 +311,7 @@ def test_a_metadata_column_is_not_overwritten_by_several_answers(tmp_path: Path)
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": "a", "answer": ["x", "y"]}, {"prompt": "b", "answer": "x"}]
     file.write_text("".join(json.dumps({"right_answers": 2} | row) + "\n" for row in rows))
-    pool = load_pool(JsonlSource(kind="jsonl", path=str(file), metadata=("right_answers",)))
+    pool = load_pool(FileSource(kind="jsonl", path=str(file), metadata=("right_answers",)))
     assert pool.rows == 1
     assert "also a metadata column 'right_answers'" in pool.problems[0]
 

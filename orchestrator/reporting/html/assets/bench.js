@@ -135,7 +135,7 @@ function timeSection() {
 }
 
 const COLUMNS = [
-  ['tok/s', (m) => short(m.tokens_per_s)], ['range', (m) => `${short(m.slowest_turn)} to ${short(m.fastest_turn)}`], ['per engine', (m) => short(m.per_engine)], ['per GPU', (m) => (m.per_gpu === null ? '' : short(m.per_gpu))],
+  ['tok/s', (m) => short(m.tokens_per_s)], ['range', (m) => `${short(m.slowest_batch)} to ${short(m.fastest_batch)}`], ['per engine', (m) => short(m.per_engine)], ['per GPU', (m) => (m.per_gpu === null ? '' : short(m.per_gpu))],
   ['scaling', (m) => (m.efficiency === null ? '' : percent(m.efficiency))], ['bare tok/s', (m) => (m.bare_tokens_per_s === null ? '' : short(m.bare_tokens_per_s))], ['of bare', (m) => (m.against_bare === null ? '' : m.against_bare.toFixed(3))],
   ['prefill tok/s', (m) => short(m.prefill_per_s)], ['decode tok/s', (m) => short(m.decode_per_s)], ['sequences', (m) => count(m.sequences)], ['prompt', (m) => short(m.prompt_tokens)], ['response', (m) => short(m.response_tokens)],
   ['running', (m) => short(m.running)], ['at most', (m) => count(m.most_running)], ['waiting', (m) => short(m.waiting)], ['preempted', (m) => count(m.preemptions)], ['KV mean', (m) => percent(m.kv_use)], ['KV max', (m) => percent(m.most_kv_use)],
@@ -148,8 +148,8 @@ function numberSection() {
 }
 
 function header() {
-  const turns = measured[0]?.measures.turns;
-  const facts = [record.model.split('/').pop(), record.device === 'cuda' ? 'GPU' : 'CPU', `${count(record.points.length)} points`, turns ? `${turns} batches each` : ''];
+  const batches = measured[0]?.measures.batches;
+  const facts = [record.model.split('/').pop(), record.device === 'cuda' ? 'GPU' : 'CPU', `${count(record.points.length)} points`, batches ? `${batches} batches each` : ''];
   return el(
     'header', { class: 'top' }, el('div', { class: 'brand', text: 'Troupe' }),
     el('div', {}, el('h1', { text: `${record.name}: rollouts` }), el('p', { class: 'facts', text: facts.filter(Boolean).join('  ·  ') })),

@@ -41,7 +41,7 @@ CANARY = "hf_canary0123456789"
         ({"image": ""}, "--image : not an image reference"),
         ({"namespace": "Prod"}, "--namespace Prod: not a DNS label"),
         ({"env": ["A"]}, "--env: expected NAME=VALUE"),
-        ({"env": ["HF_TOKEN=x"]}, "--env HF_TOKEN: the value of a credential would stand in the manifest"),
+        ({"env": ["HF_TOKEN=x"]}, "--env HF_TOKEN: the value of a credential would stand in the file"),
         ({"env": ["A=a", "A=b"]}, "--env A: specified twice"),
         ({"env": ["A=a"], "secret_env": ["A=a:c"]}, "--env A: specified twice"),
         ({"env": ["RAY_ADDRESS=x"]}, "--env RAY_ADDRESS: KubeRay sets this variable"),

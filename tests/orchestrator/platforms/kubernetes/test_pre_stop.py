@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -77,7 +78,7 @@ class Server:
 
 def test_the_head_stops_the_jobs_that_run() -> None:
     server = Server({"a": "RUNNING", "b": "SUCCEEDED", "c": "PENDING", "d": "STOPPED"})
-    stop_jobs(server, 60)
+    stop_jobs(cast("Any", server), 60)
     assert server.stopped == ["a", "c"]
 
 
@@ -87,7 +88,7 @@ def test_a_job_that_does_not_end_in_time_fails_the_hook(capfd: pytest.CaptureFix
             raise TroupeError(f"{job} has not ended")
 
     with pytest.raises(TroupeError, match="a has not ended"):
-        stop_jobs(Stuck({"a": "RUNNING"}), 60)
+        stop_jobs(cast("Any", Stuck({"a": "RUNNING"})), 60)
     assert main(["--stop-jobs", "--timeout-s", "1"]) == 1  # no job server here
 
 

@@ -1,4 +1,4 @@
-"""Sampling without training: turns through the scheduler, the engine pool and the engines of a run."""
+"""Sampling without training: batches through the scheduler, the engine pool and the engines of a run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Unscored(Scorer):
 
 
 @dataclass(frozen=True)
-class SampledTurn:
-    """The groups of one turn."""
+class SampledBatch:
+    """The groups of one batch."""
 
     seconds: float
     groups: Sequence[ScoredGroup]
@@ -43,45 +43,45 @@ class SampledTurn:
         return sum(sample.sampled_tokens for group in self.groups for sample in group.summary.samples)
 
 
-class SamplingTurns:
-    """Runs turns; a turn is the generation that a step of synchronous training would wait for."""
+class SamplingBatches:
+    """Runs batches; a batch is the generation that a step of synchronous training would wait for."""
 
     def __init__(self, spec: RolloutSpec, pool: EnginePool, next_prompt: NextPrompt, prompts: TableRef) -> None:
         """Samples nothing yet.
 
         Args:
-            spec: One step for each turn, without staleness (`measured_spec`).
+            spec: One step for each batch, without staleness (`measured_spec`).
             pool: The engines.
-            next_prompt: The prompts of all turns, in order.
+            next_prompt: The prompts of all batches, in order.
             prompts: The table that they are rows of.
         """
         self._scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), next_prompt, prompts)
-        self._turn = 0
+        self._batch = 0
 
-    async def run(self) -> SampledTurn:
-        """Samples the groups of the next turn. Raises TroupeError where they cannot be sampled."""
+    async def run(self) -> SampledBatch:
+        """Samples the groups of the next batch. Raises TroupeError where they cannot be sampled."""
         began = time.monotonic()
-        if self._turn == 0:
+        if self._batch == 0:
             self._scheduler.start()
         else:
-            self._scheduler.advance(self._turn)
-        self._turn += 1
+            self._scheduler.advance(self._batch)
+        self._batch += 1
         groups = await self._scheduler.next_batch()
-        return SampledTurn(time.monotonic() - began, groups)
+        return SampledBatch(time.monotonic() - began, groups)
 
     async def close(self) -> None:
         """Cancels the groups in flight."""
         await self._scheduler.close()
 
 
-class TurnPrompts:
-    """The prompts of every turn, in the order of a run."""
+class BatchPrompts:
+    """The prompts of every batch, in the order of a run."""
 
-    def __init__(self, pool: PromptPool, seed: int, turns: int, prompts: int) -> None:
+    def __init__(self, pool: PromptPool, seed: int, batches: int, prompts: int) -> None:
         source = PromptSource(pool, seed)
-        self.by_turn = [[source.next() for _ in range(prompts)] for _ in range(turns)]
-        """A prompt that an engine refuses is replaced by the next one, so that later turns may begin further on."""
-        planned = itertools.chain.from_iterable(self.by_turn)
+        self.by_batch = [[source.next() for _ in range(prompts)] for _ in range(batches)]
+        """A prompt that an engine refuses is replaced by the next one, so that later batches may begin further on."""
+        planned = itertools.chain.from_iterable(self.by_batch)
         self._next = itertools.chain(planned, iter(source.next, None))
 
     def next(self) -> PromptPick:

@@ -1,4 +1,4 @@
-"""Whose turn it is on GPUs that engines share with the policy: engines start and load weights, or trainers update."""
+"""Locks the memory of GPUs that engines share with the policy: engines start and load weights, or trainers update."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class MemoryTurns:
+class MemoryLock:
     """Keeps engines from starting while trainers hold the memory, and trainers from taking it while engines start.
 
-    Engines that serve are not counted: the trainers' turn begins with their rest. Waiting trainers come before engines
-    that have not begun.
+    Engines that serve are not counted: they rest before the trainers take the memory. Waiting trainers come before
+    engines that have not begun.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class MemoryTurns:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The trainers' turn. Waits for the engines that are starting, each of which has a bound."""
+        """Held by the trainers. Waits for the engines that are starting, each of which has a bound."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._training)
             self._training = True
@@ -35,7 +35,7 @@ class MemoryTurns:
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """The turn of an engine that starts or loads its first weights; several can have it. Waits for the trainers."""
+        """Held by an engine that starts or loads its first weights; several can hold it. Waits for the trainers."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._training)
             self._starting += 1

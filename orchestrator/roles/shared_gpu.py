@@ -1,18 +1,18 @@
-"""Memory of workers that take turns on a GPU: which part of each is held in which turn."""
+"""Memory of workers that share a GPU: which part of each is held in which period of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from troupe.orchestrator.roles.worker_memory import TURNS, Part, Turn, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Period, WorkerMemory
 from troupe.workers.contract.config import Sleep
 from troupe.workers.contract.units import GIB
 
 GRAPHS = GIB
 """Memory of an engine's CUDA graphs, by reports of vLLM's log. Not measured here. They stay while it rests."""
 
-_TRAINER: dict[str, tuple[Turn, ...]] = {
+_TRAINER: dict[str, tuple[Period, ...]] = {
     "gradients": ("update",),
     "optimizer": ("update",),
     "average": ("update",),
@@ -23,10 +23,10 @@ _TRAINER: dict[str, tuple[Turn, ...]] = {
     "step": ("update",),
     "transfer": ("transfer",),
 }
-"""Turns of the parts of a trainer that it does not hold always."""
+"""Periods of the parts of a trainer that it does not hold always."""
 _MOVED = ("optimizer", "average")
-"""Parts of a trainer that are in host memory outside of its turn."""
-_RESTS: dict[Sleep, dict[str, tuple[Turn, ...]]] = {
+"""Parts of a trainer that are in host memory outside of the updates."""
+_RESTS: dict[Sleep, dict[str, tuple[Period, ...]]] = {
     "none": {},
     "kv_cache": {"kv cache": ("sampling",), "transfer": ("transfer",)},
     "weights": {
@@ -36,11 +36,12 @@ _RESTS: dict[Sleep, dict[str, tuple[Turn, ...]]] = {
         "transfer": ("transfer",),
     },
 }
-"""Turns of the parts of an engine, by what it releases. vLLM keeps freed activations until it discards its weights."""
+"""Periods of the parts of an engine, by what it releases. vLLM keeps freed activations until it discards its
+weights."""
 
 
 def of_trainer(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]) -> Iterator[WorkerMemory]:
-    """Memory of a trainer that hands its GPU over: its optimizer is in host memory outside of its turn.
+    """Memory of a trainer that hands its GPU over: its optimizer is in host memory outside of the updates.
 
     Args:
         memories: Its memory as if it had the GPU to itself.
@@ -51,8 +52,8 @@ def of_trainer(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]
             moved = sum(part.bytes for other in memories for part in other.parts if _is_moved(other, part))
             yield replace(memory, parts=(*memory.parts, Part("moved", moved)))
             continue
-        turns = _TRAINER | ({"gathered": ("sampling", "update")} if scoring else {})
-        parts = [replace(part, turns=turns.get(part.name, TURNS)) for part in memory.parts]
+        periods = _TRAINER | ({"gathered": ("sampling", "update")} if scoring else {})
+        parts = [replace(part, periods=periods.get(part.name, PERIODS)) for part in memory.parts]
         passes = [p.bytes for other in scoring if other.where == "gpu" for p in other.parts if p.phase == "pass"]
         if passes:
             parts.append(Part("scoring", sum(passes), "pass", ("sampling",)))
@@ -62,8 +63,9 @@ def of_trainer(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]
 def of_engine(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[WorkerMemory]:
     """Memory of an engine that rests while the trainer updates."""
     for memory in memories:
-        turns = _RESTS[sleep] if memory.where == "gpu" else {}
-        yield replace(memory, parts=tuple(replace(part, turns=turns.get(part.name, TURNS)) for part in memory.parts))
+        periods = _RESTS[sleep] if memory.where == "gpu" else {}
+        parts = (replace(part, periods=periods.get(part.name, PERIODS)) for part in memory.parts)
+        yield replace(memory, parts=tuple(parts))
 
 
 def _is_moved(memory: WorkerMemory, part: Part) -> bool:

@@ -1,0 +1,114 @@
+"""A pool: every usable row of a source, with what is wrong with the others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+import pyarrow as pa
+
+from troupe.orchestrator.data.conversations import BadRow
+from troupe.orchestrator.data.readers import RawRow, RawValues
+from troupe.orchestrator.errors import DataError
+
+MAX_REPORTED = 20
+
+OnBadRow = Literal["skip", "stop"]
+"""What a row that cannot be used does: it is skipped and reported, or is an error."""
+RawT = TypeVar("RawT", RawRow, RawValues)
+RowT = TypeVar("RowT")
+PoolT = TypeVar("PoolT", bound="Pool")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Every usable row of a source."""
+
+    table: pa.Table
+    digest: str
+    """Digest of the rows' content; equal pools have equal digests."""
+    bad_rows: int = 0
+    """Rows that could not be used."""
+    problems: tuple[str, ...] = ()
+    """`file:row: reason` of the first unusable rows."""
+    left_out: int = 0
+    """Rows excluded because another pool has the same prompt."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.table.num_rows
+
+
+@dataclass
+class Collected(Generic[RowT]):
+    """The usable rows of a source, and how many others there are."""
+
+    rows: list[RowT] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    bad_rows: int = 0
+    left_out: int = 0
+
+    def pool(self, kind: type[PoolT], table: pa.Table, contents: Iterable[bytes]) -> PoolT:
+        """The pool of these rows, as a table; `contents` is what the digest covers."""
+        digest = hashlib.blake2b(digest_size=16)
+        for content in contents:
+            digest.update(len(content).to_bytes(8, "little") + content)
+        return kind(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), self.left_out)
+
+
+def collect(
+    source: Iterable[RawT],
+    read: Callable[[RawT], RowT],
+    label: str,
+    on_bad_row: OnBadRow,
+    is_left_out: Callable[[RowT], bool] = lambda row: False,
+) -> Collected[RowT]:
+    """The usable rows of a source.
+
+    Args:
+        source: Its rows.
+        read: A row as the pool holds it; raises BadRow.
+        label: Path of its section, for error messages.
+        on_bad_row: What a row that cannot be used does.
+        is_left_out: Whether another pool has the row.
+
+    Raises:
+        DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
+    """
+    found = Collected[RowT]()
+    for raw in source:
+        try:
+            if raw.error:
+                raise BadRow(raw.error)
+            row = read(raw)
+        except BadRow as bad:
+            problem = f"{raw.origin}: {bad}"
+            if on_bad_row == "stop":
+                raise DataError(problem) from None
+            found.bad_rows += 1
+            if len(found.problems) < MAX_REPORTED:
+                found.problems.append(problem)
+            continue
+        if is_left_out(row):
+            found.left_out += 1
+        else:
+            found.rows.append(row)
+    if not found.rows:
+        raise DataError(f"{label}: {_why_empty(found)}")
+    return found
+
+
+def prompts_of(pool: Pool | None) -> frozenset[str]:
+    """The prompts of a pool, as messages in JSON."""
+    return frozenset() if pool is None else frozenset(pool.table.column("messages").to_pylist())
+
+
+def _why_empty(found: Collected[RowT]) -> str:
+    if found.left_out:
+        return "every prompt is also in the training data (data.held_out)"
+    if found.bad_rows:
+        return f"no row can be used ({found.bad_rows} bad; the first: {found.problems[0]})"
+    return "there are no rows"
