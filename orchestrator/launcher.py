@@ -18,7 +18,7 @@ from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
-from troupe.orchestrator.roles.memory import Sizes, kv_cache_bytes
+from troupe.orchestrator.roles.memory import Sizes, shared_engine
 from troupe.orchestrator.roles.table import resolve, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -232,8 +232,9 @@ class WorkerLauncher:
         self._cluster.events.record(event, worker=name, detail=detail)
 
     @cached_property
-    def _shared_cache(self) -> int | None:
-        """KV cache of an engine on the policy's GPU, as `troupe plan` counts it, for every engine alike.
+    def _shared_engine(self) -> tuple[int, float] | None:
+        """KV cache in bytes of an engine on the policy's GPU and its share of it, as `troupe plan` counts them, for
+        every engine alike.
 
         None: each engine takes what it finds free, as it has its GPU to itself, or the memory of a GPU is not known.
         """
@@ -241,7 +242,7 @@ class WorkerLauncher:
         if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:
             return None
         gpu = self._cluster.gpu_memory()
-        return (kv_cache_bytes(spec, gpu, Sizes()) or None) if gpu else None
+        return shared_engine(spec, gpu, Sizes()) if gpu else None
 
     def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]
@@ -249,8 +250,10 @@ class WorkerLauncher:
         own = self._classes.get(row.kind)
         worker_class = own or actor_class(row.worker, row.protocol, concurrent=row.concurrent)
         config = settings.config
-        if isinstance(config, RolloutConfig):
-            config = config.model_copy(update={"kv_cache_bytes": self._shared_cache})
+        if isinstance(config, RolloutConfig) and self._shared_engine is not None:
+            cache, share = self._shared_engine
+            engine = config.engine.model_copy(update={"gpu_memory_utilization": share})
+            config = config.model_copy(update={"kv_cache_bytes": cache or None, "engine": engine})
         arguments = (config, name, *settings.extra)
         actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent)
         worker = self._cluster.spawn(placement, seat, name, actor)

@@ -28,6 +28,7 @@ PURE = (
     *("orchestrator.telemetry", "orchestrator.ray_environment"),
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
+    "orchestrator.starter.environments",
     *("orchestrator.doctor.software", "orchestrator.doctor.hardware"),
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
 )

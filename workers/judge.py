@@ -32,6 +32,7 @@ class JudgeWorker:
         rollout = RolloutConfig(
             model=config.model,
             engine=config.engine,
+            engine_options=config.engine_options,
             sampling=sampling,
             seed=0,
             transfer_backend="shm",

@@ -133,6 +133,11 @@ class RolloutWorker:
             if _PROCESS_FAILED not in str(error):
                 raise
             raise engine_dead(self._name) from error
+        except (TypeError, ValueError) as error:
+            if not (options := ", ".join(self._config.engine_options)):
+                raise
+            why = " ".join(str(error).split())
+            raise ValueError(f"vLLM refuses its settings, among them the spec's `engine` ({options}): {why}") from error
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()

@@ -1,4 +1,4 @@
-"""Write the generated pages of `docs/reference/` from the code: `python -m docs.tooling.write_reference`."""
+"""Write the generated pages of `docs/` from the code: `python -m docs.tooling.write_reference`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from benchmarks.algorithm_curves import curves
 from docs.tooling.algorithm_reference import algorithm_reference
 from docs.tooling.cli_reference import cli_reference
 from docs.tooling.metric_reference import metric_reference
+from docs.tooling.migration_page import migration_page
 from docs.tooling.spec_reference import spec_reference
 
 
@@ -17,15 +18,16 @@ def _algorithms() -> str:
     return algorithm_reference(curves())
 
 
-FOLDER = Path(__file__).resolve().parents[1] / "reference"
+FOLDER = Path(__file__).resolve().parents[1]
 
 PAGES: dict[str, Callable[[], str]] = {
-    "spec.md": spec_reference,
-    "algorithms.md": _algorithms,
-    "metrics.md": metric_reference,
-    "cli.md": cli_reference,
+    "reference/spec.md": spec_reference,
+    "reference/algorithms.md": _algorithms,
+    "reference/metrics.md": metric_reference,
+    "reference/cli.md": cli_reference,
+    "guides/migration.md": migration_page,
 }
-"""Every generated page, and the function that returns its text."""
+"""Every generated page by its path in `docs/`, and the function that returns its text."""
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
         path, wanted = FOLDER / name, text()
         if not path.exists() or path.read_text(encoding="utf-8") != wanted:
             path.write_text(wanted, encoding="utf-8")
-            sys.stdout.write(f"wrote {path.relative_to(FOLDER.parents[1])}\n")
+            sys.stdout.write(f"wrote {path.relative_to(FOLDER.parent)}\n")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def _kv_cache(point: Point, measures: Measures) -> Bound:
     if point.spec.device == "cpu":
         gib = math.ceil(10 * role.kv_cache_gib * max(wanted, 1.25)) / 10
         return Bound(Kind.KV_CACHE, why, (f"roles.rollout.kv_cache_gib: {gib:g}",), f"or {fewer}")
-    if role.gpu_memory_utilization < _MOST_GPU_MEMORY and role.colocate_with is None:
+    if role.gpu_share < _MOST_GPU_MEMORY and role.colocate_with is None:
         return Bound(Kind.KV_CACHE, why, (f"roles.rollout.gpu_memory_utilization: {_MOST_GPU_MEMORY}",), f"or {fewer}")
     return Bound(Kind.KV_CACHE, why, (fewer,), "or more GPUs for each engine (roles.rollout.tensor_parallel_size)")
 

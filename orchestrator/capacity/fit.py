@@ -10,13 +10,12 @@ from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.roles.memory import Seated, Sizes
+from troupe.orchestrator.roles.shared_gpu import HEADROOM
 from troupe.orchestrator.roles.table import named, row_of, settings_of
 from troupe.orchestrator.roles.worker_memory import PERIODS, WIDTHS, Cache, Part, Period, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.units import GIB, MIB
 
-HEADROOM = 0.1
-"""Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
 _PERIOD_NAMES: dict[Period, str] = {"sampling": "sampling", "update": "updates", "transfer": "the transfer of weights"}
 RAY_PROCESSES = 700 * MIB
 """Host memory of Ray's processes and the controller, on the first node. Not measured."""

@@ -10,6 +10,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import Document
+from troupe.workers.contract.config import OWN_GPU_SHARE
 
 Changes = Mapping[str, Any]
 """New values by the dotted path of their field."""
@@ -140,7 +141,7 @@ def _of_cache(spec: RunSpec, role: str) -> Iterator[Iterator[Changes]]:
         if data["colocate_with"] is None:
             sizes = [ranks * 2**power for power in (1, 2, 3)]
             yield iter([{f"{path}.tensor_parallel_size": size, f"{path}.gpus": size} for size in sizes])
-        higher = [share for share in reversed(_UTILIZATIONS) if share > data["gpu_memory_utilization"]]
+        higher = [share for share in reversed(_UTILIZATIONS) if share > (_share(data) or 1.0)]
         yield iter([{f"{path}.gpu_memory_utilization": share} for share in higher])
     else:
         sizes = _doublings(data["kv_cache_gib"], _MOST_CACHE_GIB)
@@ -193,7 +194,9 @@ def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Change
         yield ({f"{path}.sequence_parallel_size": size} for size in sizes)
     if gpu and not settings.offload_optimizer:
         stage = {f"{path}.zero_stage": 1} if settings.zero_stage == 0 else {}
-        yield iter([{f"{path}.offload_optimizer": True, **stage}])
+        offload: Changes = {f"{path}.offload_optimizer": True}
+        yield iter([{**offload, **stage}, {**offload, f"{path}.zero_stage": 3}])
+        yield iter([{**offload, f"{path}.zero_stage": 3, f"{path}.gradient_checkpointing": True}])
 
 
 def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes]]:
@@ -204,8 +207,14 @@ def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes
         return
     if role == "rollout" and data["colocate_with"] is not None and data["sleep"] != "weights":
         yield iter([{f"{path}.sleep": level} for level in ("kv_cache", "weights") if data["sleep"] != level])
-    lower = [share for share in _UTILIZATIONS if share < data["gpu_memory_utilization"]]
+    lower = [share for share in _UTILIZATIONS if share < (_share(data) or 0.0)]
     yield iter([{f"{path}.gpu_memory_utilization": share} for share in lower])
+
+
+def _share(engine: Mapping[str, Any]) -> float | None:
+    """Share of its GPU that an engine may use; None: what the policy leaves it, which no other share improves on."""
+    given = engine["gpu_memory_utilization"]
+    return OWN_GPU_SHARE if given is None and engine["colocate_with"] is None else given
 
 
 def _with_guests(spec: RunSpec, role: str, changes: Changes) -> Changes:

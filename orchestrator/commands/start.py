@@ -61,6 +61,10 @@ def init(
         typer.Option(help="File or pattern of files, `datasets` folder, dataset on the hub, or reasoning_gym:TASK."),
     ] = None,
     algorithm: Annotated[str | None, typer.Option(help="Algorithm (default: grpo).")] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Episodes of several turns: a built-in environment or package.module:Class."),
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine (default: those it has).")] = None,
     gpu_type: Annotated[str | None, typer.Option(help="Their type, such as H100 (default: as detected).")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
@@ -91,7 +95,7 @@ def init(
     def ask(question: str, default: str) -> str:
         return str(typer.prompt(question, default=default or None))
 
-    flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens)
+    flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment)
     if from_ is not None:
         text = copy_of(from_, flags, output)
     else:

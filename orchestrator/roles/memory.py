@@ -123,25 +123,42 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     held = {"shm": 0, "ipc": 1, "nccl": 2, "gloo": 2}[config.transfer_backend]
     transfer = held * bucket_bytes(size, config.model.dtype)
     on_gpu = gpu if config.device == "cuda" else None
-    shared = spec.roles.rollout.colocate_with == "policy" and not config.engine.enforce_eager
-    graphs = shared_gpu.GRAPHS if shared else 0
-    memories, cache = engine(
-        seat.worker,
-        size,
-        config.model.dtype,
-        config.engine,
-        on_gpu,
-        process=ENGINE_PROCESS,
-        transfer=transfer,
-        graphs=graphs,
-    )
-    return tuple(shared_gpu.of_engine(memories, config.sleep)), cache
+    shared = spec.roles.rollout.colocate_with == "policy"
+
+    def taking(share: float | None) -> Memory:
+        """Memory of the engine with this share of its GPU."""
+        settings = config.engine.model_copy(update={"gpu_memory_utilization": share})
+        memories, cache = engine(
+            seat.worker,
+            size,
+            config.model.dtype,
+            settings,
+            on_gpu,
+            process=ENGINE_PROCESS,
+            transfer=transfer,
+            graphs=shared_gpu.GRAPHS if shared and not settings.enforce_eager else 0,
+        )
+        return tuple(shared_gpu.of_engine(memories, config.sleep)), cache
+
+    share = spec.roles.rollout.gpu_memory_utilization
+    if share is not None or not shared or not on_gpu:
+        return taking(share)
+    policy, _ = of_policy(spec, Seated("policy-0", "", 0, spec.roles.policy.gpus, ""), gpu, sizes)
+    reserved = int(min(1.0, spec.roles.policy.gpus + spec.roles.rollout.gpus) * gpu)
+    shares = shared_gpu.engine_shares(policy, taking(0.0)[0], config.sleep, on_gpu, reserved)
+    found = [taking(each) for each in shares]
+    return next((memory for memory in found if memory[1] is not None and memory[1].sequences), found[-1])
 
 
-def kv_cache_bytes(spec: RolloutSpec, gpu: int, sizes: Sizes) -> int | None:
-    """KV cache of an engine that shares a GPU of this many bytes; None: its model's size is not known."""
-    _, cache = of_engine(spec, Seated("rollout-0", "", 0, spec.roles.rollout.gpus, ""), gpu, sizes)
-    return None if cache is None else cache.bytes
+def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float] | None:
+    """KV cache in bytes of an engine on the policy's GPU of this many bytes, and the engine's share of that GPU.
+
+    None: the size of its model is not known.
+    """
+    memories, cache = of_engine(spec, Seated("rollout-0", "", 0, spec.roles.rollout.gpus, ""), gpu, sizes)
+    if cache is None:
+        return None
+    return cache.bytes, spec.roles.rollout.gpu_memory_utilization or shared_gpu.held_by_engine(memories) / gpu
 
 
 def of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:

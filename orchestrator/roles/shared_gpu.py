@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Period, Worke
 from troupe.workers.contract.config import Sleep
 from troupe.workers.contract.units import GIB
 
+HEADROOM = 0.1
+"""Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
 GRAPHS = GIB
 """Memory of an engine's CUDA graphs, by reports of vLLM's log. Not measured here. They stay while it rests."""
 
@@ -66,6 +69,31 @@ def of_engine(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[Worker
         periods = _RESTS[sleep] if memory.where == "gpu" else {}
         parts = (replace(part, periods=periods.get(part.name, PERIODS)) for part in memory.parts)
         yield replace(memory, parts=tuple(parts))
+
+
+def engine_shares(
+    policy: Sequence[WorkerMemory], bare: Sequence[WorkerMemory], sleep: Sleep, gpu: int, reserved: int
+) -> tuple[float, ...]:
+    """Shares of its GPU that the policy leaves an engine there: with room to spare, and without.
+
+    Args:
+        policy: Memory of the policy's rank.
+        bare: Memory of the engine without a cache.
+        sleep: What the engine releases while it rests.
+        gpu: Memory of the GPU in bytes.
+        reserved: What the two reserve of it, in bytes.
+    """
+    held = PERIODS if sleep == "none" else ("sampling",)
+    both = [memory for memory in (*policy, *bare) if memory.where == "gpu"]
+    taken = max(sum(memory.during(period) for memory in both) for period in held)
+    rooms = ((1 - spare) * reserved - taken for spare in (HEADROOM, 0.0))
+    return tuple(max(0.0, math.floor(100 * (held_by_engine(bare) + room) / gpu) / 100) for room in rooms)
+
+
+def held_by_engine(memories: Sequence[WorkerMemory]) -> int:
+    """What an engine takes of its share of a GPU, in bytes: all but the buffers for new weights."""
+    parts = [part for memory in memories if memory.where == "gpu" for part in memory.parts]
+    return sum(part.bytes for part in parts if part.name != "transfer")
 
 
 def _is_moved(memory: WorkerMemory, part: Part) -> bool:

@@ -451,7 +451,7 @@ def engine(
     sent = Part("transfer", transfer)
     if not gpu:
         return (WorkerMemory(worker, "gpu", (*fixed, sent)), host), None
-    cache = max(0, int(config.gpu_memory_utilization * gpu) - sum(part.bytes for part in fixed))
+    cache = max(0, int(config.gpu_share * gpu) - sum(part.bytes for part in fixed))
     memory = WorkerMemory(worker, "gpu", (*fixed, Part("kv cache", cache), sent))
     return (memory, host), Cache(cache * ranks, cache // needed, config.max_model_len)
 

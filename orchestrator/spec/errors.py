@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
+from troupe.orchestrator.spec.engine_options import engine_option
+from troupe.orchestrator.spec.migration import counterpart
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the spec."""
@@ -96,7 +99,10 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
         if kind in ("union_tag_invalid", "union_tag_not_found"):
             path = (*path, "kind")
         if kind == "extra_forbidden":
-            message = f"unknown field{_key_hint(str(path[-1]), path[:-1], item['loc'][:-1], root)}"
+            names = [str(part) for part in path if not isinstance(part, int)]
+            told = counterpart(names, item["input"], _paths(root)) or engine_option(names)
+            hint = f" ({told})" if told else _key_hint(str(path[-1]), path[:-1], item["loc"][:-1], root)
+            message = f"unknown field{hint}"
         else:
             message = _message(kind, item["msg"], item.get("input"), context)
         problems.append(Problem(source.find(path), format_path(path), message))
@@ -229,6 +235,11 @@ def known_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         for inner in models_in(info.annotation):
             yield from known_paths(inner, f"{prefix}{name}.")
+
+
+@cache
+def _paths(root: type[BaseModel]) -> frozenset[str]:
+    return frozenset(known_paths(root))
 
 
 def _tags(model: type[BaseModel]) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from troupe.orchestrator.algorithms.section import ALGORITHMS, is_custom, unknow
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec import offline_checks, rollout_checks, yaml_reader
 from troupe.orchestrator.spec.base import RunSpec as RunSpec
+from troupe.orchestrator.spec.colocation import shared_gpus
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import Finding
@@ -48,7 +49,7 @@ def parse_rollout_spec(document: yaml_reader.Document) -> RolloutSpec:
     Raises:
         SpecError: With one line for every problem found.
     """
-    return _parse(document, RolloutSpec, rollout_checks.find_problems)
+    return _parse(shared_gpus(document), RolloutSpec, rollout_checks.find_problems)
 
 
 def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> RolloutSpec:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import KlPenalty
-from troupe.orchestrator.spec import preflight
+from troupe.orchestrator.spec import engine_options, preflight
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
@@ -47,6 +47,8 @@ from troupe.workers.contract.config import (
 from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
 
 T = TypeVar("T")
+_SHARED_GPU = 0.5
+"""Share of the policy's GPU for an engine there whose memory cannot be planned."""
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
 
@@ -178,9 +180,13 @@ class RolloutSpec(RunSpec, frozen=True):
 
     def missing(self) -> list[Finding]:
         """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""
+        engines = {"rollout": self.roles.rollout.engine}
+        if self.roles.judge is not None:
+            engines["judge"] = self.roles.judge.engine
+        options = engine_options.unknown_options(engines)
         functions = preflight.unusable_functions(self.roles.reward.functions)
         environment = preflight.unusable_environment(self.roles.environment)
-        return [*super().missing(), *functions, *environment, *self._algorithm_problems()]
+        return [*super().missing(), *options, *functions, *environment, *self._algorithm_problems()]
 
     def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:
         """See `RunSpec.model_problems`; and what the engines do not support."""
@@ -230,9 +236,12 @@ class RolloutSpec(RunSpec, frozen=True):
 
     def rollout_config(self) -> RolloutConfig:
         """Configuration of each rollout worker."""
+        role = self.roles.rollout
+        share = role.gpu_memory_utilization or (_SHARED_GPU if role.colocate_with == "policy" else None)
         return RolloutConfig(
             model=self.model,
-            engine=self.roles.rollout.worker_config(EngineConfig),
+            engine=role.worker_config(EngineConfig, gpu_memory_utilization=share),
+            engine_options=role.engine,
             sampling=self.sampling,
             seed=self.seed,
             transfer_backend=self.resolved_backend(),
@@ -257,7 +266,12 @@ class RolloutSpec(RunSpec, frozen=True):
         role = self.roles.judge
         if role is None:
             return None
-        return role.part(JudgeConfig, engine=role.worker_config(EngineConfig), device=role.device)
+        return role.part(
+            JudgeConfig,
+            engine=role.worker_config(EngineConfig),
+            engine_options=role.engine,
+            device=role.device,
+        )
 
     def policy_config(self) -> PolicyConfig:
         """Configuration of each policy rank."""

@@ -18,9 +18,10 @@ from troupe.orchestrator.spec.checks import (
     template_problems,
     trainer_problems,
 )
+from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
+from troupe.orchestrator.spec.sections import EngineRole, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
@@ -196,13 +197,13 @@ def _shared_gpus(spec: RolloutSpec) -> Iterator[Finding]:
     rollout, policy = spec.roles.rollout, spec.roles.policy
     path = "roles.rollout.colocate_with"
     if rollout.gpus == 0 or policy.gpus == 0:
-        yield path, "rollout and policy can share GPUs only; set gpus on both or remove it"
+        yield path, "rollout and policy can share GPUs only; leave gpus out of both, or remove this"
     elif rollout.tensor_parallel_size > 1:
         yield path, "an engine that shares the policy's GPUs needs tensor_parallel_size: 1"
     elif rollout.workers != policy.workers:
         yield path, f"needs one engine for each policy worker, got {rollout.workers} and {policy.workers}"
     elif rollout.gpus + policy.gpus > 1:
-        yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it"
+        yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it; remove both: each has half"
     if changed(rollout, "strategy"):
         yield "roles.rollout.strategy", "engines are placed with the policy's workers: set roles.policy.strategy"
     if rollout.accelerator and policy.accelerator and rollout.accelerator != policy.accelerator:
@@ -228,7 +229,8 @@ def _devices(spec: RolloutSpec) -> Iterator[Finding]:
         yield from _engine_devices("judge", spec.roles.judge)
 
 
-def _engine_devices(name: str, role: RolloutRole | JudgeRole) -> Iterator[Finding]:
+def _engine_devices(name: str, role: EngineRole) -> Iterator[Finding]:
+    yield from refused_options(name, role.engine, role.device)
     ranks = role.tensor_parallel_size
     if role.gpus == 0 and ranks > 1 and role.cpus < ranks:
         yield f"roles.{name}.cpus", f"tensor_parallel_size {ranks} on the CPU needs at least {ranks} cores"

@@ -50,7 +50,8 @@ class RoleResources(Frozen):
     strategy: Literal["pack", "spread"] = "pack"
     """`pack`: place the workers on as few nodes as they fit on; `spread`: on as many as have room for one."""
     colocate_with: RoleName | None = None
-    """Colocate with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs."""
+    """Colocate with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs. There
+    `workers` and `gpus` can be left out: one engine for each policy worker, and half of its GPU each."""
 
     @property
     def device(self) -> Device:
@@ -91,7 +92,15 @@ class AutoscaleConfig(Frozen):
     """Consecutive steps that must agree. The count restarts when an engine is added or removed."""
 
 
-class RolloutRole(EngineConfig, ScaledRole):
+class EngineRole(EngineConfig, ScaledRole):
+    """Workers with one vLLM engine each."""
+
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Further options of vLLM's engine, by the name of the argument of its `EngineArgs`, such as
+    `{scheduling_policy: priority}`. Options that Troupe sets itself, or that cannot work with it, are refused."""
+
+
+class RolloutRole(EngineRole):
     """Workers that sample: one vLLM engine each."""
 
     autoscale: AutoscaleConfig | None = None
@@ -155,7 +164,7 @@ class EnvironmentRole(EnvironmentConfig, ScaledRole):
     """Workers that hold the episodes of an environment."""
 
 
-class JudgeRole(EngineConfig, ScaledRole):
+class JudgeRole(EngineRole):
     """Workers that answer the reward function `judge`: one vLLM engine with a frozen model each."""
 
     model: ModelConfig

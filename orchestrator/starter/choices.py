@@ -51,7 +51,9 @@ class Choices:
     name: str = "my-run"
     steps: int = 100
     max_tokens: int = 0
-    """Longest response; 0: 64 on the CPU, 1024 on GPUs."""
+    """Longest response, or turn of an episode; 0: 64 on the CPU, on GPUs 1024 or 512."""
+    environment: str = ""
+    """A built-in environment or `package.module:Class`; empty: a sample is one response."""
     difficulty: Difficulty | None = None
     """Of a generated task; None: the task's own settings."""
 

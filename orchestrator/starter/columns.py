@@ -8,6 +8,7 @@ from dataclasses import replace
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.starter.choices import TASKS, Choices, Data, Earned
+from troupe.orchestrator.starter.environments import needs_answer
 from troupe.orchestrator.starter.rewards import fitting_reward
 from troupe.orchestrator.starter.tables import GYM, Table, find_tables
 
@@ -59,8 +60,12 @@ def read_data(choices: Choices) -> Data:
 
 def _prompts(choices: Choices, table: Table) -> Data:
     """Prompts with answers, and the reward function that their answers earn."""
-    columns = _named(("prompt",), table, choices.data)
+    columns: dict[str, str | None] = {**_named(("prompt",), table, choices.data)}
     answer = _found("answer", table)
+    prompt_tokens = _tokens(table, columns.get("prompt") or "prompt")
+    if not needs_answer(choices):
+        columns |= {"answer": answer} if answer != "answer" else {}
+        return Data({"train": table.section | columns}, prompt_tokens, 0)
     if answer is None:
         raise UsageError(
             f"--data: {choices.data} has no column with the answer (it has: {', '.join(table.rows[0])}): name it "
@@ -68,7 +73,7 @@ def _prompts(choices: Choices, table: Table) -> Data:
         )
     columns |= {"answer": answer} if answer != "answer" else {}
     reward = fitting_reward([row.get(answer) for row in table.rows])
-    return Data({"train": table.section | columns}, _tokens(table, columns.get("prompt", "prompt")), 0, reward)
+    return Data({"train": table.section | columns}, prompt_tokens, 0, reward)
 
 
 def _examples(choices: Choices, table: Table) -> Data:

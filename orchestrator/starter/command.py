@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.capacity.placement import CPUS_PER_NODE, GPU_GIB
 from troupe.orchestrator.doctor.nvidia import graphics
 from troupe.orchestrator.errors import UsageError, nearest
@@ -19,6 +20,7 @@ from troupe.orchestrator.starter.choices import Choices, check_algorithm
 from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.commented import commented
 from troupe.orchestrator.starter.difficulty import PROMPTS, find_difficulty, is_tried
+from troupe.orchestrator.starter.environments import check_environment
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
 from troupe.orchestrator.starter.tables import GYM
 
@@ -38,6 +40,7 @@ class InitFlags:
     name: str | None = None
     steps: int = 100
     max_tokens: int = 0
+    environment: str | None = None
 
 
 def complete(flags: InitFlags, ask: Ask | None) -> Choices:
@@ -61,6 +64,8 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     # What has a default is asked only where something is asked anyway.
     algorithm = flags.algorithm or _answer(ask if missing else None, "Algorithm (see `troupe algorithms`)", "grpo")
     check_algorithm(algorithm)
+    if flags.environment is not None:
+        check_environment(flags.environment, offline=algorithm in OFFLINE_ALGORITHMS)
     shown = graphics().gpus
     gpus = flags.gpus
     if gpus is None:
@@ -72,7 +77,18 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     own = len(os.sched_getaffinity(0))
     cpus = own if not gpus or len(shown) >= gpus else CPUS_PER_NODE
     name = flags.name or re.sub(r"[^a-z0-9]+", "-", f"{Path(model).name}-{algorithm}".lower()).strip("-")[:63]
-    return Choices(model, data, algorithm, gpus, kind.upper(), cpus, name, flags.steps, flags.max_tokens)
+    return Choices(
+        model=model,
+        data=data,
+        algorithm=algorithm,
+        gpus=gpus,
+        gpu_type=kind.upper(),
+        cpus=cpus,
+        name=name,
+        steps=flags.steps,
+        max_tokens=flags.max_tokens,
+        environment=flags.environment or "",
+    )
 
 
 def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
@@ -109,6 +125,8 @@ def text_of(choices: Choices, output: Path) -> str:
         f"  troupe plan {output}{described}",
         f"  troupe run {output}",
     ]
+    if choices.environment:
+        heading.insert(2, f"  troupe env check {output}    plays an episode without the model")
     if choices.difficulty is not None:
         heading.append(f"Difficulty: {choices.difficulty.note}.")
     if data.reward is not None and data.reward.note:

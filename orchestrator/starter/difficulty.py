@@ -28,7 +28,7 @@ _TIMEOUT_S = 600.0
 
 def is_tried(choices: Choices) -> bool:
     """Whether the tasks are generated ones and the model is small enough to try them on this machine."""
-    if not choices.data.startswith(GYM) or choices.offline:
+    if not choices.data.startswith(GYM) or choices.offline or choices.environment:
         return False
     try:
         return read_size(Path(choices.model)).parameters <= _MOST_PARAMETERS

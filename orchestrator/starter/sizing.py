@@ -10,15 +10,16 @@ from typing import Any
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.placement import GPU_GIB, Node
 from troupe.orchestrator.capacity.plan import Plan, described_nodes
 from troupe.orchestrator.capacity.stages import plan_stages
 from troupe.orchestrator.errors import DoesNotFit, UsageError
-from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.stages import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.choices import Choices, Data
+from troupe.orchestrator.starter.environments import TURNS, environment_section, reward_of
 
 _SMALL = 500_000_000
 """Parameters below which a model takes ten times the learning rate."""
@@ -35,6 +36,7 @@ class Sizing:
     micro_batch_tokens: int = 4096
     gradient_checkpointing: bool = False
     zero_stage: int = 1
+    offload_optimizer: bool = False
     rollouts: int = 1
     policies: int = 1
     critics: int = 0
@@ -53,20 +55,40 @@ def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan
         UsageError: There are too few GPUs for the algorithm's roles.
         SpecError: The choices name something that does not exist, or is not valid.
     """
-    last: Plan | None = None
-    for settings in candidates(choices, longest(choices, data)):
-        document = _document(choices, data, settings)
-        last = _plan(document, choices)
-        if last.misfit:
-            continue
-        held = min((cache.sequences for cache in last.memory.caches.values()), default=settings.max_num_seqs)
-        # Few sequences grow to the full length, so a cache serves twice as many as it holds at that length.
-        at_once = min(settings.max_num_seqs, max(8, 1 << (2 * held).bit_length() - 1))
-        document = _document(choices, data, replace(settings, max_num_seqs=at_once))
-        return document, _plan(document, choices)
-    if last is None:
+    settings, found = _best(choices, data)
+    if settings is None or found is None:
         raise UsageError(f"--gpus: {choices.algorithm} needs at least 2 GPUs: policy and critic have one each")
-    raise DoesNotFit(f"{choices.model} does not fit this machine: {last.misfit}")
+    if found.misfit:
+        why = f"{found.misfit}{_larger_gpus(choices, data)}"
+        raise DoesNotFit(f"{choices.model} does not fit this machine: {why}")
+    held = min((cache.sequences for cache in found.memory.caches.values()), default=settings.max_num_seqs)
+    # Few sequences grow to the full length, so a cache serves twice as many as it holds at that length.
+    at_once = min(settings.max_num_seqs, max(8, 1 << (2 * held).bit_length() - 1))
+    document = _document(choices, data, replace(settings, max_num_seqs=at_once))
+    return document, _plan(document, choices)
+
+
+def _best(choices: Choices, data: Data) -> tuple[Sizing | None, Plan | None]:
+    """The first settings that fit and leave memory free, else the first that fit, else the last; None: no layout."""
+    tight: tuple[Sizing, Plan] | None = None
+    settings, found = None, None
+    for settings in candidates(choices, longest(choices, data)):
+        found = _plan(_document(choices, data, settings), choices)
+        if not found.misfit and not found.memory.warnings:
+            return settings, found
+        if not found.misfit and tight is None:
+            tight = settings, found
+    return tight or (settings, found)
+
+
+def _larger_gpus(choices: Choices, data: Data) -> str:
+    """The smallest type of GPU of which as many are enough, as the end of a sentence; empty where there is none."""
+    for kind in sorted(GPU_GIB, key=GPU_GIB.__getitem__):
+        if choices.gpu_type and GPU_GIB[kind] > GPU_GIB[choices.gpu_type]:
+            _, found = _best(replace(choices, gpu_type=kind), data)
+            if found is not None and not found.misfit:
+                return f"; it fits {choices.gpus} {kind}"
+    return ""
 
 
 def nodes(choices: Choices) -> list[Node] | None:
@@ -83,12 +105,21 @@ def cluster(choices: Choices) -> str:
 
 def longest(choices: Choices, data: Data) -> int:
     """Longest sequence in tokens."""
-    return data.prompt_tokens + (data.response_tokens if choices.offline else response_tokens(choices))
+    if choices.offline:
+        return data.prompt_tokens + data.response_tokens
+    if not choices.environment:
+        return data.prompt_tokens + response_tokens(choices)
+    # The environment may answer each turn with as much again. An episode ends where the model's positions do.
+    tokens = data.prompt_tokens + 2 * TURNS * response_tokens(choices)
+    positions = config_or_empty(Path(choices.model)).get("max_position_embeddings")
+    return min(tokens, positions) if isinstance(positions, int) else tokens
 
 
 def response_tokens(choices: Choices) -> int:
-    """Longest response that is sampled."""
-    return choices.max_tokens or (1024 if choices.gpus else 64)
+    """Longest response, or turn of an episode, that is sampled."""
+    if choices.max_tokens or not choices.gpus:
+        return choices.max_tokens or 64
+    return 512 if choices.environment else 1024
 
 
 def candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
@@ -101,9 +132,16 @@ def candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
         ):
             yield Sizing(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
         return
-    memory = ((False, 1), (True, 1), (True, 3))
-    for layout, (checkpointing, zero), size in product(_layouts(choices, critic), memory, micro):
-        yield replace(layout, micro_batch_tokens=size, gradient_checkpointing=checkpointing, zero_stage=zero)
+    layouts = list(_layouts(choices, critic))
+    for memory in (((False, 1, False), (True, 1, False), (True, 3, False)), ((True, 2, True), (True, 3, True))):
+        for layout, (checkpointing, zero, offload), size in product(layouts, memory, micro):
+            yield replace(
+                layout,
+                micro_batch_tokens=size,
+                gradient_checkpointing=checkpointing,
+                zero_stage=zero,
+                offload_optimizer=offload,
+            )
 
 
 def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
@@ -147,7 +185,9 @@ def _document(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
 
 
 def _trainer(choices: Choices, settings: Sizing, workers: int) -> dict[str, Any]:
-    memory: dict[str, Any] = {"zero_stage": settings.zero_stage} if workers > 1 else {}
+    memory: dict[str, Any] = {"zero_stage": settings.zero_stage} if workers > 1 or settings.offload_optimizer else {}
+    if settings.offload_optimizer:
+        memory["offload_optimizer"] = True
     if settings.gradient_checkpointing:
         memory["gradient_checkpointing"] = True
     return {
@@ -200,8 +240,8 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     engine |= {"max_num_seqs": settings.max_num_seqs, "max_model_len": longest(choices, data)}
     policy = _trainer(choices, settings, settings.policies)
     if settings.shared_gpus:
-        engine |= {"colocate_with": "policy", "gpus": 0.4, "gpu_memory_utilization": 0.4}
-        policy["gpus"] = 0.6
+        del engine["gpus"]  # it has the policy's
+        engine |= {"colocate_with": "policy", "sleep": "kv_cache"}
     elif choices.gpus:
         engine["gpu_memory_utilization"] = 0.9
     else:
@@ -211,10 +251,12 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
         roles["critic"] = _trainer(choices, settings, settings.critics)
     if settings.critics or row.loss.kl_coef > 0 or row.advantage.kl_coef > 0:
         roles["reference"] = {"colocate_with": "policy"}
-    reward = data.reward.function if data.reward is not None else ""
     scorers = max(1, min(8, choices.cpus // 4))
-    reward_cpus = 1 if choices.gpus else max(0.1, int(20 * choices.cpus / scorers) / 100)
-    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [{"name": reward}]}
+    share = 10 if choices.environment else 20  # percent of the cores
+    reward_cpus = 1 if choices.gpus else max(0.1, int(share * choices.cpus / scorers) / 100)
+    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [{"name": reward_of(choices, data)}]}
+    if choices.environment:
+        roles["environment"] = environment_section(choices, data)
     ahead = int(bool(choices.gpus) and not settings.shared_gpus)
     algorithm = {"name": choices.algorithm} | ({"group_size": row.group_size} if row.group_size > 1 else {})
     updates = {"minibatches": 2} if row.kl_penalty is not None else {}

@@ -72,7 +72,7 @@ def hit(run: Run, rng: random.Random, targets: Sequence[str], after_s: float) ->
     number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    return Hit(number.name, title[:60], round(after_s, 1))
+    return Hit(number.name, title.strip()[:60], round(after_s, 1))
 
 
 def _living(run: Run, targets: Sequence[str]) -> dict[str, list[tuple[psutil.Process, str]]]:

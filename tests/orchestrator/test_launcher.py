@@ -169,3 +169,4 @@ def test_an_engine_on_a_shared_gpu_has_the_cache_of_the_plan_also_as_a_replaceme
         return
     caches = plan(spec, described_nodes("1x8xA100", 128), Sizes()).memory.caches
     assert first == caches["rollout-3"].bytes > GIB
+    assert {config.engine.gpu_memory_utilization for config in cluster.configs} == {0.5}

@@ -46,7 +46,8 @@ REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
     """One worker for all tests of this file that leave its engine running."""
-    worker = RolloutWorker(rollout_config(tiny_model), "rollout-0")
+    config = rollout_config(tiny_model).model_copy(update={"engine_options": {"scheduling_policy": "priority"}})
+    worker = RolloutWorker(config, "rollout-0")
     with pytest.raises(EngineClosed, match="not started"):
         await worker.generate(REQUEST, PROMPTS)
     health = await worker.start()
@@ -83,6 +84,15 @@ async def test_a_group_has_one_row_per_sample_and_a_matching_summary(worker: Rol
         sample = summary.samples[index]
         assert (sample.sample_index, sample.prompt_tokens, sample.response_tokens) == (index, len(row["prompt_ids"]), n)
         assert (sample.oldest_version, sample.newest_version, sample.finish_reason) == (0, 0, "length")
+
+
+async def test_an_option_of_the_spec_reaches_the_engine(worker: RolloutWorker, tiny_model: Path) -> None:
+    """And vLLM's refusal of a value names the options."""
+    engine: Any = worker._engine
+    assert engine.vllm_config.scheduler_config.policy == "priority"
+    config = rollout_config(tiny_model).model_copy(update={"engine_options": {"scheduling_policy": "nonsense"}})
+    with pytest.raises(ValueError, match=r"the spec's `engine` \(scheduling_policy\).*nonsense"):
+        await RolloutWorker(config, "rollout-1").start()
 
 
 async def test_a_summary_counts_the_finished_samples_of_running_groups(

@@ -21,6 +21,8 @@ Sleep = Literal["none", "kv_cache", "weights"]
 """What an engine releases while the trainer on its GPU updates: nothing, its KV cache, or also its weights."""
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
+OWN_GPU_SHARE = 0.85
+"""Fraction of a GPU's memory for an engine that has it to itself, by default."""
 GPU_BATCH_TOKENS = 8192
 """Tokens of an engine's largest batch on a GPU (vLLM's `max_num_batched_tokens`), for which it reserves memory."""
 CHUNK_LOGITS: dict[Device, int] = {"cpu": 2**24, "cuda": 2**26}
@@ -159,12 +161,18 @@ class EngineConfig(Frozen):
     """Skip compilation: the engine starts sooner and decodes slower on GPUs."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of common prefixes (the samples of one group share their prompt)."""
-    gpu_memory_utilization: float = Field(default=0.85, gt=0.0, le=1.0)
-    """Fraction of the GPU's memory that the engine may use (GPU only)."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Fraction of the GPU's memory that the engine may use (GPU only). null: 0.85; on the policy's GPU
+    (`colocate_with: policy`) what the policy leaves it, less a tenth of the GPU where that is possible."""
     kv_cache_gib: float = Field(default=1.0, gt=0.0)
     """KV cache size in GiB (CPU only; on a GPU it follows from `gpu_memory_utilization`)."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
+
+    @property
+    def gpu_share(self) -> float:
+        """`gpu_memory_utilization`, null resolved for an engine with a GPU to itself."""
+        return OWN_GPU_SHARE if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
 class OptimizerConfig(Frozen):
@@ -283,6 +291,8 @@ class JudgeConfig(Frozen):
 
     model: ModelConfig
     engine: EngineConfig
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, by name."""
     max_tokens: int
     """Longest answer, in tokens."""
     temperature: GreedyOrTemperature
@@ -471,6 +481,8 @@ class RolloutConfig(Frozen):
 
     model: ModelConfig
     engine: EngineConfig
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, by name."""
     sampling: SamplingConfig
     seed: int
     transfer_backend: TransferBackend

@@ -86,7 +86,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         enable_log_requests=False,
         use_tqdm_on_load=False,
         disable_log_stats=False,  # the timings of each sample come from them
-        **_device_args(config),
+        **(_device_args(config) | config.engine_options),
     )
 
 
@@ -127,7 +127,7 @@ def _device_args(config: RolloutConfig) -> dict[str, Any]:
     engine = config.engine
     if config.device == "cuda":
         return {
-            "gpu_memory_utilization": engine.gpu_memory_utilization,
+            "gpu_memory_utilization": engine.gpu_share,
             # In a placement group vLLM would choose Ray, and wants a bundle for every GPU. An engine's GPUs are on one
             # node and in one bundle.
             "distributed_executor_backend": "mp" if engine.tensor_parallel_size > 1 else "uni",

@@ -63,7 +63,8 @@ def told(text: str) -> list[dict[str, Any]]:
         changes: dict[str, Any] = {}
         for match in re.finditer(r"(?:raise|lower) ((?:[a-z_.]+ and )*[a-z_.]+) to ([\d.]+)", part):
             changes |= dict.fromkeys(match[1].split(" and "), yaml.safe_load(match[2]))
-        changes |= {match[1]: yaml.safe_load(match[2]) for match in re.finditer(r"set ([a-z_.]+): (\w+)", part)}
+        for match in re.finditer(r"set ((?:[a-z_.]+ and )*[a-z_.]+): (\w+)", part):
+            changes |= dict.fromkeys(match[1].split(" and "), yaml.safe_load(match[2]))
         found += [changes] if changes else []
     return found
 

@@ -640,8 +640,11 @@ CPU_CASES = [
     ),
     case(
         "colocated_cpu",
-        ("9: roles.rollout.colocate_with: rollout and policy can share GPUs only; set gpus on both or remove it"),
-        ("    cpus: 1", "    cpus: 1\n    colocate_with: policy"),
+        (
+            "9: roles.rollout.colocate_with: rollout and policy can share GPUs only; leave gpus out of both, or "
+            "remove this"
+        ),
+        ("    cpus: 1", "    cpus: 1\n    colocate_with: policy\n    gpus: 0"),
     ),
     case(
         "tensor_parallel_cpu",
@@ -923,7 +926,7 @@ GPU_CASES = [
     ),
     case(
         "shared_too_much",
-        "8: roles.rollout.colocate_with: they share one GPU, but ask for 0.6 + 0.5 of it",
+        "8: roles.rollout.colocate_with: they share one GPU, but ask for 0.6 + 0.5 of it; remove both: each has half",
         (
             "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
             "    gpus: 0.6\n    colocate_with: policy\n  policy:\n    workers: 2\n    gpus: 0.5",

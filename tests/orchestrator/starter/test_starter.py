@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,52 @@ def test_the_gpus_are_divided_and_none_is_left_over(
     model = llama(tmp_path / "model", 1024, 16, 4096)
     data = str(DATA / "demonstrations-train.jsonl") if algorithm == "sft" else "reasoning_gym:chain_sum"
     choices = chosen(model, algorithm=algorithm, gpus=gpus, gpu_type="H100", cpus=128, data=data)
-    roles = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)["roles"]
-    assert {name: role["workers"] for name, role in roles.items() if role.get("gpus")} == workers
-    assert sum(role.get("gpus", 0) * role.get("workers", 1) for role in roles.values()) == gpus
+    check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    roles = plan_runs(read_document(tmp_path / "run.yaml"))[0].spec.roles.present()
+    assert {name: role.workers for name, role in roles.items() if role.gpus} == workers
+    assert sum(role.gpus * role.workers for role in roles.values()) == gpus
+
+
+def qwen(folder: Path, hidden: int, layers: int, intermediate: int, key_heads: int) -> Path:
+    """A Qwen2.5, with tied embeddings, of which only the size is real."""
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate}
+    heads = {"num_attention_heads": 2 * hidden // 128, "num_key_value_heads": key_heads}
+    config = shape | heads | {"model_type": "qwen2", "vocab_size": 151_936, "tie_word_embeddings": True}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
+    (folder / "tokenizer.json").write_text("{}")
+    attention = 2 * hidden * hidden + 2 * hidden * key_heads * 64
+    tensors = {f"model.layers.{n}.weight": attention + 3 * hidden * intermediate for n in range(layers)}
+    tensors["model.embed_tokens.weight"] = 151_936 * hidden
+    header = json.dumps({name: {"shape": [count]} for name, count in tensors.items()}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+@pytest.mark.parametrize("gpu", ["RTX4090", "L4"])
+@pytest.mark.parametrize(
+    ("hidden", "layers", "intermediate", "offloads"), [(896, 24, 4864, False), (1536, 28, 8960, True)]
+)
+def test_one_gpu_of_24_gib_trains_and_samples_a_small_model_in_turn(
+    hidden: int, layers: int, intermediate: int, offloads: bool, gpu: str, tmp_path: Path
+) -> None:
+    """Qwen2.5 of 0.5B and of 1.5B; what the spec leaves open is filled in, and `troupe plan` leaves a tenth free."""
+    choices = chosen(qwen(tmp_path / "model", hidden, layers, intermediate, 2), gpus=1, gpu_type=gpu, cpus=16)
+    written = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)["roles"]
+    assert written["rollout"].items() >= {"colocate_with": "policy", "sleep": "kv_cache"}.items()
+    assert not {"gpus", "gpu_memory_utilization"} & written["rollout"].keys()
+    assert written["policy"].get("offload_optimizer", False) is offloads
+    runs = plan_runs(read_document(tmp_path / "run.yaml"))
+    ((_, plan),) = plan_stages(runs, nodes(choices))
+    (use,) = plan.memory.shared
+    assert plan.memory.warnings == () and use.most <= 0.9 * use.capacity
+    assert plan.memory.caches["rollout-0"].sequences > 100
+
+
+def test_a_model_that_does_not_fit_one_gpu_names_one_that_would_do(tmp_path: Path) -> None:
+    choices = chosen(qwen(tmp_path / "model", 3584, 28, 18944, 4), gpus=1, gpu_type="RTX4090", cpus=16)
+    with pytest.raises(DoesNotFit, match=r"does not fit this machine: .*; it fits 1 (A100-40G|L40S)"):
+        fitting_document(choices, read_data(choices))
 
 
 def test_a_larger_model_gets_the_settings_that_make_it_fit(tmp_path: Path) -> None:
@@ -209,6 +253,83 @@ def test_a_folder_of_datasets_and_its_splits_are_found(tiny_model: Path, tmp_pat
     document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
     source = {"kind": "datasets", "path": str(tmp_path / "gsm"), "prompt": "question"}
     assert document["data"] == {"train": source | {"split": "train"}, "eval": source | {"split": "validation"}}
+
+
+OWN = """\
+from troupe.environments import Environment, Message, Observation, Row
+
+
+class Once(Environment):
+    def start(self, row: Row) -> Observation:
+        return Observation(row.messages)
+
+    def step(self, message: Message) -> Observation:
+        return Observation(reward=1.0, done=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "section", "reward"),
+    [
+        ("guess_number", {}, "environment"),
+        ("retry", {"args": {"function": "last_number", "attempts": 2}}, "environment"),
+        (
+            "tools",
+            {"args": {"tools": ["calculator"], "function": "last_number"}, "tool_parser": "hermes"},
+            "environment",
+        ),
+        ("single_turn", {}, "last_number"),
+        ("my_games:Once", {}, "environment"),
+    ],
+)
+def test_an_environment_gets_a_spec_with_turns(
+    environment: str,
+    section: dict[str, Any],
+    reward: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "my_games.py").write_text(OWN)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
+    monkeypatch.chdir(tmp_path)
+    choices = chosen(tiny_model, data="rows.jsonl", environment=environment)
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["roles"]["environment"].items() >= ({"name": environment, "max_turns": 4} | section).items()
+    assert document["roles"]["reward"]["functions"] == [{"name": reward}]
+    assert document["roles"]["rollout"]["max_model_len"] == 128 + 4 * 2 * 64
+    assert sum(role.get("cpus", 0) * role.get("workers", 1) for role in document["roles"].values()) <= 2
+    assert "troupe env check" in (tmp_path / "run.yaml").read_text()
+
+
+def test_an_environment_that_gives_the_reward_needs_no_answers(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Play."}\n')
+    choices = chosen(tiny_model, data=str(tmp_path / "rows.jsonl"), environment="guess_number", gpus=1, cpus=16)
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["data"]["train"]["answer"] is None
+    assert document["sampling"]["max_tokens"] == 512
+    with pytest.raises(UsageError, match="has no column with the answer"):
+        read_data(replace(choices, environment="retry"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "algorithm", "error"),
+    [
+        ("gues_number", "grpo", "did you mean 'guess_number'"),
+        ("games", "grpo", "built in: guess_number, retry, single_turn, tools; your own: package.module:Class"),
+        ("verifiers", "grpo", "verifiers needs roles.environment.args that only you know"),
+        ("guess_number", "dpo", "learns from examples and plays no episodes"),
+    ],
+)
+def test_an_environment_without_a_first_spec_is_refused(environment: str, algorithm: str, error: str) -> None:
+    flags = InitFlags(model="m", data="rows.jsonl", algorithm=algorithm, gpus=0, environment=environment)
+    with pytest.raises(UsageError, match=rf"^--environment: .*{error}"):
+        complete(flags, None)
+
+
+def test_an_environment_that_cannot_be_imported_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"troupe init: roles\.environment\.name: .*no_such_module"):
+        text_of(chosen(tiny_model, environment="no_such_module:Game"), tmp_path / "run.yaml")
 
 
 def test_a_column_without_answers_is_refused(tiny_model: Path, tmp_path: Path) -> None:

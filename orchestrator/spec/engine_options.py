@@ -1,0 +1,222 @@
+"""vLLM's own options of an engine (`roles.rollout.engine`, `roles.judge.engine`): which ones a spec may set.
+
+vLLM is not imported here, because that takes seconds: names and types are read from its source. The engine itself
+checks the values when it starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.workers.contract.config import GPU_BATCH_TOKENS, Device
+
+_CLASSES = ("EngineArgs", "AsyncEngineArgs")
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+"""Simple types of options, and their words in an error message."""
+
+_ONE_NODE = "an engine has the GPUs of tensor_parallel_size, on one node; set {role}.workers for more engines"
+_LORA = "Troupe trains and updates all weights; there are no adapters"
+_MODEL = "set {model}.path"
+_REVISION = "set {model}.revision"
+_CACHE = "set {role}.gpu_memory_utilization (GPU) or {role}.kv_cache_gib (CPU)"
+_SLEEP = "set roles.rollout.sleep"
+_SAMPLING = "Troupe sets the parameters of every request: set {sampling}"
+_TOKENIZER = "Troupe tokenizes prompts with the tokenizer of {model}"
+_STATISTICS = "Troupe sets it: the timings of samples and the run's log depend on it"
+_CALLED = "Troupe calls the engine without a server: it has no effect"
+
+_ALWAYS = {
+    "model": _MODEL,
+    "model_weights": _MODEL,
+    "hf_config_path": _MODEL,
+    "load_format": "Troupe reads safetensors only; set {model}.path",
+    "revision": _REVISION,
+    "code_revision": _REVISION,
+    "tokenizer_revision": _REVISION,
+    "download_dir": "Troupe downloads models itself; set {model}.path",
+    "hf_token": "Troupe downloads models itself; set {model}.path",
+    "hf_overrides": "Troupe sets it for {model}.float32_head; change config.json in the model's folder",
+    "dtype": "set {model}.dtype",
+    "trust_remote_code": "set {model}.trust_remote_code",
+    "tokenizer": _TOKENIZER,
+    "tokenizer_mode": _TOKENIZER,
+    "skip_tokenizer_init": _TOKENIZER,
+    "runner": "an engine of Troupe generates text",
+    "convert": "an engine of Troupe generates text",
+    "seed": "set seed",
+    "generation_config": _SAMPLING,
+    "override_generation_config": _SAMPLING,
+    "structured_outputs_config": "set {sampling}.structured",
+    "logprobs_mode": "Troupe sets processed_logprobs: those of the distribution that is sampled",
+    "kv_cache_memory_bytes": _CACHE,
+    "num_gpu_blocks_override": _CACHE,
+    "max_num_batched_tokens": f"Troupe sets it, and the memory plan counts on it ({GPU_BATCH_TOKENS} on a GPU)",
+    "max_num_queued_reqs": "Troupe bounds the queue of an engine by {role}.max_num_seqs",
+    "max_num_queued_tokens": "Troupe bounds the queue of an engine by {role}.max_num_seqs",
+    "weight_transfer_config": "set weight_sync.backend",
+    "enable_sleep_mode": _SLEEP,
+    "sleep_mode_offload_cudagraph": _SLEEP,
+    "sleep_preserve_parameter_names": _SLEEP,
+    "worker_cls": "Troupe sets the worker, which receives new weights",
+    "worker_extension_cls": "Troupe sets the worker, which receives new weights",
+    "distributed_executor_backend": "Troupe places engines with Ray; set {role}.tensor_parallel_size and gpus",
+    "served_model_name": _CALLED,
+    "shutdown_timeout": "Troupe ends the engine with its worker",
+    "use_tqdm_on_load": _STATISTICS,
+    "disable_log_stats": _STATISTICS,
+    "enable_log_requests": _STATISTICS,
+    "aggregate_engine_logging": _STATISTICS,
+    "pipeline_parallel_size": _ONE_NODE,
+    "prefill_context_parallel_size": _ONE_NODE,
+    "decode_context_parallel_size": _ONE_NODE,
+    "nnodes": _ONE_NODE,
+    "node_rank": _ONE_NODE,
+    "master_addr": _ONE_NODE,
+    "master_port": _ONE_NODE,
+    "device_ids": "Troupe places engines with Ray; set {role}.gpus, accelerator or node_labels",
+    "enable_lora": _LORA,
+    "max_loras": _LORA,
+    "max_lora_rank": _LORA,
+    "max_cpu_loras": _LORA,
+    "lora_dtype": _LORA,
+    "lora_target_modules": _LORA,
+    "fully_sharded_loras": _LORA,
+    "default_mm_loras": _LORA,
+}
+"""Options of any engine that Troupe sets, or that cannot work with it, and what to do instead."""
+_OWN_FIELDS = frozenset(
+    (
+        *("tensor_parallel_size", "max_num_seqs", "max_model_len", "enforce_eager", "enable_prefix_caching"),
+        "gpu_memory_utilization",
+    )
+)
+"""Options that are fields of the role."""
+
+_QUANTIZED = (
+    "engines would round the weights after their digest is verified, and sample from another policy than the one that "
+    "is trained; only a judge's engine can be quantized"
+)
+_ROUNDED = "a rounded cache changes the log-probs of samples, and the trainer computes without it"
+_DRAFTS = (
+    "untested: a draft model would not get new weights, and log-probs of accepted drafts have not been compared with "
+    "the trainer's"
+)
+_OUTSIDE = "a weight update empties the engine's own cache only: samples would read entries of old weights"
+_OFFLOADED = "untested: new weights are written in place, to the device that runs the model"
+_EXPERTS = "untested: new weights are loaded by the place of each expert"
+_DISTRIBUTION = "changes the distribution that is sampled, which the trainer does not know of"
+
+_ROLLOUT = {
+    "quantization": _QUANTIZED,
+    "quantization_config": _QUANTIZED,
+    "allow_deprecated_quantization": _QUANTIZED,
+    "kv_cache_dtype": _ROUNDED,
+    "kv_cache_dtype_skip_layers": _ROUNDED,
+    "mamba_cache_dtype": _ROUNDED,
+    "mamba_ssm_cache_dtype": _ROUNDED,
+    "enable_mamba_cache_stochastic_rounding": _ROUNDED,
+    "speculative_config": _DRAFTS,
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
+    "kv_transfer_config": _OUTSIDE,
+    "kv_offloading_size": _OUTSIDE,
+    "kv_offloading_backend": _OUTSIDE,
+    "ec_transfer_config": _OUTSIDE,
+    "cpu_offload_gb": _OFFLOADED,
+    "cpu_offload_params": _OFFLOADED,
+    "offload_backend": _OFFLOADED,
+    "offload_group_size": _OFFLOADED,
+    "offload_num_in_group": _OFFLOADED,
+    "offload_params": _OFFLOADED,
+    "enable_expert_parallel": _EXPERTS,
+    "enable_eplb": _EXPERTS,
+    "eplb_config": _EXPERTS,
+    "logits_processors": _DISTRIBUTION,
+    "watermark_config": _DISTRIBUTION,
+    "diffusion_config": _DISTRIBUTION,
+}
+"""Options that a frozen model may have, but not the policy, whose weights change and whose log-probs are trained on."""
+
+
+def refused_options(role: str, options: Mapping[str, Any], device: Device) -> Iterator[Finding]:
+    """Options that a spec cannot set, each with the reason or with the field to set instead.
+
+    Args:
+        role: `rollout` or `judge`.
+        options: The section `engine` of the role.
+        device: Device that its engines run on.
+    """
+    for name in options:
+        if why := _refusal(name, role, device):
+            judge = role == "judge"
+            model, sampling = ("roles.judge.model", "roles.judge") if judge else ("model", "sampling")
+            yield f"roles.{role}.engine.{name}", why.format(role=f"roles.{role}", model=model, sampling=sampling)
+
+
+def unknown_options(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Options that the installed vLLM does not have, and values of another type; nothing where vLLM is not installed.
+
+    Args:
+        engines: The sections `engine`, by role.
+    """
+    known = _installed_options() if any(engines.values()) else {}
+    for role, options in engines.items():
+        for name, value in options.items() if known else ():
+            path = f"roles.{role}.engine.{name}"
+            if name not in known:
+                hint = nearest(name, known) or "see the engine arguments of vLLM"
+                yield path, f"the installed vLLM has no such engine option ({hint})"
+            elif expected := _mismatch(value, known[name]):
+                yield path, f"expected {expected}, got {value!r}"
+
+
+def engine_option(path: Sequence[str]) -> str:
+    """Where an option of vLLM belongs that is written beside the fields of an engine's role; empty: it is none."""
+    engine = len(path) == 3 and path[0] == "roles" and path[1] in ("rollout", "judge")
+    return "vLLM's own options are in 'engine'" if engine and path[2] in _installed_options() else ""
+
+
+def _refusal(name: str, role: str, device: Device) -> str:
+    """Why an option is refused; empty: it is not."""
+    if name in _OWN_FIELDS:
+        return f"set {{role}}.{name}"
+    if name.startswith("data_parallel_"):
+        return "each worker has one engine; set {role}.workers"
+    if name == "enable_chunked_prefill" and device == "cpu":
+        return "Troupe turns it off on the CPU, where vLLM cannot resume a request that has a seed"
+    return _ALWAYS.get(name, "") or (_ROLLOUT.get(name, "") if role == "rollout" else "")
+
+
+def _mismatch(value: Any, annotation: str) -> str:
+    """What an option expects, if its type is a simple one and the value has another type; else empty."""
+    names = [part.strip() for part in annotation.split("|")]
+    if not set(names) <= {*_TYPES, "None"}:
+        return ""
+    given = "None" if value is None else type(value).__name__
+    fits = given in names or (given == "int" and "float" in names)
+    return "" if fits else " or ".join(_TYPES[name] for name in names if name in _TYPES)
+
+
+@cache
+def _installed_options() -> dict[str, str]:
+    """Name and annotation of every option of the installed vLLM's engines, from its source; empty without vLLM."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return {}
+    source = Path(package.origin).parent / "engine" / "arg_utils.py"
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in _CLASSES]
+    fields = [node for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
+    return {
+        field.target.id: ast.unparse(field.annotation)
+        for field in fields
+        if isinstance(field.target, ast.Name) and not field.target.id.startswith("_")
+    }

@@ -1,0 +1,111 @@
+"""What `colocate_with: policy` implies where the spec says nothing else, and that it fits where something does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.orchestrator.capacity.test_remedies import SEVEN_B
+from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
+from troupe.orchestrator.roles.memory import Sizes, shared_engine
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.units import GIB
+
+SPEC = """\
+name: shared
+model: {path: given}
+roles:
+  rollout: {colocate_with: policy}
+  policy: {}
+  reward: {functions: [{name: exact_match}]}
+algorithm: {name: grpo}
+schedule: {steps: 5, prompts_per_step: 8}
+data: {train: {kind: jsonl, path: train.jsonl}}
+"""
+
+
+def load(folder: Path, *overrides: str) -> RolloutSpec:
+    path = folder / "spec.yaml"
+    path.write_text(SPEC)
+    return load_rollout_spec(path, overrides)
+
+
+def planned(spec: RolloutSpec, cluster: str) -> Plan:
+    return plan(spec, described_nodes(cluster, 128), Sizes({"given": SEVEN_B}), advise=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers", "rollout", "policy"),
+    [
+        ((), 1, 0.5, 0.5),
+        (("roles.policy.workers=4",), 4, 0.5, 0.5),
+        (("roles.policy.gpus=1", "roles.rollout.gpus=1"), 1, 0.5, 0.5),
+        (("roles.policy.gpus=0.7",), 1, 0.3, 0.7),
+        (("roles.rollout.gpus=0.2", "roles.policy.gpus=1"), 1, 0.2, 0.8),
+        (("roles.rollout.gpus=0.2", "roles.policy.gpus=0.3"), 1, 0.2, 0.3),
+    ],
+)
+def test_workers_and_gpus_that_are_left_open_are_those_of_the_gpu_they_share(
+    overrides: tuple[str, ...], workers: int, rollout: float, policy: float, tmp_path: Path
+) -> None:
+    spec = load(tmp_path, *overrides)
+    roles = spec.roles
+    assert (roles.rollout.workers, roles.policy.workers) == (workers, workers)
+    assert (roles.rollout.gpus, roles.policy.gpus) == (rollout, policy)
+    assert (spec.device, spec.resolved_backend(), spec.resolved_sleep) == ("cuda", "ipc", "kv_cache")
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    assert load_rollout_spec(tmp_path / "resolved.yaml") == spec
+
+
+OFFLOADED = (
+    *("roles.policy.zero_stage=3", "roles.policy.offload_optimizer=true"),
+    *("roles.policy.gradient_checkpointing=true", "roles.policy.micro_batch_tokens=1024"),
+)
+
+
+@pytest.mark.parametrize(
+    ("gib", "gpus", "overrides", "spare"),
+    [
+        (79.6, 8, ("roles.policy.workers=8", "roles.policy.zero_stage=3"), True),
+        (140.4, 1, ("roles.policy.offload_optimizer=true",), True),
+        (79.6, 1, OFFLOADED[:2], True),
+        (40.0, 1, OFFLOADED, True),
+        (35.0, 1, (*OFFLOADED, "roles.rollout.sleep=weights"), False),
+    ],
+)
+def test_an_engine_takes_what_the_policy_leaves_it(
+    gib: float, gpus: int, overrides: tuple[str, ...], spare: bool, tmp_path: Path
+) -> None:
+    """7B: a tenth of each GPU stays free while engines sample, or all is taken where the cache holds no sequence."""
+    node = Node("node", 128.0, float(gpus), 0, int(gib * GIB))
+    found = plan(load(tmp_path, *overrides), [node], Sizes({"given": SEVEN_B}))
+    assert found.misfit == ""
+    assert len(found.memory.shared) == gpus
+    for use in found.memory.shared:
+        free = (use.capacity - use.periods["sampling"]) / use.capacity
+        assert (0.1 <= free < 0.13) if spare else (0 <= free < 0.1)
+    assert all(cache.sequences for cache in found.memory.caches.values())
+
+
+def test_an_engine_that_never_rests_leaves_room_for_the_updates(tmp_path: Path) -> None:
+    spec = load(tmp_path, "roles.rollout.sleep=none", "roles.policy.workers=8", "roles.policy.zero_stage=3")
+    found = planned(spec, "1x8xH100")
+    assert found.misfit == "" and found.memory.warnings == ()
+
+
+def test_what_does_not_fit_in_any_share_says_what_to_change(tmp_path: Path) -> None:
+    found = planned(load(tmp_path), "1x1xH100")
+    assert "during updates" in found.misfit
+    assert found.remedies and all("roles.rollout.gpu_memory_utilization" not in r.changes for r in found.remedies)
+
+
+def test_a_share_that_is_written_is_kept(tmp_path: Path) -> None:
+    given = load(tmp_path, "roles.rollout.gpu_memory_utilization=0.3")
+    assert given.rollout_config().engine.gpu_memory_utilization == 0.3
+    found = shared_engine(given, 80 * GIB, Sizes({"given": SEVEN_B}))
+    assert found is not None and found[1] == 0.3
+    assert load(tmp_path).rollout_config().engine.gpu_share == 0.5, "where the memory of the GPU is not known"

@@ -1,0 +1,136 @@
+"""vLLM's own options of an engine: those that a spec may set, those that it may not, and why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from troupe.orchestrator.spec import engine_options
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.config import EngineConfig
+
+SPEC = """\
+name: options
+model: {path: models/m}
+roles:
+  rollout: {}
+  policy: {}
+  judge: {model: {path: models/judge}, max_model_len: 2048}
+  reward: {functions: [{name: judge}]}
+algorithm: {name: grpo}
+schedule: {steps: 5, prompts_per_step: 8}
+data: {train: {kind: jsonl, path: train.jsonl}}
+"""
+GPU = ("roles.rollout.gpus=1", "roles.policy.gpus=1", "roles.judge.gpus=1")
+FIRST = "roles.rollout.engine"
+JUDGE = "roles.judge.engine"
+
+
+def load(folder: Path, *overrides: str) -> RolloutSpec:
+    path = folder / "spec.yaml"
+    path.write_text(SPEC)
+    return load_rollout_spec(path, overrides)
+
+
+def test_options_reach_the_configurations_of_engine_and_judge(tmp_path: Path) -> None:
+    own = "{scheduling_policy: priority, max_logprobs: 3}"
+    spec = load(tmp_path, f"{FIRST}={own}", f"{JUDGE}={{quantization: fp8}}")
+    assert spec.rollout_config().engine_options == {"scheduling_policy": "priority", "max_logprobs": 3}
+    judge = spec.judge_config()
+    assert judge is not None
+    assert judge.engine_options == {"quantization": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        (FIRST, "{model: other}", f"{FIRST}.model: set model.path"),
+        (JUDGE, "{model: other}", f"{JUDGE}.model: set roles.judge.model.path"),
+        (FIRST, "{max_model_len: 4096}", f"{FIRST}.max_model_len: set roles.rollout.max_model_len"),
+        (JUDGE, "{max_num_seqs: 4}", f"{JUDGE}.max_num_seqs: set roles.judge.max_num_seqs"),
+        (FIRST, "{data_parallel_size: 2}", "each worker has one engine; set roles.rollout.workers"),
+        (JUDGE, "{data_parallel_rank: 1}", "each worker has one engine; set roles.judge.workers"),
+        (FIRST, "{pipeline_parallel_size: 2}", "set roles.rollout.workers for more engines"),
+        (FIRST, "{quantization: fp8}", "only a judge's engine can be quantized"),
+        (FIRST, "{kv_cache_dtype: fp8}", "a rounded cache changes the log-probs of samples"),
+        (FIRST, "{speculative_config: {method: ngram}}", "log-probs of accepted drafts have not been compared"),
+        (FIRST, "{kv_offloading_size: 4}", "samples would read entries of old weights"),
+        (FIRST, "{logprobs_mode: raw_logprobs}", "those of the distribution that is sampled"),
+        (FIRST, "{weight_transfer_config: {backend: nccl}}", "set weight_sync.backend"),
+        (FIRST, "{enable_sleep_mode: true}", "set roles.rollout.sleep"),
+        (FIRST, "{enable_lora: true}", "there are no adapters"),
+        (FIRST, "{enable_chunked_prefill: true}", "Troupe turns it off on the CPU"),
+        (JUDGE, "{generation_config: vllm}", "set roles.judge"),
+        (FIRST, "priority", f"{FIRST}: expected a section, got 'priority'"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_with_the_reason(
+    field: str, value: str, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, f"{field}={value}")
+    (line,) = str(caught.value).splitlines()
+    assert why in line
+
+
+def test_a_frozen_model_may_round_and_draft_and_a_gpu_may_cut_prompts(tmp_path: Path) -> None:
+    free = "{kv_cache_dtype: fp8, speculative_config: {method: ngram}, enable_chunked_prefill: false}"
+    spec = load(tmp_path, *GPU, f"{JUDGE}={free}", f"{FIRST}={{enable_chunked_prefill: false}}")
+    assert spec.roles.rollout.engine == {"enable_chunked_prefill": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"scheduling_policy": "priority", "block_size": 64, "attention_config": {}}, ()),
+        ({"watermark": 1}, ()),
+        ({"block_size": None}, ()),
+        (
+            {"shceduling_policy": "priority"},
+            ("shceduling_policy: the installed vLLM has no such engine option (did you mean 'scheduling_policy'?)",),
+        ),
+        ({"nonsense": 1}, ("nonsense: the installed vLLM has no such engine option (see the engine arguments of",)),
+        ({"block_size": "64"}, ("block_size: expected a whole number, got '64'",)),
+        ({"block_size": True}, ("block_size: expected a whole number, got True",)),
+        ({"use_fp64_gumbel": 1}, ("use_fp64_gumbel: expected true or false, got 1",)),
+    ],
+)
+def test_names_and_simple_types_are_those_of_the_installed_vllm(
+    options: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    found = [f"{path}: {message}" for path, message in engine_options.unknown_options({"rollout": options})]
+    assert len(found) == len(expected)
+    for line, start in zip(found, expected, strict=True):
+        assert line.startswith(f"{FIRST}.{start}")
+
+
+def test_the_files_check_of_a_spec_includes_its_options(tmp_path: Path) -> None:
+    spec = load(tmp_path, f"{FIRST}={{block_sise: 64}}")
+    assert f"{FIRST}.block_sise" in dict(spec.missing())
+
+
+def test_every_refused_option_is_one_of_vllm_and_no_reason_is_left_open() -> None:
+    known = vars(engine_options)["_installed_options"]()
+    refused = {*vars(engine_options)["_ALWAYS"], *vars(engine_options)["_ROLLOUT"]}
+    own = vars(engine_options)["_OWN_FIELDS"]
+    assert len(known) > 100
+    assert refused | own <= known.keys()
+    assert own <= EngineConfig.model_fields.keys()
+    for role in ("rollout", "judge"):
+        for _, why in engine_options.refused_options(role, dict.fromkeys(refused), "cpu"):
+            assert "{" not in why
+
+
+def test_the_check_does_not_import_vllm() -> None:
+    code = (
+        "import sys; from troupe.orchestrator.spec.engine_options import unknown_options;"
+        "assert list(unknown_options({'rollout': {'block_sise': 1}}));"
+        "assert not {'vllm', 'torch'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
