@@ -37,6 +37,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # as in a cluster of a run; on nodes that a test starts itself
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     **CPU_THREADS,
@@ -81,6 +82,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             recorded.setdefault(target, {})[file] = round(duration)
         ordered = {target: dict(sorted(files.items(), key=lambda item: -item[1])) for target, files in recorded.items()}
         DURATIONS.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without long tests where these alone run: all imports take half a minute in every process."""
+    if config.getoption("markexpr") != "long" or collection_path.suffix != ".py":
+        return None
+    return True if "mark.long" not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -169,10 +169,7 @@ class Run(Command):
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Complete lines of metrics.jsonl so far."""
-        path = self.out / "metrics.jsonl"
-        if not path.is_file():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return metrics_lines(self.out)
 
     @property
     def weight_files(self) -> list[str]:
@@ -186,6 +183,13 @@ class Run(Command):
     def wait_for_step(self, step: int) -> None:
         """Wait until metrics.jsonl contains the step."""
         self.wait_until(lambda: step in self.steps(), f"step {step} in metrics.jsonl")
+
+
+def metrics_lines(out: Path) -> list[dict[str, Any]]:
+    """Complete lines of metrics.jsonl so far."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def troupe_command(*arguments: str) -> list[str]:

@@ -7,6 +7,7 @@ the trainers and the reward worker are reconfigured for the next algorithm inste
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import os
@@ -19,14 +20,27 @@ from typing import Any, cast
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
-from tests.real.commands import Command, ledger_balances, running, trajectories, troupe_command
+from tests.real.commands import (
+    Command,
+    as_after,
+    checkpoint_weights,
+    ledger_balances,
+    metrics_lines,
+    running,
+    trajectories,
+    troupe_command,
+)
+from tests.real.poison import Canary
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
@@ -38,6 +52,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig, RolloutConfig
 from troupe.workers.critic import CriticWorker
+from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
@@ -50,16 +65,22 @@ SPECS = {name: f"algorithms/{name}" for name in ALGORITHMS} | {"grpo_process": "
 """File of each spec in deploy/specs/."""
 TWO_STEPS = {"grpo", "ppo", "ppo_penalty", "trpo", "remax", "reinforce", "dcpo", "distill", "grpo_process"}
 """Algorithms whose second step uses what the first has left. The others differ from them in formulas of one step."""
+DAPO_STEPS = 5
+DAPO = (f"schedule.steps={DAPO_STEPS}", "checkpoint={every_steps: 1, keep: 10}")
+DAPO_LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "masked_samples", "ledger/trained", "ledger/dropped")
+"""Metrics that are equal in a run of DAPO and in one that is resumed."""
 GUIDE = ROOT / "docs" / "guides" / "algorithm.md"
 GUIDES_ALGORITHM = "my_algorithms:median_grpo"
 
 
 class ReusableRollout(RolloutWorker):
-    """A rollout worker whose sampling can be reconfigured."""
+    """A rollout worker whose sampling and chat template can be reconfigured."""
 
     async def reconfigure(self, config: RolloutConfig) -> None:
-        """Sample as another configuration says."""
-        self._config = self._config.model_copy(update={"sampling": config.sampling, "seed": config.seed})
+        """Render and sample as another configuration says."""
+        update = {"model": config.model, "sampling": config.sampling, "seed": config.seed}
+        self._config = self._config.model_copy(update=update)
+        self._tokenizer = load_chat_tokenizer(config.model)
 
 
 class ReusablePolicy(PolicyWorker):
@@ -103,7 +124,7 @@ class FinishedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        return metrics_lines(self.out)
 
 
 @dataclass
@@ -116,8 +137,20 @@ class SharedWorkers:
     policy: ActorWorker[ReusablePolicy]
     critic: ActorWorker[ReusableCritic]
 
-    async def run(self, spec: RolloutSpec, out: Path) -> FinishedRun:
-        """Run a spec."""
+    async def run_in_two_parts(self, spec: RolloutSpec, out: Path, first: int) -> FinishedRun:
+        """Run a spec that is asked to stop after some steps, and resume it on trainers that are built anew."""
+        stop = asyncio.Event()
+        running = asyncio.create_task(self.run(spec, out, stop))
+        while len(metrics_lines(out)) < first:
+            assert not running.done()
+            await asyncio.sleep(0.02)
+        stop.set()
+        outcome = (await running).outcome
+        assert outcome.stopped and first <= outcome.steps_done < spec.schedule.steps
+        return await self.run(spec, out)
+
+    async def run(self, spec: RolloutSpec, out: Path, stop: asyncio.Event | None = None) -> FinishedRun:
+        """Run a spec, from the newest checkpoint in the folder if there is one, until `stop` is set."""
         await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, spec.policy_config())
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
         policy.packs = await self.policy.call(ReusablePolicy.packs, TIMEOUT_S)
@@ -135,15 +168,17 @@ class SharedWorkers:
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.workers.engines)
         trainers = {"policy": policy} | ({} if critic is None else {"critic": critic})
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
-        out.mkdir()
-        store = CheckpointStore(out / "checkpoints", keep=1)
+        out.mkdir(exist_ok=True)
+        store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
         store.prepare()
-        context = RunContext(self.cluster, self.launcher, workers, Console(io.StringIO()), asyncio.Event())
+        found = store.latest()
+        context = RunContext(self.cluster, self.launcher, workers, Console(io.StringIO()), stop or asyncio.Event())
         parts = RolloutRun(spec, out, context, load_data(spec))
         try:
-            controller = await parts.controller(store, None)
+            controller = await parts.controller(store, found)
             assert controller.components.sync is not None
-            await controller.components.sync.push(0)  # the engine still serves the previous policy
+            if found is None:
+                await controller.components.sync.push(0)  # the engine still serves the previous policy
             return FinishedRun(out, await controller.run())
         finally:
             await parts.close()
@@ -250,8 +285,8 @@ async def test_a_batch_of_truncated_samples_leaves_the_policy_as_it_is(shared: S
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def dapo(shared: SharedWorkers, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Two steps of DAPO with its filters: of truncated samples, of groups, and of prompts."""
-    return await shared.run(shipped("tiny-dapo", "schedule.steps=2"), tmp_path_factory.mktemp("dapo") / "run")
+    """DAPO with its filters (of truncated samples, of groups and of prompts), until prompts are drawn again."""
+    return await shared.run(shipped("tiny-dapo", *DAPO), tmp_path_factory.mktemp("dapo") / "run")
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -264,9 +299,9 @@ async def test_truncated_samples_carry_no_loss(dapo: FinishedRun) -> None:
         assert line["masked_samples"] == truncated
         assert line["policy/sequences"] <= spec.samples_per_step - truncated
         assert line["policy/grad_norm"] > 0
-    assert 0 < masked < 2 * spec.samples_per_step
+    assert 0 < masked < DAPO_STEPS * spec.samples_per_step
     last = dapo.metrics[-1]
-    assert last["ledger/trained"] == 2 * spec.samples_per_step - masked
+    assert last["ledger/trained"] == DAPO_STEPS * spec.samples_per_step - masked
     assert dapo.outcome.drop_reasons["truncated: it carries no loss"] == masked
 
 
@@ -287,10 +322,53 @@ async def test_results_of_all_groups_are_remembered(dapo: FinishedRun) -> None:
     """Of trained and of replaced groups alike, with the truncated samples."""
     last = dapo.metrics[-1]
     groups = last["ledger/dispatched"] / shipped("tiny-dapo").group_size
-    state = json.loads((dapo.out / "checkpoints" / "step-000002" / "state.json").read_text())
+    state = json.loads((dapo.out / "checkpoints" / f"step-{DAPO_STEPS:06d}" / "state.json").read_text())
     results = state["source"]["prompts"]["curriculum"]["results"]
     assert len(results) == last["curriculum/seen"] == min(groups, 12)  # the first pass over the 12 prompts
     assert 0 < last["curriculum/pass_rate"] < 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_resumed_run_draws_and_learns_as_an_uninterrupted_one(
+    dapo: FinishedRun, shared: SharedWorkers, tmp_path: Path
+) -> None:
+    """Across the second pass over the data, in which the curriculum skips prompts."""
+    second = await shared.run_in_two_parts(shipped("tiny-dapo", *DAPO), tmp_path / "part", first=2)
+    assert second.outcome.steps_done == DAPO_STEPS
+    assert any(line["curriculum/skipped"] for line in dapo.metrics)
+    for expected, line in zip(dapo.metrics, second.metrics, strict=True):
+        names = [name for name in expected if name in DAPO_LEARNING or name.startswith("curriculum/")]
+        assert {name: line[name] for name in names} == {name: expected[name] for name in names}
+        drawn, again = (trajectories(run.out, line["step"])["prompt_uid"].to_pylist() for run in (dapo, second))
+        assert again == drawn
+    expected, weights = (checkpoint_weights(run.out, DAPO_STEPS) for run in (dapo, second))
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_run_resumed_from_a_poisoned_checkpoint_is_refused(
+    dapo: FinishedRun, shared: SharedWorkers, tmp_path: Path
+) -> None:
+    """Whoever changes a checkpoint also writes a manifest that fits."""
+    canary, out = tmp_path / "canary", as_after(dapo.out, DAPO_STEPS, tmp_path / "poisoned")
+    newest = max((out / "checkpoints").glob("step-*"))
+    poisoned_files = list(newest.rglob("*.pt"))
+    for file in poisoned_files:
+        state = torch.load(file, weights_only=False)
+        state["added"] = Canary(canary)
+        torch.save(state, file)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        content = (newest / name).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    more = (*DAPO, f"schedule.steps={DAPO_STEPS + 1}")
+    with pytest.raises(TroupeError) as refused:
+        await shared.run(shipped("tiny-dapo", *more), out)
+    assert poisoned_files and not canary.exists()
+    error = str(refused.value)
+    assert "posix.system" in error and "mp_rank_00_model_states.pt cannot be read" in error
+    assert "\n" not in error, "a line for the user"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -313,6 +391,22 @@ async def test_raft_learns_the_best_answers_from_other_sources(shared: SharedWor
         assert line["policy/sequences"] == len(best) == spec.schedule.prompts_per_step
         assert line["policy/tokens"] == sum(best)
     assert second["policy/loss"] < first["policy/loss"] - 0.5
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_plain_text_is_sampled_as_it_is(shared: SharedWorkers, tmp_path: Path, tiny_model: Path) -> None:
+    """Although the model has a chat template."""
+    data = tmp_path / "plain.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(8)))
+    overrides = ("model.chat_template=none", f"data.train={{kind: jsonl, path: {data}, answer: null}}")
+    run = await shared.run(shipped("tiny-grpo", *overrides, "schedule.steps=1"), tmp_path / "plain")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    assert tokenizer.chat_template is not None
+    rows = trajectories(run.out, 1).to_pylist()
+    assert len(rows) == run.outcome.ledger["trained"] > 0
+    for row in rows:
+        text = json.loads(row["messages"])[-1]["content"]
+        assert text.endswith("+ 1 =") and row["prompt_ids"] == tokenizer(text)["input_ids"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

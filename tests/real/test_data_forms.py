@@ -1,7 +1,7 @@
 """Data as people have them and a base model without a chat template, in a chain of runs.
 
 The first stage fine-tunes on conversations of a JSON array, with a chat template from a file. The second samples on
-prompts in verl's layout with the same template. The third samples on plain text, without one.
+prompts in verl's layout with the same template. Prompts that are plain text are in test_algorithms.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def verl(path: Path, prompts: list[str]) -> dict[str, Any]:
 
 
 def spec(folder: Path, model: Path) -> Path:
-    """A file with the three stages."""
+    """A file with both stages."""
     (folder / "chat.jinja").write_text(TEMPLATE)
     shared = yaml.safe_load(GRPO.read_text())
     roles = shared["roles"]
@@ -68,8 +68,6 @@ def spec(folder: Path, model: Path) -> Path:
         "train": verl(folder / "train.parquet", [f"Say {n}" for n in range(8)] + [LONG]),
         "eval": verl(folder / "eval.parquet", ["Say 1", "Say 99", LONG + " or not"]),
     }
-    plain = folder / "plain.jsonl"
-    plain.write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(8)))
     document = {
         "name": "forms",
         "seed": 7,
@@ -83,11 +81,6 @@ def spec(folder: Path, model: Path) -> Path:
                 "evaluation": {"every_steps": 0},
             },
             "chats": rollouts | {"data": chats, "evaluation": {"every_steps": 0, "at_start": False}},
-            "plain": rollouts
-            | {
-                "model": {"path": "stage:sft", "chat_template": "none"},
-                "data": {"train": {"kind": "jsonl", "path": str(plain), "answer": None}},
-            },
         },
     }
     path = folder / "spec.yaml"
@@ -96,12 +89,12 @@ def spec(folder: Path, model: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_base_model_trains_on_conversations_verls_prompts_and_plain_text(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_base_model_trains_on_conversations_and_verls_prompts(tmp_path: Path, tiny_model: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_model, base, ignore=shutil.ignore_patterns("*.jinja"))
     with running(Run(tmp_path, spec(tmp_path, base), name="chain")) as run:
         assert run.wait() == 0, run.output
-    lines = {stage: last_line(run.out / stage) for stage in ("sft", "chats", "plain")}
+    lines = {stage: last_line(run.out / stage) for stage in ("sft", "chats")}
     counts = {
         "data/train_rows": 16.0,
         "data/train_bad_rows": 2.0,  # a conversation that ends with the user, and one that is too long
@@ -123,9 +116,6 @@ def test_a_base_model_trains_on_conversations_verls_prompts_and_plain_text(tmp_p
         said = json.loads(row["messages"])[-1]["content"]
         assert tokenizer.decode(row["prompt_ids"]) == f"<|im_start|>user: {said}<|im_end|><|im_start|>assistant: "
         assert row["answer"] == str(len(said))
-    for row in trajectories(run.out / "plain", 1).to_pylist():
-        text = json.loads(row["messages"])[-1]["content"]
-        assert text.endswith("+ 1 =") and row["prompt_ids"] == tokenizer(text)["input_ids"]
 
 
 def last_line(out: Path) -> dict[str, Any]:

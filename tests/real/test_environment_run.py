@@ -46,13 +46,23 @@ def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_episodes_survive_their_environment_worker_and_their_engine(tmp_path: Path) -> None:
-    """SIGKILL of an environment worker with its processes, of the engine, and of the worker that may not start again.
+def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_left(tmp_path: Path) -> None:
+    """SIGKILL of every worker but the policy.
 
-    The first two are replaced, in the middle of episodes; the last one ends the run.
+    First of a reward and a reference worker, for which no sample is generated again; then, in the middle of episodes,
+    of an environment worker with its processes and of the engine. The last is the environment worker that may not start
+    again, which ends the run.
     """
-    with running(Run(tmp_path, TINY, *ENDLESS, "failures.environment_restarts=1", name="killed")) as run:
-        run.wait_for_step(2)
+    reference = ("roles.reference={cpus: 0.25, threads: 1, micro_batch_tokens: 2048}", "algorithm.kl.coef=0.01")
+    restarts = ("failures.reference_restarts=1", "failures.environment_restarts=1")
+    with running(Run(tmp_path, TINY, *ENDLESS, *reference, *restarts, name="killed")) as run:
+        run.wait_for_step(1)
+        for role in ("RewardWorker", "ReferenceWorker"):
+            kill(run, role)
+            run.wait_until(lambda role=role: f"{role.removesuffix('Worker').lower()}-0 is lost" in run.output, role)
+            run.wait_for_step(run.metrics[-1]["step"] + 2)
+        assert {line["ledger/retries"] for line in run.metrics} == {0}
+        assert restarted(run) == 0
         time.sleep(0.3)  # the next step's episodes have begun, and take a second
         kill(run, "EnvironmentWorker")
         step = run.wait_until(lambda: restarted(run), "episodes that start again")
@@ -68,6 +78,7 @@ def test_episodes_survive_their_environment_worker_and_their_engine(tmp_path: Pa
         assert len(run.error_lines) == 1, run.output
         assert "no environment worker is left (1 of 1 restarts used: failures.environment_restarts)" in run.output
         assert run.leftover_processes() == []
+    assert run.weight_files == []
 
 
 def restarted(run: Run) -> int:

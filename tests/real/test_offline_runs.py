@@ -1,7 +1,7 @@
 """Whole runs of the shipped specs on offline data.
 
 Only the start of the workers differs from `troupe run`: all specs share the trainers, which are reconfigured for the
-next spec instead of being restarted. The test of resumption and one of two ranks run the command itself.
+next spec instead of being restarted. The command itself, and Ctrl-C, are in test_staged_run.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from tests.conftest import ROOT
 from tests.real.commands import (
     Command,
-    Run,
     checkpoint_weights,
     equal_steps,
-    interrupt,
+    metrics_lines,
     replayed,
     running,
     troupe_command,
@@ -46,6 +45,7 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 from troupe.workers.contract.config import ModelConfig
@@ -64,6 +64,8 @@ LEARNING = ("policy/loss", "policy/grad_norm", "policy/accuracy", "policy/margin
 RANKED = ("tiny-dpo-ranked", "algorithm.label_smoothing=0.1")
 BOUNDED = ("tiny-reward-model-ranked", "algorithm.center_coef=0.2", "algorithm.lm_coef=0.1")
 BY_TOKEN = ("tiny-reward-model-token", "algorithm.center_coef=0.2", "algorithm.lm_coef=0.1")
+HALF = ("schedule.examples_per_step=8", "evaluation.every_steps=0", "checkpoint.every_steps=0")
+"""Half the examples, which are enough to learn from, and evaluation and checkpoint at the end."""
 TIMEOUT_S = 240.0
 SEATS = Placement(
     "reusable",
@@ -107,8 +109,8 @@ class FinishedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        """Complete lines of metrics.jsonl so far."""
+        return metrics_lines(self.out)
 
 
 @dataclass(frozen=True)
@@ -125,27 +127,43 @@ class SharedWorkers:
     async def train(self, name: str, *overrides: str, folder: str = "") -> FinishedRun:
         """Run a shipped spec."""
         with contextlib.chdir(ROOT):
-            return await self._train(shipped(name, *overrides), self.folder / (folder or name))
+            spec, out = shipped(name, *overrides), self.folder / (folder or name)
+            out.mkdir()
+            assert await self._train(spec, out, asyncio.Event()) == spec.schedule.steps
+            return FinishedRun(out)
+
+    async def train_in_two_parts(self, name: str, *overrides: str, folder: str, first: int) -> FinishedRun:
+        """Run a shipped spec that is asked to stop after some steps, and resumed on trainers that are built anew."""
+        with contextlib.chdir(ROOT):
+            spec, out, stop = shipped(name, *overrides), self.folder / folder, asyncio.Event()
+            out.mkdir()
+            training = asyncio.create_task(self._train(spec, out, stop))
+            while len(FinishedRun(out).metrics) <= first:
+                assert not training.done()
+                await asyncio.sleep(0.02)
+            stop.set()
+            assert first <= await training < spec.schedule.steps
+            assert await self._train(spec, out, asyncio.Event()) == spec.schedule.steps
+            return FinishedRun(out)
 
     async def evaluate(self, name: str, *overrides: str) -> dict[str, float]:
         """Evaluate the model of a shipped spec on its held-out data, without training."""
         with contextlib.chdir(ROOT):
             spec = shipped(name, *overrides)
-            parts = await self._parts(spec, self.folder)
+            parts = await self._parts(spec, self.folder, asyncio.Event())
             held_out = load_examples(spec)[1]
             assert held_out is not None
             return await (await parts.evaluator(held_out)).run(0)
 
-    async def _train(self, spec: OfflineSpec, out: Path) -> FinishedRun:
-        parts = await self._parts(spec, out)
-        out.mkdir()
+    async def _train(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> int:
+        """Train from the newest checkpoint in the folder, if there is one. Returns the number of steps of the run."""
+        parts = await self._parts(spec, out, stop)
         store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
         store.prepare()
-        outcome = await (await parts.controller(load_examples(spec), store, None)).run()
-        assert outcome.steps_done == spec.schedule.steps
-        return FinishedRun(out)
+        controller = await parts.controller(load_examples(spec), store, store.latest())
+        return (await controller.run()).steps_done
 
-    async def _parts(self, spec: OfflineSpec, out: Path) -> OfflineRun:
+    async def _parts(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> OfflineRun:
         config, policy = spec.trainer_config(), spec.roles.policy
         if spec.trains == "policy":
             ranks: list[Any] = self.policies[policy.workers]
@@ -161,7 +179,7 @@ class SharedWorkers:
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
         launcher = WorkerLauncher(spec, self.cluster)
         console = Console(io.StringIO())
-        return OfflineRun(spec, out, RunContext(self.cluster, launcher, workers, console, asyncio.Event()))
+        return OfflineRun(spec, out, RunContext(self.cluster, launcher, workers, console, stop))
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +237,8 @@ def tied(folder: Path) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def dpo(shared: SharedWorkers) -> FinishedRun:
-    """A whole run of tiny-dpo with a checkpoint of every step."""
-    return await shared.train("tiny-dpo", "checkpoint.keep=10", "checkpoint.every_steps=1")
+    """A whole run of tiny-dpo."""
+    return await shared.train("tiny-dpo")
 
 
 def shipped(name: str, *overrides: str) -> OfflineSpec:
@@ -247,14 +265,16 @@ def assert_learns(run: FinishedRun, name: str) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "overrides"),
     [
-        *("tiny-sft", "tiny-orpo", "tiny-kto", "tiny-rrhf", "tiny-dpo-ranked"),
-        *("tiny-reward-model-ranked", "tiny-reward-model-token"),
+        *((f"tiny-{name}", HALF) for name in ("sft", "orpo", "kto", "rrhf", "dpo-ranked", "reward-model-token")),
+        ("tiny-reward-model-ranked", ()),
     ],
 )
-async def test_a_shipped_spec_reduces_its_held_out_loss(name: str, shared: SharedWorkers) -> None:
-    assert_learns(await shared.train(name), name)
+async def test_a_shipped_spec_reduces_its_held_out_loss(
+    name: str, overrides: tuple[str, ...], shared: SharedWorkers
+) -> None:
+    assert_learns(await shared.train(name, *overrides), name)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -271,7 +291,7 @@ async def test_dpo_reduces_its_held_out_loss(dpo: FinishedRun) -> None:
 async def test_a_trained_reward_model_loads_in_the_reward_and_critic_roles(
     shared: SharedWorkers,
 ) -> None:
-    run = await shared.train("tiny-reward-model")
+    run = await shared.train("tiny-reward-model", *HALF)
     assert_learns(run, "tiny-reward-model")
     assert 0.0 <= run.metrics[-1]["eval/calibration_error"] < 0.5
     trained = run.out / "checkpoints" / "step-000010" / "model"
@@ -323,50 +343,40 @@ def assert_same_updates(run: FinishedRun, other: FinishedRun, name: str) -> None
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
-async def test_smaller_micro_batches_give_the_same_updates(
+async def test_smaller_micro_batches_and_two_ranks_give_the_same_updates(
     name: str, options: list[str], shared: SharedWorkers, tied: Path
 ) -> None:
-    overrides = two_steps(name, tied, *options)
+    """All examples in one micro-batch, in many, and in many on two ranks."""
+    overrides, small = two_steps(name, tied, *options), "roles.policy.micro_batch_tokens=256"
     whole = await shared.train(name, *overrides, "roles.policy.micro_batch_tokens=4096", folder=f"{name}-whole")
-    split = await shared.train(name, *overrides, "roles.policy.micro_batch_tokens=256", folder=f"{name}-split")
-    assert_same_updates(split, whole, name)
+    assert_same_updates(await shared.train(name, *overrides, small, folder=f"{name}-split"), whole, name)
+    two = await shared.train(name, *overrides, small, "roles.policy.workers=2", folder=f"{name}-two")
+    assert_same_updates(two, whole, name)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
-async def test_two_ranks_give_the_same_updates(
-    name: str, options: list[str], shared: SharedWorkers, tied: Path
-) -> None:
-    overrides = two_steps(name, tied, *options)
-    alone = await shared.train(name, *overrides, folder=f"{name}-alone")
-    more = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256")
-    assert_same_updates(await shared.train(name, *overrides, *more, folder=f"{name}-two"), alone, name)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, folder: Path) -> None:
-    overrides = ("checkpoint.keep=10", "checkpoint.every_steps=1", "schedule.steps=5", "evaluation.at_end=false")
-    with running(Run(folder, DPO, *overrides, name="resumed")) as first:
-        first.wait_for_step(2)
-        interrupt(first)
-        assert first.wait() == 130, first.output
-        assert first.leftover_processes() == []
-    with running(Run(folder, DPO, *overrides, name="resumed", resume=True)) as second:
-        assert second.wait() == 0, second.output
-    for expected, line in zip(dpo.metrics[1:], second.metrics[1:], strict=False):
+async def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, shared: SharedWorkers) -> None:
+    overrides = ("schedule.steps=5", "checkpoint.every_steps=0", "evaluation.at_end=false")
+    resumed = await shared.train_in_two_parts("tiny-dpo", *overrides, folder="resumed", first=2)
+    assert [line["step"] for line in resumed.metrics] == list(range(6))
+    for expected, line in zip(dpo.metrics[1:], resumed.metrics[1:], strict=False):
         assert {name: line[name] for name in LEARNING} == {name: expected[name] for name in LEARNING}
-    expected, resumed = checkpoint_weights(dpo.out, 5), checkpoint_weights(second.out, 5)
-    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+    expected, weights = checkpoint_weights(dpo.out, 5), checkpoint_weights(resumed.out, 5)
+    assert [name for name in expected if not torch.equal(expected[name], weights[name])] == []
 
 
-def test_two_policy_workers_give_the_same_updates_and_are_repeated(dpo: FinishedRun, folder: Path) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_two_policy_workers_give_the_same_updates_and_are_repeated(
+    dpo: FinishedRun, shared: SharedWorkers
+) -> None:
     """ZeRO-2. Pairs stay together, and the replay's batch has the reference's log-probs."""
     ranks = ("roles.policy.workers=2", "roles.policy.zero_stage=2", "roles.policy.micro_batch_tokens=256")
-    short = ("schedule.steps=2", "checkpoint.every_steps=1", "evaluation=null")
-    with running(Run(folder, DPO, *ranks, *short, name="two-workers")) as run:
-        assert run.wait() == 0, run.output
+    overrides = (*ranks, "schedule.steps=2", "checkpoint.every_steps=1", "evaluation=null")
+    run = await shared.train("tiny-dpo", *overrides, folder="two-workers")
     for name in LEARNING:
         assert run.metrics[-2][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
-    assert equal_steps(replayed(run.out, 2)) == [2]
+    shipped("tiny-dpo", *overrides).write(run.out / RESOLVED_SPEC)
+    assert equal_steps(await asyncio.to_thread(replayed, run.out, 2)) == [2]
 
 
 def accuracy(model: RewardModel) -> float:

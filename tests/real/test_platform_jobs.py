@@ -1,8 +1,11 @@
-"""What `troupe deploy` writes, on the real stack: the hooks of pods on a Ray head, and an sbatch script on one node."""
+"""What `troupe deploy` writes, on the real stack: the hooks of pods on a Ray head, and an sbatch script on one node.
+
+The runs train on offline data, because their workers start in half the time; that jobs with engines stop and save is in
+test_submit.py.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -21,7 +24,7 @@ from ray.util import get_node_ip_address
 from deploy.demo.cluster import answers, free_port
 from tests.conftest import ROOT
 from tests.orchestrator.platforms.kubernetes.manifests import documents
-from tests.real.commands import ENDLESS, GRPO, Command, running
+from tests.real.commands import Command, metrics_lines, running
 from troupe.orchestrator.platforms.flags import NodeFlags, SlurmFlags
 from troupe.orchestrator.platforms.kubernetes.documents import entrypoint
 from troupe.orchestrator.platforms.kubernetes.pre_stop import has_actors, stop_jobs, wait_for_actors
@@ -31,13 +34,16 @@ from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
 SAVE_S = 300.0
+SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
+ENDLESS = (
+    *("schedule.steps=100000", "checkpoint.every_steps=0", "evaluation=null"),
+    "roles.policy.learning_rate=1e-4",
+)
 
 
 def steps(out: Path) -> list[int]:
     """Steps in the metrics of a run so far."""
-    file = out / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return [json.loads(line)["step"] for line in lines]
+    return [line["step"] for line in metrics_lines(out)]
 
 
 def saved_step(out: Path) -> int:
@@ -53,7 +59,7 @@ def pods(folder: Path) -> Iterator[tuple[str, Command]]:
         arguments = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
         arguments += [f"--dashboard-port={dashboard}", "--num-cpus=4", f"--temp-dir={scratch}", "--disable-usage-stats"]
         arguments += [f"--dashboard-agent-listen-port={free_port()}"]
-        job, _ = documents(GRPO, stop_s=int(SAVE_S))
+        job, _ = documents(SFT, stop_s=int(SAVE_S))
         (container,) = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
         variables = {variable["name"]: variable["value"] for variable in container["env"]}
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": variables["RAY_JOB_STOP_WAIT_TIME_S"]}
@@ -65,7 +71,7 @@ def pods(folder: Path) -> Iterator[tuple[str, Command]]:
 
 def test_pods_that_are_deleted_wait_until_the_run_has_saved(tmp_path: Path) -> None:
     out, spec = tmp_path / "run", tmp_path / "spec.yaml"
-    spec.write_text(documents(GRPO, *ENDLESS, root=str(Path.cwd()))[1]["data"]["spec.yaml"])
+    spec.write_text(documents(SFT, *ENDLESS, root=str(Path.cwd()))[1]["data"]["spec.yaml"])
     command_line = entrypoint(str(out)).replace("/etc/troupe/spec.yaml", str(spec))
     with pods(tmp_path) as (url, cluster), ThreadPoolExecutor(1) as pool:
 
@@ -100,8 +106,10 @@ def write_slurm(folder: Path) -> None:
 def test_a_slurm_job_saves_at_its_time_limit_and_resumes_when_it_is_queued_again(tmp_path: Path) -> None:
     write_slurm(tmp_path / "bin")
     out, script, log = tmp_path / "run", tmp_path / "job.sh", tmp_path / "slurm.log"
-    model = f"model.path={ROOT / '.cache' / 'models' / 'tiny-llama'}"  # the job runs in another folder
-    request = Request(GRPO, (*ENDLESS, model), name="job", out=out)
+    paths = (f"model.path={ROOT / '.cache' / 'models' / 'tiny-llama'}",)  # the job runs in another folder
+    for data, file in (("train", "demonstrations-train"), ("eval", "demonstrations-eval")):
+        paths += (f"data.{data}.path={SFT.parent / 'data' / f'{file}.jsonl'}",)
+    request = Request(SFT, (*ENDLESS, *paths), name="job", out=out)
     script.write_text(batch_script(request, NodeFlags(cpus_per_node=4), SlurmFlags(), Path(sys.prefix))[0])
     environment = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",

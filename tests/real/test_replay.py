@@ -1,23 +1,28 @@
-"""A run of PPO across a resume, and `troupe replay` on real runs: its weights are bitwise those of the run."""
+"""A run of PPO across losses of its critic and policy and a resume, and `troupe replay` of it: its weights are bitwise
+those of the run."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.real.commands import (
-    GRPO,
     POLICY_METRICS,
     PPO,
     RUN_METRICS,
     SAMPLES_PER_STEP,
     Run,
     equal_steps,
+    kill,
+    kill_each,
     ledger_balances,
     missing_metrics,
     replayed,
@@ -25,12 +30,11 @@ from tests.real.commands import (
     trajectories,
 )
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.orchestrator.training.checkpoint import verify
+from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 
 pytestmark = pytest.mark.long
 
 CRITIC_METRICS = ("critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped_updates")
-SHORT = ("schedule.steps=3", "schedule.prompts_per_step=4")
 TEXTS = (
     "algorithm.ptx_coef=0.1",
     "data.ptx={kind: jsonl, path: deploy/specs/data/texts.jsonl, max_tokens: 64, texts_per_step: 8}",
@@ -43,61 +47,108 @@ PLANTED = (
 """PPO's bound on the ratio, and a bug in it: the better of both losses instead of the worse one."""
 
 
-def trained(folder: Path, spec: Path, *overrides: str, name: str, resume: bool = False) -> Run:
-    """A run that has ended well."""
-    with running(Run(folder, spec, *overrides, name=name, out=folder / name, resume=resume)) as run:
-        assert run.wait() == 0, run.output
-        assert run.leftover_processes() == []
-    assert run.weight_files == []
-    return run
+@dataclass(frozen=True)
+class PPORun:
+    """A run whose first start ended because no restart of its trainers was left."""
+
+    first: Run
+    """The first start."""
+    metrics: list[dict[str, Any]]
+    """Metrics of the first start."""
+    saved: int
+    """Step of its last checkpoint."""
+    resumed: Run
+    """The second start, which trained to the end."""
 
 
 @pytest.fixture(scope="module")
-def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """PPO with a critic, texts and two updates per step: two steps, a checkpoint, and after a resume the others."""
+def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPORun]:
+    """PPO with a critic, texts and two updates per step. Critic, critic and policy are killed in its first start."""
     folder = tmp_path_factory.mktemp("replay")
-    sets = ("checkpoint.every_steps=2", "checkpoint.keep=10", *TEXTS)
-    trained(folder, PPO, *sets, "schedule.steps=2", name="ppo")
-    return trained(folder, PPO, *sets, name="ppo", resume=True)
+    sets = ("checkpoint.every_steps=2", "checkpoint.keep=10", "failures.trainer_restarts=2", *TEXTS)
+    with running(Run(folder, PPO, *sets, "schedule.steps=1000", name="ppo")) as first:
+        kill_each(first, (1, "CriticWorker"), (3, "CriticWorker"))
+        first.wait_for_step(5)
+        kill(first, "PolicyWorker")
+        assert first.wait() == 1, first.output
+        assert first.leftover_processes() == []
+        assert first.weight_files == []
+        lines, found = first.metrics, CheckpointStore(first.out / "checkpoints", keep=10).latest()
+        assert found is not None
+    with running(Run(folder, PPO, *sets, name="ppo", resume=True)) as second:
+        assert second.wait() == 0, second.output
+        assert second.leftover_processes() == []
+    assert second.weight_files == []
+    yield PPORun(first, lines, found.step, second)
 
 
 @pytest.fixture(scope="module")
-def ppo(ppo_run: Run) -> Path:
+def ppo(ppo_run: PPORun) -> Path:
     """Folder of the run of PPO."""
-    return ppo_run.out
+    return ppo_run.resumed.out
 
 
-def test_ppo_with_a_critic_increases_the_reward(ppo_run: Run) -> None:
-    spec = load_rollout_spec(PPO)
-    assert ppo_run.steps() == list(range(1, spec.schedule.steps + 1))
+def test_a_dead_critic_is_brought_back_with_the_policy_until_no_restart_is_left(ppo_run: PPORun) -> None:
+    """From the initial model, then from a checkpoint; the last loss, of the policy, ends the run.
+
+    That the trainers came back with the weights they had is in the test of the replay, which starts from the initial
+    model and has every later digest of the run.
+    """
+    first = ppo_run.first
+    assert len(first.error_lines) == 1, first.output
+    last = r"error: policy-0\.\w+: .*2 of 2 restarts used: failures.trainer_restarts"
+    assert re.match(last, first.error_lines[0]), first.error_lines
+    assert "policy and critic restarted from the initial model, " in first.stdout
+    assert re.search(r"policy and critic restarted from the checkpoint of step [24], ", first.stdout)
+    assert [line["step"] for line in ppo_run.metrics] == list(range(1, len(ppo_run.metrics) + 1))
     for line in ppo_run.metrics:
+        assert ledger_balances(line)
+        assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
+    assert ppo_run.saved >= 4  # saved, or being saved, when step 5 was reported
+
+
+def test_ppo_with_a_critic_increases_the_reward(ppo_run: PPORun) -> None:
+    spec, run = load_rollout_spec(PPO), ppo_run.resumed
+    assert run.steps() == list(range(1, spec.schedule.steps + 1))
+    for line in run.metrics:
         assert missing_metrics(line, RUN_METRICS + POLICY_METRICS + CRITIC_METRICS) == []
         assert ledger_balances(line)
-    rewards = [line["reward/mean"] for line in ppo_run.metrics]
+    rewards = [line["reward/mean"] for line in run.metrics]
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards  # eight standard errors of a step's mean
-    found = sorted((ppo_run.out / "checkpoints").iterdir())
+    found = sorted((run.out / "checkpoints").iterdir())
     assert {"policy", "critic", "model"} <= {path.name for path in verify(found[-1]).path.iterdir()}
-    for row in trajectories(ppo_run.out, spec.schedule.steps).to_pylist():
+    for row in trajectories(run.out, spec.schedule.steps).to_pylist():
         assert row["trained"]
         for name in ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "logprobs", "entropy"):
             assert len(row[name]) == len(row["response_ids"]), name
 
 
-def test_ppo_with_a_critic_is_repeated_across_a_resume_and_a_damaged_table_is_refused(ppo: Path) -> None:
-    """The checkpoint of the resume is removed, so that the replay repeats the steps before and after it."""
-    assert equal_steps(replayed(ppo, 4)) == [3, 4]
+def test_a_step_is_sampled_again_after_every_step_before_it_is_repeated(ppo_run: PPORun, ppo: Path) -> None:
+    """Without checkpoints, the replay repeats all steps before: around every loss, and the first after the resume.
+
+    Float32 on the CPU, one engine, all groups at once: with the weights of that step every token is the run's.
+    """
+    shutil.copytree(ppo, copy := ppo.with_name("without-checkpoints"))
+    shutil.rmtree(copy / "checkpoints")
+    step = ppo_run.saved + 2
+    replay = replayed(copy, step, "--resample")
+    assert "NOT EQUAL" not in replay.output
+    repeated = re.findall(r"step (\d+): equal \(policy \w{12}, critic \w{12}; ", replay.stderr)
+    assert [int(number) for number in repeated] == list(range(1, step))
+    assert f"step {step}: {SAMPLES_PER_STEP} of {SAMPLES_PER_STEP} samples have the tokens of the run" in replay.stdout
+    gap = re.search(r"log-probs of equal tokens differ by up to (\S+)", replay.stdout)
+    assert gap is not None and float(gap[1]) < 1e-5
+
+
+def test_a_damaged_table_is_refused_before_anything_starts(ppo: Path) -> None:
     shutil.copytree(ppo, damaged := ppo.with_name("damaged"))
-    shutil.rmtree(damaged / "checkpoints")
-    replay = replayed(damaged, 3)
-    assert equal_steps(replay) == [1, 2, 3]
-    assert re.search(r"^step 3: equal \(policy \w{12}, critic \w{12}; ", replay.stdout, re.MULTILINE), replay.stdout
     table = damaged / "replay" / "step-000002" / "batch.arrow"
     content = bytearray(table.read_bytes())
     content[-100] ^= 1
     table.write_bytes(content)
     refused = replayed(damaged, 2, code=2)
     assert re.search(r"step-000002/batch.arrow has changed: it has digest \w+ and \d+ bytes", refused.stderr)
-    assert refused.stdout == "", "it is refused before anything starts"
+    assert refused.stdout == ""
 
 
 def test_a_planted_bug_in_the_loss_is_found(ppo: Path, tmp_path: Path) -> None:
@@ -108,26 +159,14 @@ def test_a_planted_bug_in_the_loss_is_found(ppo: Path, tmp_path: Path) -> None:
     text = file.read_text()
     assert text.count(PLANTED[0]) == 1
     file.write_text(text.replace(*PLANTED))
-    found = replayed(ppo, 3, "--against", str(checkout), code=1).stdout
+    replay = replayed(ppo, 3, "--against", str(checkout), code=1)
+    assert equal_steps(replay) == [3], "this code repeats the step from the checkpoint before it"
+    found = replay.stdout
     assert re.search(rf"^{checkout} differs first in step 3$", found, re.MULTILINE), found
     assert re.search(r"^  policy: \d+ of \d+ parameters; the first is \S+$", found, re.MULTILINE), found
     assert "  critic: " not in found, "the critic's loss is the same"
     assert "  update 2 of 2: policy/loss is " in found, "before the first update the ratio is 1, and nothing is bounded"
 
 
-def test_the_samples_of_a_step_are_sampled_again(ppo: Path) -> None:
-    """Float32 on the CPU, one engine, all groups at once: with version 2 of the weights every token is the run's."""
-    found = replayed(ppo, 3, "--resample").stdout
-    assert f"step 3: {SAMPLES_PER_STEP} of {SAMPLES_PER_STEP} samples have the tokens of the run" in found
-    gap = re.search(r"log-probs of equal tokens differ by up to (\S+)", found)
-    assert gap is not None and float(gap[1]) < 1e-5
-
-
-# That updates are repeated bit for bit under every ZeRO stage, on one rank and on two, is in test_trainer.py.
-
-
-def test_grpo_is_repeated_on_two_ranks(tmp_path: Path) -> None:
-    """ZeRO-3, from the initial model; the digests of whole parameters are gathered from both ranks."""
-    run = trained(tmp_path, GRPO, "roles.policy.workers=2", "roles.policy.zero_stage=3", *SHORT, name="grpo").out
-    shutil.rmtree(run / "checkpoints")
-    assert equal_steps(replayed(run, 3)) == [1, 2, 3]
+# That updates are repeated bit for bit under every ZeRO stage, on one rank and on two, is in test_trainer.py; a run of
+# two policy workers is repeated in test_grpo_run.py.

@@ -24,6 +24,7 @@ def test_three_stages_run_in_order_and_resume_in_the_interrupted_stage(tmp_path:
         )
         interrupt(first)
         assert first.wait() == 130, first.output
+        assert first.leftover_processes() == []
         assert not (first.out / "ppo").exists()
     before = (first.out / "sft" / "metrics.jsonl").read_text()
     with running(Run(tmp_path, THREE_STAGES, *overrides, name="chain", resume=True)) as second:

@@ -1,4 +1,4 @@
-"""`troupe submit` to a Ray head node started with `ray start`."""
+"""`troupe submit` to a Ray head node started with `ray start`, and a job that is scaled while it trains."""
 
 from __future__ import annotations
 
@@ -12,18 +12,41 @@ import pytest
 
 from deploy.demo.cluster import answers, free_port
 from tests.conftest import ROOT
-from tests.real.commands import GRPO, Command, run_troupe, running, troupe_command
+from tests.real.commands import (
+    EXIT_TIMEOUT_S,
+    GRPO,
+    SAMPLES_PER_STEP,
+    Command,
+    ledger_balances,
+    metrics_lines,
+    run_troupe,
+    running,
+    trajectories,
+    troupe_command,
+)
+from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
 
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
 HEAD_TIMEOUT_S = 90.0
+STEPS_BETWEEN = 3
+SCALING = (
+    "algorithm.kl.coef=0.001",
+    "roles.reference={workers: 1, max_workers: 2, cpus: 0.25, threads: 1, micro_batch_tokens: 2048}",
+    "roles.reward.max_workers=2",
+    "roles.rollout.max_workers=2",
+    # With max_staleness 0 the trainer waits for rollouts in every step, so autoscaling must add the one allowed engine.
+    "roles.rollout.autoscale={max_wait: 0.001, min_wait: 0.0001, steps: 2}",
+    "schedule.steps=100000",  # the test stops the job
+    "checkpoint.every_steps=0",
+)
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of the job server of a Ray head node that only these tests use."""
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Command]]:
+    """A Ray head node that only these tests use: URL of its job server, and its processes."""
     port, dashboard = free_port(), free_port()
     # Ray creates sockets in its folder, and the path of a socket has a length limit.
     with tempfile.TemporaryDirectory(prefix="head-", ignore_cleanup_errors=True) as scratch:
@@ -34,7 +57,13 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         with running(Command(tmp_path_factory.mktemp("head"), arguments)) as command:
             url = f"http://127.0.0.1:{dashboard}"
             command.wait_until(lambda: answers(url), "an answer of the job server", HEAD_TIMEOUT_S)
-            yield url
+            yield url, command
+
+
+@pytest.fixture(scope="module")
+def head(node: tuple[str, Command]) -> str:
+    """URL of the head node's job server."""
+    return node[0]
 
 
 def test_a_submitted_spec_runs_as_a_job_and_follow_prints_its_log(head: str, tmp_path: Path) -> None:
@@ -53,30 +82,85 @@ def test_a_submitted_spec_runs_as_a_job_and_follow_prints_its_log(head: str, tmp
     assert steps == [0, 1, 2]  # step 0 is the evaluation before training
 
 
-def test_a_job_can_be_followed_and_stopped_and_saves_its_run(head: str, tmp_path: Path) -> None:
+def wait_for_workers(job: Command, out: Path, **workers: int) -> None:
+    """Wait until each role has this number of workers, and then for `STEPS_BETWEEN` more steps."""
+
+    def scaled() -> bool:
+        last = metrics_lines(out)[-1]
+        return all(last[f"workers/{role}"] == number for role, number in workers.items())
+
+    job.wait_until(scaled, f"workers {workers}")
+    reached = len(metrics_lines(out))
+    job.wait_until(lambda: len(metrics_lines(out)) >= reached + STEPS_BETWEEN, "further steps")
+
+
+def test_a_job_is_followed_scales_while_it_trains_and_saves_when_it_is_stopped(
+    node: tuple[str, Command], tmp_path: Path
+) -> None:
+    """References and rewards are scaled by `troupe scale`, engines by autoscaling."""
+    head, cluster = node
     job = f"endless-{free_port()}"
-    sets = [f"name={job}", "schedule.steps=1000", f"output.folder={tmp_path}/runs"]
+    sets = [f"name={job}", f"output.folder={tmp_path}/runs", *SCALING]
     options = [part for override in sets for part in ("--set", override)]
     answer = run_troupe(tmp_path, "submit", str(GRPO), "--address", head, "--submission-id", job, *options)
     assert f"troupe logs {job} --address {head} --follow" in answer
     assert (
         f"writes to {tmp_path}/runs/{job} on the cluster" in answer and f"troupe stop {job} --address {head}" in answer
     )
-    metrics = tmp_path / "runs" / job / "metrics.jsonl"
+    out = tmp_path / "runs" / job
     with running(Command(tmp_path, troupe_command("logs", job, "--address", head, "--follow"))) as follower:
-        follower.wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1, "two steps")
+        follower.wait_until(lambda: len(metrics_lines(out)) > 1, "two steps")
         state, step = run_troupe(tmp_path, "status", job, "--address", head).splitlines()
         assert f"{job} ({job}): RUNNING" in state and step.startswith("step ") and "reward" in step
         told = json.loads(run_troupe(tmp_path, "status", job, "--address", head, "--json"))
         assert (told["job"], told["status"]) == (job, "RUNNING") and told["step"].startswith("step ")
         assert f"{job} ({job}): RUNNING" in run_troupe(tmp_path, "jobs", "--address", head).splitlines()[0]
+
+        first = metrics_lines(out)[0]
+        assert [first[f"workers/{role}"] for role in ("reference", "reward")] == [1, 1]
+        scaled = run_troupe(tmp_path, "scale", str(out), "reference=2", "reward=2").splitlines()
+        assert {line.split(",")[0].split(" (")[0] for line in scaled} >= {"reference: 2 workers", "reward: 2 workers"}
+        wait_for_workers(follower, out, reference=2, reward=2, rollout=2)
+        follower.wait_until(lambda: "scaling to 2 engine(s)" in follower.stdout, "the log to say so")
+        assert len(cluster.processes("ray::ReferenceWorker")) == 2
+        run_troupe(tmp_path, "scale", str(out), "reference=1")
+        wait_for_workers(follower, out, reference=1, reward=2, rollout=2)
+        cluster.wait_until(lambda: len(cluster.processes("ray::ReferenceWorker")) == 1, "the end of a reference worker")
+
         assert f"{job} ({job}): STOPPED" in run_troupe(tmp_path, "stop", job, "--address", head)
         assert follower.wait() == 1
-    assert "step 1/1000" in follower.stdout and follower.stdout.rstrip().endswith("STOPPED")
-    assert "step 1/1000" in run_troupe(tmp_path, "logs", job, "--address", head)
-    found = CheckpointStore(tmp_path / "runs" / job / "checkpoints", keep=3).latest()
-    assert found is not None and found.step == metrics.read_text().count("\n")
+    assert "step 1/100000" in follower.stdout and follower.stdout.rstrip().endswith("STOPPED")
+    assert "step 1/100000" in run_troupe(tmp_path, "logs", job, "--address", head)
+    for title in ("PolicyWorker", "ReferenceWorker", "RewardWorker", "RolloutWorker", "EngineCore"):
+        cluster.wait_until(lambda title=title: not cluster.processes(title), f"the end of {title}", EXIT_TIMEOUT_S)
     assert list(Path("/dev/shm").glob(f"troupe-{job}-*")) == []
+    assert_trained_once(out)
+
+
+def assert_trained_once(out: Path) -> None:
+    """Check that the scaled run lost and repeated no sample, and that its checkpoint and its spec say what it did."""
+    lines = metrics_lines(out)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    for line in lines:
+        assert ledger_balances(line)
+        assert line["ledger/trained"] == SAMPLES_PER_STEP * line["step"]
+        assert line["ledger/dropped"] == line["ledger/retries"] == 0
+    seen: set[tuple[str, int]] = set()
+    engines: set[str] = set()
+    for line in lines:
+        for row in trajectories(out, line["step"]).to_pylist():
+            sample = (row["prompt_uid"], row["sample_index"])
+            assert sample not in seen
+            seen.add(sample)
+            engines.add(row["engine"])
+            # The engine that was added later sampled with the weights of its step, never with older ones.
+            assert {span["version"] for span in row["weight_versions"]} == {line["step"] - 1}
+    assert engines == {"rollout-0", "rollout-1"}
+    found = CheckpointStore(out / "checkpoints", keep=3).latest()
+    assert found is not None and found.step == len(lines)
+    assert found.state["ledger"]["trained"] == len(seen) == SAMPLES_PER_STEP * len(lines)
+    saved = load_rollout_spec(out / "spec.yaml").roles.scaled()
+    assert {role: config.workers for role, config in saved.items()} == {"rollout": 2, "reference": 1, "reward": 2}
 
 
 def test_follow_exits_with_1_for_a_failed_job(head: str, tmp_path: Path) -> None:
