@@ -15,11 +15,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
+    AutoModelForSequenceClassification,
+    GPTNeoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     MistralConfig,
-    MistralForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -322,21 +324,33 @@ def test_batches_keep_to_the_budget() -> None:
     assert list(budget_batches(lengths, 16, packed=True)) == [[1, 4, 2, 0], [3]]
 
 
-def test_a_reward_model_with_windows_of_attention_is_padded(tmp_path: Path) -> None:
+HIDDEN: dict[str, Any] = {"hidden_size": 16, "vocab_size": 64, "pad_token_id": 0}
+WINDOWS: dict[str, tuple[PreTrainedConfig, bool]] = {
+    "sliding": (
+        MistralConfig(
+            **HIDDEN, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            sliding_window=4,
+        ),
+        True,
+    ),
+    "local": (
+        GPTNeoConfig(**HIDDEN, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=4),
+        False,
+    ),
+}  # fmt: skip
+"""Reward models whose layers attend to the last 4 tokens, and whether they pack."""
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_reward_model_with_windows_of_attention_scores_like_the_model(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=4, pad_token_id=0)
+    config, packs = WINDOWS[kind]
     config.num_labels = 1
-    MistralForSequenceClassification(config).save_pretrained(tmp_path)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     tokenizer(WORDS).save_pretrained(tmp_path)
     model = reward_model(str(tmp_path))
-    assert not model.packs
-    reference = MistralForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert model.packs == packs
+    reference = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         expected = [reference(torch.tensor([[2, 4, 3, *ids]])).logits[0, 0].item() for ids in ([5], [6, 7, 8])]
     outcomes = model.score(rollouts(["-"] * 2, ids=[[5], [6, 7, 8]]))
