@@ -131,7 +131,7 @@ class WorkerGroup(Generic[W]):
             role: The role's name in metrics and checkpoints.
             workers: The ranks, by number.
             micro_batch_tokens: Most tokens of a micro-batch.
-            hung_s: See `Pace`; the calls that compute on shares of rows are bounded by it.
+            hung_s: See `Pace`; the calls that compute are bounded by it, those that read or write files are not.
             sequence_parallel_size: Adjacent ranks that share each micro-batch.
         """
         self.role = role
@@ -164,10 +164,22 @@ class WorkerGroup(Generic[W]):
         with self._pace.occupied():
             return await gather_all(worker.call(method, timeout_s, *args, **kwargs) for worker in self.workers)
 
-    async def _first(self, call: Callable[[WorkerHandle[W]], Coroutine[Any, Any, R]]) -> R:
-        """A call of rank 0 alone."""
-        with self._pace.occupied():
-            return await call(self.workers[0])
+    async def _compute(
+        self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """As `_broadcast`, for methods that compute only."""
+        with self._pace.bounded(method.__name__, timeout_s) as bound_s:
+            return await self._broadcast(method, bound_s, *args, **kwargs)
+
+    async def _first(
+        self,
+        method: Callable[..., Any],
+        timeout_s: float,
+        call: Callable[[WorkerHandle[W], float], Coroutine[Any, Any, R]],
+    ) -> R:
+        """A call of a method that computes only, of rank 0 alone; `call` gets the rank and the seconds it may take."""
+        with self._pace.bounded(method.__name__, timeout_s) as bound_s:
+            return await call(self.workers[0], bound_s)
 
     async def _scatter(
         self,
@@ -254,7 +266,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
     async def offload_states(self, *, timeout_s: float) -> int:
         """Frees the ranks' GPUs of what only an update needs; returns the bytes freed on all of them."""
-        return sum(await self._broadcast(Trainer.offload_states, timeout_s))
+        return sum(await self._compute(Trainer.offload_states, timeout_s))
 
     async def save(self, directory: str, *, timeout_s: float) -> None:
         """Writes a checkpoint of model, optimizer and schedule."""
@@ -270,20 +282,23 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
     async def digest(self, *, timeout_s: float) -> str:
         """Digest of the weights, in the optimizer's precision: of the digests of the ranks' parts."""
-        parts = await self._repeated(lambda: self._broadcast(Trainer.digest, timeout_s))
+        parts = await self._repeated(lambda: self._compute(Trainer.digest, timeout_s))
         return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
 
     async def keep_batch(
         self, folder: str, batch: TableRef, texts: TableRef | None, rows: Sequence[int], *, timeout_s: float
     ) -> dict[str, KeptFile]:
         """Has rank 0 write a step's batch, and these rows of its texts, to files."""
-        return await self._repeated(
-            lambda: self._first(lambda rank: rank.call(Trainer.keep_batch, timeout_s, folder, batch, texts, rows))
-        )
+
+        async def keep() -> dict[str, KeptFile]:
+            with self._pace.occupied():
+                return await self.workers[0].call(Trainer.keep_batch, timeout_s, folder, batch, texts, rows)
+
+        return await self._repeated(keep)
 
     async def weight_digests(self, *, timeout_s: float) -> dict[str, str]:
         """Digest of each whole parameter, in the optimizer's precision."""
-        return (await self._broadcast(Trainer.weight_digests, timeout_s))[0]
+        return (await self._compute(Trainer.weight_digests, timeout_s))[0]
 
     async def export(self, directory: str, *, timeout_s: float) -> None:
         """Writes the model as a Hugging Face folder."""
@@ -318,13 +333,17 @@ class PolicyGroup(TrainerGroup[Policy]):
     ) -> tuple[TrainSummary, TableRef]:
         """Joins rollouts, rewards and token scores into a batch with advantages."""
         return await self._repeated(
-            lambda: self._first(lambda rank: rank.call_for_table(Policy.prepare, timeout_s, request, *tables))
+            lambda: self._first(
+                Policy.prepare, timeout_s, lambda rank, s: rank.call_for_table(Policy.prepare, s, request, *tables)
+            )
         )
 
     async def cut_texts(self, texts: TableRef, max_tokens: int, *, timeout_s: float) -> tuple[TextSummary, TableRef]:
         """Splits plain texts into pieces of at most `max_tokens` tokens (PPO-ptx)."""
         return await self._repeated(
-            lambda: self._first(lambda rank: rank.call_for_table(Policy.cut_texts, timeout_s, texts, max_tokens))
+            lambda: self._first(
+                Policy.cut_texts, timeout_s, lambda rank, s: rank.call_for_table(Policy.cut_texts, s, texts, max_tokens)
+            )
         )
 
     async def update(
@@ -349,9 +368,9 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     async def token_records(self, *, timeout_s: float) -> list[TableRef]:
         """What the updates computed for every token since the last call, by share. Call it after a step's updates."""
-        with self._pace.occupied():
+        with self._pace.bounded(Policy.token_records.__name__, timeout_s) as bound_s:
             workers = self._by_share(self.workers)
-            calls = (worker.call_for_table(Policy.token_records, timeout_s) for worker in workers)
+            calls = (worker.call_for_table(Policy.token_records, bound_s) for worker in workers)
             return [table for _, table in await gather_all(calls)]
 
     async def hold_distributions(
@@ -362,24 +381,28 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     async def divergence(self, *, timeout_s: float) -> float:
         """KL(held || now) per token at the states held, in nats."""
-        return _mean_per_state(await self._broadcast(Policy.divergence, timeout_s))
+        return _mean_per_state(await self._compute(Policy.divergence, timeout_s))
 
     async def shorten_step(self, factor: float, *, timeout_s: float) -> float:
         """Moves the weights to held + `factor` * (now - held); returns the divergence there."""
-        return _mean_per_state(await self._broadcast(Policy.shorten_step, timeout_s, factor))
+        return _mean_per_state(await self._compute(Policy.shorten_step, timeout_s, factor))
 
     async def release_held(self, *, timeout_s: float) -> None:
         """Frees the distributions and weights held."""
-        await self._broadcast(Policy.release_held, timeout_s)
+        await self._compute(Policy.release_held, timeout_s)
 
     async def publish_weights(self, version: int, *, timeout_s: float) -> WeightUpdate:
         """Writes the weights to shared memory as `version`."""
-        published = await self._broadcast(Policy.publish_weights, timeout_s, version)
+        published = await self._compute(Policy.publish_weights, timeout_s, version)
         return next(update for update in published if update is not None)
 
     async def read_weights(self, update: WeightUpdate, *, timeout_s: float) -> TableRef:
         """Reference to the bytes of a published version, for engines on other nodes."""
-        return (await self._first(lambda rank: rank.call_for_table(Policy.read_weights, timeout_s, update)))[1]
+        return (
+            await self._first(
+                Policy.read_weights, timeout_s, lambda rank, s: rank.call_for_table(Policy.read_weights, s, update)
+            )
+        )[1]
 
     async def connect_engines(self, link: EngineLink, *, timeout_s: float) -> None:
         """Joins the rollout engines for transfers from device to device."""
@@ -426,7 +449,11 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
     async def tokenize(self, texts: TableRef, *, timeout_s: float) -> tuple[ExampleSummary, TableRef]:
         """Tokenizes every example once."""
         return await self._repeated(
-            lambda: self._first(lambda rank: rank.call_for_table(ExampleTrainer.tokenize, timeout_s, texts))
+            lambda: self._first(
+                ExampleTrainer.tokenize,
+                timeout_s,
+                lambda rank, s: rank.call_for_table(ExampleTrainer.tokenize, s, texts),
+            )
         )
 
     async def assemble(
@@ -434,13 +461,21 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
     ) -> tuple[ExampleBatchSummary, TableRef]:
         """Selects (name, row) pairs of the tokenized examples as a batch."""
         return await self._repeated(
-            lambda: self._first(lambda rank: rank.call_for_table(ExampleTrainer.assemble, timeout_s, picks, examples))
+            lambda: self._first(
+                ExampleTrainer.assemble,
+                timeout_s,
+                lambda rank, s: rank.call_for_table(ExampleTrainer.assemble, s, picks, examples),
+            )
         )
 
     async def attach(self, batch: TableRef, *scores: TableRef, timeout_s: float) -> TableRef:
         """The batch with the reference's log-probs."""
         _, table = await self._repeated(
-            lambda: self._first(lambda rank: rank.call_for_table(ExampleTrainer.attach, timeout_s, batch, *scores))
+            lambda: self._first(
+                ExampleTrainer.attach,
+                timeout_s,
+                lambda rank, s: rank.call_for_table(ExampleTrainer.attach, s, batch, *scores),
+            )
         )
         return table
 

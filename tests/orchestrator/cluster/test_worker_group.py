@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.fakes import FakePolicy, FakeTable, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, gather_all
-from troupe.workers.contract.messages import RankPlan
+from troupe.orchestrator.errors import WorkerTimeout
+from troupe.workers.contract.messages import PrepareRequest, RankPlan
 
 
 async def test_gather_all_yields_to_other_tasks_and_raises_the_first_error() -> None:
@@ -56,3 +59,37 @@ async def test_ranks_that_share_their_rows_get_the_same_plan_and_report_once() -
     assert [plan.micro_batches for policy in ranks for plan, _ in policy.held] == [((0,),), ((0,),), ((1,),), ((1,),)]
     with pytest.raises(ValueError):
         await group.update([first], batch, timeout_s=1.0)
+
+
+COMPUTING: dict[str, Callable[[PolicyGroup], Coroutine[Any, Any, Any]]] = {
+    "update": lambda group: group.update([RankPlan(((0,),), 8, 2)], FakeTable("train", ("g",)), timeout_s=30.0),
+    "prepare": lambda group: group.prepare(PrepareRequest(()), timeout_s=30.0),
+    "digest": lambda group: group.digest(timeout_s=30.0),
+    "divergence": lambda group: group.divergence(timeout_s=30.0),
+    "release_held": lambda group: group.release_held(timeout_s=30.0),
+    "token_records": lambda group: group.token_records(timeout_s=30.0),
+    "publish_weights": lambda group: group.publish_weights(1, timeout_s=30.0),
+}
+
+
+@pytest.mark.parametrize("method", COMPUTING)
+async def test_a_call_that_hangs_is_bounded_by_those_before(method: str) -> None:
+    worker = FaultyWorker("policy-0", FakePolicy(0))
+    group = PolicyGroup("policy", [worker], 256, hung_s=0.05)
+    await group.start(1.0)
+    for _ in range(5):
+        await COMPUTING[method](group)
+    worker.frozen = True
+    with pytest.raises(WorkerTimeout, match=rf"policy-0.*{method}.*failures\.hung_s"):
+        await COMPUTING[method](group)
+
+
+async def test_a_call_that_writes_files_has_its_timeout_because_disks_stall() -> None:
+    worker = FaultyWorker("policy-0", FakePolicy(0))
+    group = PolicyGroup("policy", [worker], 256, hung_s=0.01)
+    await group.start(1.0)
+    for _ in range(5):
+        await group.try_save("/tmp", timeout_s=1.0)
+    worker.frozen = True
+    with pytest.raises(WorkerTimeout, match=r"no answer in 0\.4 s$"):
+        await group.try_save("/tmp", timeout_s=0.4)
