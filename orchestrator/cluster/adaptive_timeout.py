@@ -1,7 +1,8 @@
 """Bounds on calls that follow how long the same call has taken before.
 
-A worker runs one call at a time: a call that is made while another one is open waits for that one first. Such a call is
-not measured, and has the timeout of the spec.
+A worker runs one call at a time: a call that is made while others are open waits for those first, and may take as long
+as all of them together. How long a call has taken includes such a wait, unless it waits for a call without a bound
+(a checkpoint): it is then neither bounded nor measured.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Pace:
         self._clock = clock
         self._calls: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
-        self._open = 0
+        self._open: list[float] = []
+        """Bounds of the open calls; infinite where a call has none."""
 
     @property
     def idle(self) -> bool:
@@ -37,13 +39,13 @@ class Pace:
         return not self._open
 
     @contextmanager
-    def occupied(self) -> Iterator[None]:
-        """The workers have a call in the block."""
-        self._open += 1
+    def occupied(self, bound_s: float = math.inf) -> Iterator[None]:
+        """The workers have a call in the block, with this bound."""
+        self._open.append(bound_s)
         try:
             yield
         finally:
-            self._open -= 1
+            self._open.remove(bound_s)
 
     @contextmanager
     def bounded(self, method: str, timeout_s: float) -> Iterator[float]:
@@ -54,22 +56,21 @@ class Pace:
         Raises:
             WorkerTimeout: As the block, with the reason for the bound.
         """
-        alone = not self._open
-        bound_s, began = self._bound(method, timeout_s) if alone else timeout_s, self._clock()
+        own_s, before_s, began = self._bound(method), sum(self._open), self._clock()
+        bound_s = min(timeout_s, own_s + before_s)
         try:
-            with self.occupied():
+            with self.occupied(own_s):
                 yield bound_s
         except WorkerTimeout as error:
             if bound_s >= timeout_s:
                 raise
             reason = f"{FACTOR} times the longest such call before was {FACTOR * self._longest[method]:.3g} s"
-            self._longest[method] = bound_s
+            self._longest[method] = max(own_s, self._longest[method])
             raise WorkerTimeout(error.worker, error.method, f"{error.detail}: {reason} (failures.hung_s)") from error
-        if alone:
+        if before_s < math.inf:
             self._calls[method] += 1
             self._longest[method] = max(self._clock() - began, self._longest.get(method, 0.0))
 
-    def _bound(self, method: str, timeout_s: float) -> float:
-        if self._calls[method] < _ENOUGH:
-            return timeout_s
-        return min(timeout_s, max(self._hung_s, FACTOR * self._longest[method]))
+    def _bound(self, method: str) -> float:
+        """How long the call itself may take; infinite as long as too few calls are known."""
+        return max(self._hung_s, FACTOR * self._longest[method]) if self._calls[method] >= _ENOUGH else math.inf

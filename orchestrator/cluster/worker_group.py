@@ -169,7 +169,7 @@ class WorkerGroup(Generic[W]):
     ) -> list[R]:
         """As `_broadcast`, for methods that compute only."""
         with self._pace.bounded(method.__name__, timeout_s) as bound_s:
-            return await self._broadcast(method, bound_s, *args, **kwargs)
+            return await gather_all(worker.call(method, bound_s, *args, **kwargs) for worker in self.workers)
 
     async def _first(
         self,

@@ -45,7 +45,24 @@ def test_after_a_hung_call_the_next_one_may_take_longer() -> None:
     assert call(of, clock, 2.0) == 1200.0
 
 
-def test_a_call_that_waits_for_another_one_is_neither_bounded_nor_measured() -> None:
+def test_a_call_that_waits_for_others_may_take_as_long_as_all_of_them() -> None:
+    clock = Clock()
+    of = Pace(120.0, clock)
+    for _ in range(5):
+        call(of, clock, 2.0)
+        call(of, clock, 20.0, "records")
+    with of.bounded("records", 1800.0):
+        assert call(of, clock, 50.0) == 120.0 + 200.0
+        with of.bounded("update", 1800.0) as bound:
+            assert bound == 500.0 + 200.0, "the wait is measured"
+            assert call(of, clock, 1.0) == 500.0 + 500.0 + 200.0
+    assert call(of, clock, 2.0, "score") == 1800.0
+    with of.bounded("score", 1800.0):
+        assert call(of, clock, 900.0) == 1800.0, "it waits for a call of which too little is known"
+    assert call(of, clock, 2.0) == 500.0
+
+
+def test_a_call_that_waits_for_one_without_a_bound_is_neither_bounded_nor_measured() -> None:
     clock = Clock()
     of = Pace(120.0, clock)
     for _ in range(5):
