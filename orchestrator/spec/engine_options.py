@@ -144,6 +144,27 @@ _ROLLOUT = {
     "diffusion_config": _DISTRIBUTION,
 }
 """Options that a frozen model may have, but not the policy, whose weights change and whose log-probs are trained on."""
+_UNTRIED = (
+    "untested with weights that change while the engine runs, and it may sample from another distribution than the one "
+    "that is trained"
+)
+_OF_POLICY = frozenset(
+    (
+        *("attention_backend", "moe_backend", "linear_backend", "mamba_backend", "gdn_prefill_backend"),
+        *("kda_prefill_backend", "kda_decode_backend", "kernel_config", "enable_flashinfer_autotune"),
+        *("compilation_config", "optimization_level", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+        *("block_size", "prefix_caching_hash_algo", "disable_hybrid_kv_cache_manager", "watermark"),
+        *("scheduling_policy", "async_scheduling", "stream_interval", "max_num_scheduled_tokens"),
+        *("enable_chunked_prefill", "long_prefill_token_threshold", "disable_cascade_attn"),
+        *("disable_custom_all_reduce", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+        *("numa_bind", "numa_bind_nodes", "numa_bind_cpus", "max_parallel_loading_workers"),
+        *("safetensors_load_strategy", "safetensors_prefetch_num_threads", "safetensors_prefetch_block_size"),
+        *("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
+        *("show_hidden_metrics_for_version", "custom_histogram_buckets", "otlp_traces_endpoint"),
+        *("collect_detailed_traces", "enable_layerwise_nvtx_tracing", "profiler_config"),
+    )
+)
+"""Options of the policy's engine: how it computes and is observed, not what. All others are refused."""
 
 
 def refused_options(role: str, options: Mapping[str, Any], device: Device) -> Iterator[Finding]:
@@ -192,7 +213,9 @@ def _refusal(name: str, role: str, device: Device) -> str:
         return "each worker has one engine; set {role}.workers"
     if name == "enable_chunked_prefill" and device == "cpu":
         return "Troupe turns it off on the CPU, where vLLM cannot resume a request that has a seed"
-    return _ALWAYS.get(name, "") or (_ROLLOUT.get(name, "") if role == "rollout" else "")
+    if name in _ALWAYS or role != "rollout" or name in _OF_POLICY:
+        return _ALWAYS.get(name, "")
+    return _ROLLOUT.get(name, _UNTRIED if name in _installed_options() else "")
 
 
 def _mismatch(value: Any, annotation: str) -> str:

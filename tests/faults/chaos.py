@@ -29,14 +29,13 @@ from typing import Any
 import psutil
 
 from tests.conftest import ROOT
-from tests.faults.injected import left_behind, seconds_until, stop_group
+from tests.faults.injected import ENGINE, WORKERS, left_behind, seconds_until, stop_group
 from tests.processes import command_line
 from tests.real.commands import Run, ledger_balances, running
 
 SPECS = ("tiny-ppo", "tiny-environment", "tiny-judge")
-WORKERS = ("Policy", "Critic", "Reference", "Reward", "Rollout", "Environment", "Judge")
-TITLES = (*(f"ray::{worker}Worker" for worker in WORKERS), "VLLM::EngineCore")
-REPEATABLE = TITLES[:4]
+TITLES = (*WORKERS.values(), ENGINE)
+REPEATABLE = tuple(WORKERS[role] for role in ("policy", "critic", "reference", "reward"))
 """Workers whose loss changes no number. Groups that are sampled again are in other batches of the engine, which round
 differently, and training amplifies that."""
 LONGEST_PAUSE_S = 10.0

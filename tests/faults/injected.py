@@ -12,9 +12,14 @@ from typing import Any
 import psutil
 
 from tests.real.commands import Run, ledger_balances
+from troupe.orchestrator.roles.table import ROLES
 
 RECOVERY_S = 240.0
 """Longest recovery."""
+WORKERS = {row.kind: f"ray::{row.worker.partition(':')[2]}" for row in ROLES.values() if row.kind == row.section}
+"""Beginning of the title of a worker's process, by role."""
+ENGINE = "VLLM::EngineCore"
+"""Title of the process of an engine."""
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,9 @@ from statistics import median
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.faults.injected import Signalled, left_behind, stop_group
+from tests.faults.injected import WORKERS, Signalled, left_behind, stop_group
 from tests.real.commands import PPO, Run, ledger_balances, running
 
-ROLES = {
-    "policy": "ray::PolicyWorker",
-    "critic": "ray::CriticWorker",
-    "reference": "ray::ReferenceWorker",
-    "reward": "ray::RewardWorker",
-    "rollout": "ray::RolloutWorker",
-}
 WARM_UP = 5
 """Steps before the first kill, by which the length of a step is measured."""
 BUDGETS = tuple(f"failures.{role}_restarts=1000" for role in ("trainer", "engine", "reward", "reference"))
@@ -42,7 +35,7 @@ def soak(run: Run, steps: int, share: float, seed: int) -> Mapping[str, Any]:
     rng = random.Random(seed)
     hit = sorted(rng.sample(range(WARM_UP + 1, WARM_UP + steps + 1), round(share * steps)))
     run.wait_for_step(WARM_UP)
-    roles = {role: title for role, title in ROLES.items() if run.processes(title)}
+    roles = {role: title for role, title in WORKERS.items() if run.processes(title)}
     step_s = median(line["seconds/step"] for line in run.metrics[1:])
     recoveries: dict[str, list[float]] = {role: [] for role in roles}
     began = time.monotonic()

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.injected import Outcome, Signalled, left_behind, seconds_until, stop_group
+from tests.faults.injected import ENGINE, WORKERS, Outcome, Signalled, left_behind, seconds_until, stop_group
 from tests.faults.stalls import planted_environment
 from tests.faults.table import record
 from tests.processes import command_line, descendants
@@ -30,11 +30,11 @@ HUNG_S = 15.0
 UNREAPED_S = 20.0
 """Longest time until the last process of a driver that was killed has ended."""
 BUDGETS = tuple(f"failures.{role}_restarts=9" for role in ("trainer", "engine", "reward", "reference"))
-WORKERS = (
-    *(("policy", "ray::PolicyWorker"), ("critic", "ray::CriticWorker"), ("reference", "ray::ReferenceWorker")),
-    *(("reward", "ray::RewardWorker"), ("rollout", "ray::RolloutWorker"), ("the engine's process", "VLLM::EngineCore")),
+TARGETS = (
+    *((role, WORKERS[role]) for role in ("policy", "critic", "reference", "reward", "rollout")),
+    ("the engine's process", ENGINE),
 )
-SIGNALS = [Signalled(*worker, number) for number in (signal.SIGKILL, signal.SIGSTOP) for worker in WORKERS]
+SIGNALS = [Signalled(*target, number) for number in (signal.SIGKILL, signal.SIGSTOP) for target in TARGETS]
 
 
 @pytest.fixture(scope="module")

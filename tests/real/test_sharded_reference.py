@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
@@ -23,6 +24,7 @@ from troupe.workers.contract.config import ModelConfig, ReferenceConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.reference import ReferenceWorker
 from troupe.workers.training.rank import own_peak
+from troupe.workers.training.reference_model import ReferenceModel
 
 pytestmark = pytest.mark.real
 
@@ -74,10 +76,15 @@ def scores(model: str, out: Path) -> None:
 
 
 def closes(model: str, out: Path) -> None:
-    """Start a divided model and close it."""
+    """Start a divided model, let a call fail, and close it."""
     with reported(out):
         divided = ReferenceWorker(config(model, 2), "reference-0")
         divided.start()
+        table = train_table(SAMPLES)
+        with patch.object(ReferenceModel, "score", side_effect=MemoryError), pytest.raises(MemoryError):
+            divided.score(PLAN, table)
+        with pytest.raises(OSError, match="closed"):  # what the other rank has answered is not for this call
+            divided.score(PLAN, table)
         divided.close()
         deadline = time.monotonic() + 30
         while _ranks() and time.monotonic() < deadline:
@@ -136,6 +143,6 @@ def test_the_worker_ends_with_a_rank_that_is_lost(out: Path) -> None:
 
 
 @pytest.mark.long
-def test_no_process_is_left_after_close(tmp_path: Path) -> None:
+def test_a_call_that_fails_is_the_last_one_and_no_process_is_left_after_close(tmp_path: Path) -> None:
     assert run(closes, tmp_path) == 0
     assert (tmp_path / "left").read_text() == "[]"

@@ -87,8 +87,8 @@ class ShardedReference:
         self._store = rendezvous_store(_LOOPBACK, 0, serve=True)
         self._connections: list[Connection] = []
         self._closing = threading.Event()
-        processes = [self._started(config, rank) for rank in range(1, config.shards)]
-        sentinels = [process.sentinel for process in processes]
+        self._processes = [self._started(config, rank) for rank in range(1, config.shards)]
+        sentinels = [process.sentinel for process in self._processes]
         threading.Thread(target=self._exit_after, args=(sentinels,), name="ranks of the model", daemon=True).start()
         join_group(_rendezvous(config, 0, self._store.port), config.device, self._store)
         self._model = ReferenceModel(config)
@@ -96,22 +96,38 @@ class ShardedReference:
         """See `ReferenceModel.packs`."""
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> Scored:
-        """`ref_logprobs` of the plan's rows, whose micro-batches are shared by the ranks."""
+        """`ref_logprobs` of the plan's rows, whose micro-batches are shared by the ranks.
+
+        After an error the model cannot be used any more: the other ranks' answers would be taken for those of the next
+        call.
+
+        Raises:
+            OSError: An earlier call has failed.
+        """
         own, *others = shares(plan, 1 + len(self._connections))
-        for connection, share in zip(self._connections, others, strict=True):
-            connection.send((share, rollouts))
-        scored = [self._model.score(own, rollouts)]
-        scored += [connection.recv() for connection in self._connections]
+        try:
+            for connection, share in zip(self._connections, others, strict=True):
+                connection.send((share, rollouts))
+            scored = [self._model.score(own, rollouts)]
+            scored += [connection.recv() for connection in self._connections]
+        except BaseException:
+            self._end_ranks()  # they may wait for this one in a collective
+            raise
         peaks = [part.peak for part in scored]
         peak = Peak(sum(part.host for part in peaks), max(part.gpu for part in peaks))
         return Scored(sum(part.rows for part in scored), pa.concat_tables(part.table for part in scored), peak)
 
     def close(self) -> None:
         """End the other ranks and leave their group."""
-        self._closing.set()
-        for connection in self._connections:
-            connection.close()
+        self._end_ranks()
         leave_group()
+
+    def _end_ranks(self) -> None:
+        self._closing.set()
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.close()
+            process.kill()
+            process.join()
 
     def _started(self, config: ReferenceConfig, rank: int) -> BaseProcess:
         context = multiprocessing.get_context("spawn")
@@ -138,7 +154,7 @@ def shares(plan: RankPlan, ranks: int) -> list[RankPlan]:
 
 
 def _serve(config: ReferenceConfig, rank: int, port: int, requests: Connection, owner: int) -> None:
-    """A rank other than the first: score shares until the owner closes the connection or ends."""
+    """A rank other than the first: score shares until the owner ends it, or ends."""
     exit_with(owner)
     pickle_tables()
     if config.device == "cuda":  # like every rank, it sees one GPU only
@@ -147,11 +163,8 @@ def _serve(config: ReferenceConfig, rank: int, port: int, requests: Connection, 
     join_group(_rendezvous(config, rank, port), config.device)
     model = ReferenceModel(config)
     receive: Callable[[], tuple[RankPlan, Sequence[pa.Table]]] = requests.recv
-    try:
-        while True:
-            requests.send(model.score(*receive()))
-    except EOFError:
-        leave_group()
+    while True:
+        requests.send(model.score(*receive()))
 
 
 def _rendezvous(config: ReferenceConfig, rank: int, port: int) -> Rendezvous:

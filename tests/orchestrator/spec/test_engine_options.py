@@ -39,9 +39,9 @@ def load(folder: Path, *overrides: str) -> RolloutSpec:
 
 
 def test_options_reach_the_configurations_of_engine_and_judge(tmp_path: Path) -> None:
-    own = "{scheduling_policy: priority, max_logprobs: 3}"
+    own = "{scheduling_policy: priority, stream_interval: 3}"
     spec = load(tmp_path, f"{FIRST}={own}", f"{JUDGE}={{quantization: fp8}}")
-    assert spec.rollout_config().engine_options == {"scheduling_policy": "priority", "max_logprobs": 3}
+    assert spec.rollout_config().engine_options == {"scheduling_policy": "priority", "stream_interval": 3}
     judge = spec.judge_config()
     assert judge is not None
     assert judge.engine_options == {"quantization": "fp8"}
@@ -134,3 +134,17 @@ def test_the_check_does_not_import_vllm() -> None:
         "assert not {'vllm', 'torch'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_policys_engine_takes_only_options_that_are_known_to_change_no_distribution(tmp_path: Path) -> None:
+    """Also those of a later vLLM are refused until someone has looked at them; a judge's frozen model may have them."""
+    known = engine_options._installed_options()
+    assert known.keys() >= engine_options._OF_POLICY
+    free = {name for name in known if not [*engine_options.refused_options("rollout", {name: 1}, "cuda")]}
+    assert free == engine_options._OF_POLICY
+    for name in ("disable_sliding_window", "model_impl", "scheduler_cls", "kv_sharing_fast_prefill"):
+        ((path, why),) = engine_options.refused_options("rollout", {name: 1}, "cuda")
+        assert path == f"roles.rollout.engine.{name}" and why.startswith("untested with weights that change")
+        assert not [*engine_options.refused_options("judge", {name: 1}, "cuda")]
+    with pytest.raises(SpecError, match=r"roles\.rollout\.engine\.model_impl: untested"):
+        load(tmp_path, f"{FIRST}.model_impl=transformers")
