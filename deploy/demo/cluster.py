@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -35,6 +36,9 @@ WAIT_S = 600.0
 STEPS_BETWEEN = 3
 """Steps to train before every change."""
 OBJECT_STORE_BYTES = 200_000_000
+_FIRST_PORT = 20_000
+"""Above the ports that Ray gives to its workers by default."""
+_PORT_TRIES = 1000
 _STARTED = "Ray runtime started."
 _SLOW_START = "timed out during startup"
 """Ray's message when its processes do not start within 30 s, a limit that cannot be changed."""
@@ -225,10 +229,14 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 def free_port() -> int:
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port that stays free until it is used: the system assigns no port below its ephemeral ones."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = range(_FIRST_PORT, first) if first > _FIRST_PORT + _PORT_TRIES else range(last + 1, 2**16)
+    for port in random.sample(ports, k=min(_PORT_TRIES, len(ports))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise Stuck(f"no free port outside the ephemeral range {first} to {last}")
 
 
 def answers(url: str) -> bool:
