@@ -2,21 +2,27 @@
 
 It is separate from the trainers' and the engines' own groups. NCCL connects GPUs; gloo connects hosts, and runs the
 same code where there is no GPU. Every wait is bounded and ends as soon as the caller sees that another member failed.
+
+NCCL does not tell a member that another one is gone. So whoever leaves says so in the group's store, which the sender
+holds, and receivers look there while they wait: a store that does not answer means that the sender is gone.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -25,6 +31,11 @@ BOUND_S = 120.0
 """Longest wait for all members to join, and for the broadcast of one bucket."""
 _GREETING = 4711
 _POLL_S = 0.0005
+_WATCH_S = 0.2
+"""How often a receiver that waits looks for members that have left."""
+_ABORT_S = 5.0
+"""Longest wait for a communicator to be freed. Within a node, NCCL may wait until every member frees its own."""
+_LEFT = "left"
 _PATIENCE = timedelta(minutes=30)
 """Timeout of the library, beyond ours."""
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -79,6 +90,7 @@ class TransferGroup:
         """Raises if another member has failed; called while this one waits."""
         self._bound_s = bound_s
         self._rank = rank
+        self._store = store
         store.set(f"here/{rank}", "1")
         self._until(lambda: store.check([f"here/{other}" for other in range(size)]), "not every member has joined")
         self._group: Any = _group(backend, store, rank, size)
@@ -107,21 +119,46 @@ class TransferGroup:
     def leave(self) -> None:
         """Leave the group and free its connections. Members that still wait for this one fail.
 
-        Gloo's destructor waits for a broadcast that is under way, which a member that is stopped or lost does not let
-        end. It runs on a thread that nobody waits for, or the next garbage collection would wait on any other.
+        The communicator is freed on a thread that nobody waits for longer than a few seconds. NCCL may wait there for
+        the other members. Gloo's destructor waits for a broadcast that is under way, which a member that is stopped or
+        lost does not let end; the next garbage collection would wait for it on any other thread.
         """
         held, self._group = [self._group], None
-        if held[0] is not None:
-            held[0].abort()
-            threading.Thread(target=held.clear, name="leaves a transfer group", daemon=True).start()
+        if held[0] is None:
+            return
+        with suppress(RuntimeError):  # the sender is gone, and its store with it
+            self._store.set(_LEFT, str(self._rank))
+        aborted = threading.Event()
+
+        def free() -> None:
+            try:
+                held[0].abort()
+            except RuntimeError as error:
+                logger.warning("rank %d: the transfer group was not freed: %s", self._rank, error)
+            aborted.set()
+            held.clear()
+
+        threading.Thread(target=free, name="leaves a transfer group", daemon=True).start()
+        if not aborted.wait(_ABORT_S):
+            logger.warning("rank %d: the transfer group is not freed after %g s", self._rank, _ABORT_S)
 
     def _until(self, done: Callable[[], bool], failure: str) -> None:
-        deadline = time.monotonic() + self._bound_s
+        started = time.monotonic()
+        looks = 1
         while not self._step(done, failure):
             self.check()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if waited > self._bound_s:
                 raise TransferFailed(f"rank {self._rank}: {failure} in {self._bound_s:g} s")
+            if self._rank and waited > looks * _WATCH_S:
+                looks += 1
+                self._raise_if_left()
             time.sleep(_POLL_S)
+
+    def _raise_if_left(self) -> None:
+        if self._step(lambda: self._store.check([_LEFT]), "the sender is gone"):
+            who = self._store.get(_LEFT).decode()
+            raise TransferFailed(f"rank {self._rank}: {'the sender' if who == '0' else f'rank {who}'} has left")
 
     def _step(self, step: Callable[[], T], failure: str) -> T:
         try:

@@ -1,4 +1,4 @@
-"""The process group of a transfer, between this process and one that stops."""
+"""The process group of a transfer: members that stop, leave or are lost, also where no library tells the others."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.conftest import ROOT
-from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup, open_store
+from troupe.workers.weights import transfer_group
+from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup, connect_store, open_store
 
 ADDRESS = "127.0.0.1"
 LARGE = 32 * 2**20
@@ -53,3 +56,90 @@ def test_nobody_waits_for_a_broadcast_to_a_member_that_stopped_once_the_group_is
 
 def _engine_lost() -> None:
     raise ConnectionError("the engine is gone")
+
+
+class SilentGroup:
+    """A communicator that, like NCCL's, tells nobody that another member is gone: only the first broadcast ends."""
+
+    def __init__(self, *, abort_ends: bool = True) -> None:
+        self.broadcasts = 0
+        self.abort_ends = threading.Event()
+        if abort_ends:
+            self.abort_ends.set()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> SimpleNamespace:
+        """The greeting arrives; what follows is never completed."""
+        if not self.broadcasts:
+            tensor.fill_(transfer_group._GREETING)
+        self.broadcasts += 1
+        done = self.broadcasts == 1
+        return SimpleNamespace(is_completed=lambda: done, wait=lambda: None)
+
+    def abort(self) -> None:
+        """Within a node, NCCL may wait for the other members here."""
+        self.abort_ends.wait()
+
+
+def _silent_pair(monkeypatch: pytest.MonkeyPatch) -> tuple[TransferGroup, TransferGroup]:
+    """A sender and a receiver over a real store."""
+    monkeypatch.setattr(transfer_group, "_group", lambda *_: SilentGroup())
+    store, cpu = open_store(ADDRESS), torch.device("cpu")
+    joined: list[TransferGroup] = []
+
+    def receive() -> None:
+        joined.append(TransferGroup("nccl", connect_store(ADDRESS, store.port), 1, 2, cpu, bound_s=20))
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    sender = TransferGroup("nccl", store, 0, 2, cpu)
+    receiver.join()
+    return sender, joined[0]
+
+
+def test_a_receiver_that_no_library_tells_learns_that_the_sender_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = _silent_pair(monkeypatch)
+    wait = receiver.broadcast(torch.zeros(1))
+    threading.Timer(0.1, sender.leave).start()
+    started = time.monotonic()
+    with pytest.raises(TransferFailed, match="rank 1: the sender has left|the sender is gone"):
+        wait()
+    assert time.monotonic() - started < 10
+    receiver.leave()
+
+
+def test_a_receiver_that_no_library_tells_learns_that_the_senders_process_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store is lost with the process that holds it."""
+    sender, receiver = _silent_pair(monkeypatch)
+    wait = receiver.broadcast(torch.zeros(1))
+    del sender
+    gc.collect()
+    started = time.monotonic()
+    with pytest.raises(TransferFailed, match="rank 1: the sender is gone"):
+        wait()
+    assert time.monotonic() - started < 10
+    receiver.leave()
+
+
+def test_one_receiver_that_fails_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the ranks of one engine: vLLM returns the failure of one when all of them have ended."""
+    _sender, receiver = _silent_pair(monkeypatch)
+    wait = receiver.broadcast(torch.zeros(1))
+    receiver._store.set("left", "2")
+    with pytest.raises(TransferFailed, match="rank 1: rank 2 has left"):
+        wait()
+
+
+def test_a_communicator_that_is_not_freed_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 frees its communicator before it tells the engines to join again, which then free theirs."""
+    monkeypatch.setattr(transfer_group, "_ABORT_S", 0.1)
+    silent = SilentGroup(abort_ends=False)
+    monkeypatch.setattr(transfer_group, "_group", lambda *_: silent)
+    group = TransferGroup("nccl", open_store(ADDRESS), 0, 1, torch.device("cpu"))
+    leaving = threading.Thread(target=group.leave, daemon=True)
+    leaving.start()
+    leaving.join(10)
+    stuck = leaving.is_alive()
+    silent.abort_ends.set()
+    assert not stuck
