@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from troupe.workers.weights import reload
 from troupe.workers.weights.reload import ModelReload
@@ -122,6 +123,17 @@ def _raw_logprobs(runner: Any, about: str) -> None:
         _replace(sampler, "logprobs_mode", "raw_logprobs")
 
 
+def _sleep_of_gpus(runner: Any, about: str) -> None:
+    """Level 2 first copies every buffer to host memory, as in vLLM's worker for GPUs; the one for CPUs does nothing."""
+
+    def sleep(self: CPUWorker, level: int = 1) -> None:
+        if level == 2:
+            for _, buffer in self.model_runner.model.named_buffers():
+                buffer.cpu().clone()
+
+    _replace(CPUWorker, "sleep", sleep)
+
+
 _ENGINE_FAULTS: dict[str, Callable[[Any, str], None]] = {
     "stale head": _stale_head,
     "left out": _left_out,
@@ -136,4 +148,5 @@ _ENGINE_FAULTS: dict[str, Callable[[Any, str], None]] = {
     "shifted head": _logits(lambda logits: logits.roll(1, -1)),
     "capped logits": _logits(lambda logits: torch.tanh(logits)),
     "biased logits": _logits(_biased),
+    "sleep of GPUs": _sleep_of_gpus,
 }

@@ -18,6 +18,7 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
+from tests.real.audit_faults import EXTENSION
 from tests.real.rollout_helpers import (
     chat,
     load_model,
@@ -29,6 +30,7 @@ from tests.real.rollout_helpers import (
     sampling_config,
 )
 from troupe.workers.contract.messages import GroupRequest, WeightAck
+from troupe.workers.engine import settings
 from troupe.workers.engine.errors import EngineClosed
 from troupe.workers.engine.rest import GONE, StaleWake
 from troupe.workers.rollout import RolloutWorker, _State
@@ -86,8 +88,11 @@ async def workers(tiny_model: Path) -> AsyncIterator[list[RolloutWorker]]:
     """Two engines that receive over gloo. They may rest: the CPU build takes part and releases nothing."""
     config = rollout_config(tiny_model).model_copy(update={"transfer_backend": "gloo", "sleep": "weights"})
     started = [RolloutWorker(config, f"rollout-{number}") for number in range(2)]
-    for worker in started:
-        await worker.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "_EXTENSION", EXTENSION)
+        for worker in started:
+            await worker.start()
+            await worker._live_engine().collective_rpc("plant", args=("sleep of GPUs", ""))
     yield started
     for worker in started:
         await worker.close()
@@ -209,6 +214,8 @@ async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_
     match phase:
         case "started":
             await asyncio.to_thread(LoopLink(workers).start)
+            # The trainers are restarted, for which engines on their GPUs rest.
+            await asyncio.gather(*(worker.rest() for worker in workers))
         case "middle":
             with pytest.raises(ConnectionError):
                 await send(sender, _dies(model))

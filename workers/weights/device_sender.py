@@ -2,15 +2,16 @@
 
 Over a process group (nccl, gloo), rank 0 of the trainers broadcasts every bucket to all engine processes while they
 receive. Between processes on one GPU (ipc), every rank packs the bucket into a buffer on its own GPU, and the engine
-processes copy it from there. In both cases every trainer rank iterates over the weights, because ZeRO-3 gathers them
-together; a rank that fails to send goes on iterating, so that the others do not wait for it in a gather.
+processes copy it from there. In both cases every trainer rank iterates over all weights, because ZeRO-3 gathers them
+together: after a failure as well, so that no rank waits for another in a gather, and all leave the same parameters.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from troupe.workers.weights.buckets import (
 from troupe.workers.weights.gpu_handles import export_handle, gpu_id
 from troupe.workers.weights.transfer_group import GroupBackend, TransferFailed, TransferGroup, open_store
 
+T = TypeVar("T")
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -184,50 +186,88 @@ class SharedGpuSender(_Sender):
     ) -> None:
         super().__init__(link, buckets, device)
         self._rank = rank
+        self._buffer: torch.Tensor | None = None
         if rank == 0:
             link.join(described)
 
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
         """See `DeviceSender`."""
-        size = max((bucket.nbytes for bucket in self._buckets), default=0)
-        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         sums: list[torch.Tensor] = []
-        self._on_rank_0(self._link.start)
-        for number, bucket in enumerate(self._buckets):
-            packed = pack(bucket, tensors, buffer)
-            sums.append(checksums(bucket, packed))
-            handles = self._handles(packed)
-            self._on_rank_0(lambda: self._link.receive({"version": version, "bucket": number, "handles": handles}))  # noqa: B023
-        _expect_end(tensors)
+        try:
+            self._on_every_rank(self._begin)
+            for number, bucket in enumerate(self._buckets):
+                packed = self._on_every_rank(lambda: self._pack(bucket, tensors, sums))  # noqa: B023
+                handles = {gpu: handle for part in packed for gpu, handle in part.items()}
+                update = {"version": version, "bucket": number, "handles": handles}
+                self._on_every_rank(lambda: self._receive(update))  # noqa: B023
+            _expect_end(tensors)
+            # The engines take back the memory of their KV caches when they serve.
+            self._on_every_rank(self._free)
+        except BaseException:
+            self._free()
+            for _ in tensors:
+                pass
+            raise
         return self._finish(version, sums) if self._rank == 0 else None
 
     def close(self) -> None:
         """See `DeviceSender`."""
 
-    def _handles(self, packed: torch.Tensor) -> dict[str, Any]:
-        """The handle of every rank's buffer, by the GPU's id."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        own = {gpu_id(self._device): export_handle(packed)}
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return own
-        gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, own)
-        return {gpu: handle for part in gathered for gpu, handle in part.items()}
-
-    def _on_rank_0(self, call: Callable[[], None]) -> None:
-        """Run a call on rank 0 while the others wait; its failure is raised on every rank."""
-        outcome = [""]
-        failure: BaseException | None = None
+    def _begin(self) -> None:
+        """Allocate the buffer. Rank 0 has the engines begin."""
+        size = max((bucket.nbytes for bucket in self._buckets), default=0)
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         if self._rank == 0:
-            try:
-                call()
-            except Exception as error:
-                failure, outcome = error, [str(error) or type(error).__name__]
+            self._link.start()
+
+    def _pack(self, bucket: Bucket, tensors: NamedTensors, sums: list[torch.Tensor]) -> dict[str, Any]:
+        """Fill this rank's buffer; returns its handle, by the GPU's id."""
+        if self._buffer is None:
+            raise RuntimeError("the buffer of a transfer is allocated when it begins")
+        own = itertools.islice(tensors, len(bucket.tensors))
+        try:
+            packed = pack(bucket, own, self._buffer)
+            sums.append(checksums(bucket, packed))
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            return {gpu_id(self._device): export_handle(packed)}
+        except Exception:
+            for _ in own:  # as far as the other ranks, which gather the same tensors
+                pass
+            raise
+
+    def _receive(self, update: dict[str, Any]) -> None:
+        """Rank 0 has the engines copy a bucket."""
+        if self._rank == 0:
+            self._link.receive(update)
+
+    def _free(self) -> None:
+        """Give back the buffer's memory, and what else this process has allocated and does not use."""
+        self._buffer = None
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+    def _on_every_rank(self, step: Callable[[], T]) -> list[T]:
+        """Run a step on every rank; returns what each has returned. A failure is raised on all of them. Collective."""
+        result: T | None = None
+        failure = ""
+        cause: Exception | None = None
+        try:
+            result = step()
+        except Exception as error:
+            cause, failure = error, str(error) or type(error).__name__
+        outcomes: list[Any] = [(result, failure)]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(outcome, src=0)
-        if outcome[0]:
-            raise TransferFailed(outcome[0]) from failure
+            outcomes = [None] * dist.get_world_size()
+            dist.all_gather_object(outcomes, (result, failure))
+        try:
+            for _, failure in outcomes:
+                if failure:
+                    raise TransferFailed(failure) from cause
+        finally:
+            del cause  # its traceback refers to this call, and both would keep the weights in memory
+        return [result for result, _ in outcomes]
 
 
 def _raise_failure(call: Future[None]) -> None:

@@ -42,8 +42,7 @@ class ModelReload:
 
     def begin(self) -> None:
         """Begin an update. One that has not ended, because its sender is gone, is abandoned."""
-        if self._active:
-            self.abandon()
+        self.abandon()
         initialize_layerwise_reload(self._model)
         # On the CPU experts are multiplied in a packed layout, and vLLM packs them only if a layer has no kernel yet:
         # an update would leave unpacked weights behind, which the kernel reads as packed ones.
@@ -65,7 +64,9 @@ class ModelReload:
             raise IncompleteUpdate(f"the update lacks weights of {', '.join(missing)}")
 
     def abandon(self) -> None:
-        """Restore the modules that a later update loads into, with whatever they have."""
+        """End an update that has begun: restore the modules that a later one loads into, with whatever they have."""
+        if not self._active:
+            return
         self._active = False
         finalize_layerwise_reload(self._model, self._config)
         for method, kernel in self._kernels:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
@@ -81,6 +82,11 @@ class LoadingEngine(WeightTransferEngine[InitT, UpdateT]):
         super().__init__(config, vllm_config, device, model)
         self._reload = ModelReload(model, self.model_config)
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
+
+    def forget(self) -> None:
+        """Report no weights, and end an update whose sender is gone: during one, the model's tensors have no memory."""
+        self.loaded = LoadedWeights(version=None, digest="", mismatch="")
+        self._reload.abandon()
 
 
 class ShmWeightTransferEngine(LoadingEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -257,6 +263,7 @@ class EngineExtension:
     """Methods that vLLM adds to its worker class, reachable through `collective_rpc`."""
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
+    vllm_config: VllmConfig
     _weight_update_active: bool
 
     def troupe_forget_unfinished_update(self) -> None:
@@ -264,9 +271,11 @@ class EngineExtension:
         self._weight_update_active = False
 
     def troupe_forget_weights(self) -> None:
-        """Report no weights, because they are about to be discarded."""
+        """Report no weights and end an unfinished update, because the weights are about to be discarded."""
+        self._weight_update_active = False
         if isinstance(self.weight_transfer_engine, LoadingEngine):
-            self.weight_transfer_engine.loaded = LoadedWeights(version=None, digest="", mismatch="")
+            with set_current_vllm_config(self.vllm_config):
+                self.weight_transfer_engine.forget()
 
     def troupe_loaded_weights(self) -> LoadedWeights:
         """Weights that this process holds."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
+from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
 from troupe.workers.contract.messages import WeightAck
 from troupe.workers.weights import device_sender as sending
@@ -53,6 +58,8 @@ class OneGpu:
         self.received: list[tuple[str, torch.Tensor]] = []
         self.sums: list[torch.Tensor] = []
         self.memory: dict[int, torch.Tensor] = {}
+        self.exported: list[StorageWeakRef] = []
+        """Buffers that were shown to it."""
 
     def join(self, info: dict[str, Any]) -> None:
         """Be told the layout."""
@@ -67,21 +74,24 @@ class OneGpu:
         """Copy a bucket."""
         if info["bucket"] == self.fails_at:
             raise ConnectionError("rollout-0 is gone")
+        assert not self.exported[-1].expired()
         self.calls.append(f"bucket {info['bucket']}")
         bucket = self.buckets[info["bucket"]]
-        packed = self.memory[info["handles"]["GPU-x"][0]].clone()
+        packed = self.memory.pop(info["handles"]["GPU-x"][0]).clone()
         self.sums.append(checksums(bucket, packed))
         self.received += unpack(bucket, packed)
 
     def finish(self, version: int, digest: str) -> list[WeightAck]:
-        """Serve."""
+        """Serve. The engine takes its memory back here: the sender's buffer must be free."""
         self.calls.append("finish")
+        assert all(buffer.expired() for buffer in self.exported)
         assert digest == weights_digest(self.buckets, self.sums)
         return [WeightAck("rollout-0", version, digest, 0.0)]
 
     def export(self, packed: torch.Tensor) -> list[Any]:
         """The handle of a buffer that is used for every bucket."""
         self.memory = {packed.data_ptr(): packed}
+        self.exported.append(StorageWeakRef(packed.untyped_storage()))
         return [packed.data_ptr()]
 
 
@@ -117,6 +127,82 @@ def test_an_engine_that_fails_ends_the_transfer(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TransferFailed, match="rollout-0 is gone"):
         sender.send(4, weights())
     assert engine.calls[-1] == "bucket 0"
+
+
+class Rank(threading.local):
+    """What the sender uses of torch.distributed, for ranks that are threads.
+
+    Ranks in different collectives fail here. Those of the trainers' group would wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.called = 0, 0
+
+    def join(self, store: HashStore, rank: int) -> None:
+        """Be this rank."""
+        self.store, self.rank, self.called = store, rank, 0
+
+    def is_initialized(self) -> bool:
+        """There is a group."""
+        return True
+
+    def get_world_size(self) -> int:
+        """Two ranks."""
+        return 2
+
+    def all_gather_object(self, found: list[Any], own: Any, kind: str = "objects") -> None:
+        """Every rank's object."""
+        self.store.set(f"{self.called}/{self.rank}", pickle.dumps((kind, own)))
+        both = [pickle.loads(self.store.get(f"{self.called}/{rank}")) for rank in range(2)]
+        self.called += 1
+        assert both[0][0] == both[1][0], f"rank 0 is in {both[0][0]}, rank 1 in {both[1][0]}"
+        found[:] = [value for _, value in both]
+
+
+def gathered(ranks: Rank, open_weights: list[str], fails_at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights as ZeRO-3 has them: all ranks gather each one, and each divides it again when it goes on."""
+    for name, tensor in weights():
+        ranks.all_gather_object([], None, f"the gather of {name}")
+        open_weights.append(name)
+        try:
+            yield name, tensor[:1] if name == fails_at else tensor
+        finally:
+            open_weights.remove(name)
+
+
+@pytest.mark.parametrize("fault", ["engine", "rank 0", "rank 1"])
+def test_after_a_failure_every_rank_has_divided_all_weights_again(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that one rank still has whole is not gathered by it the next time: the other would wait for it."""
+    shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights()]
+    engine, ranks, store = OneGpu(buckets_of(shapes, 1024), 1 if fault == "engine" else -1), Rank(), HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    monkeypatch.setattr(sending, "gpu_id", lambda device: "GPU-y" if ranks.rank else "GPU-x")
+    monkeypatch.setattr(sending, "export_handle", lambda packed: engine.export(packed) if not ranks.rank else [0])
+    monkeypatch.setattr(sending, "dist", ranks)
+    ended: list[tuple[str, list[str], int]] = [("", [], 0)] * 2
+
+    def send(rank: int) -> None:
+        ranks.join(store, rank)
+        sender = sending.device_sender("ipc", engine, shapes, rank, torch.device("cpu"), 1024)
+        whole: list[str] = []
+        try:
+            sender.send(4, gathered(ranks, whole, "b" if fault == f"rank {rank}" else ""))
+        except BaseException as error:
+            ended[rank] = f"{type(error).__name__}: {error}", list(whole), ranks.called
+
+    gc.disable()  # it would divide them some time later
+    try:
+        threads = [threading.Thread(target=send, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.enable()
+    reason = "rollout-0 is gone" if fault == "engine" else "the weights do not match their layout: b is to be sent"
+    assert all(error.startswith(f"TransferFailed: {reason}") for error, _, _ in ended), ended
+    assert [whole for _, whole, _ in ended] == [[], []]
+    assert ended[0][2] == ended[1][2]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
