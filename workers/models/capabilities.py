@@ -91,7 +91,7 @@ def adapt(
             f"{type(model).__name__} takes no packed rows: its attention is limited to chunks, caps logits, "
             "has sinks, or is of another kind; set sequence_parallel_size: 1"
         )
-    module.masks_padding = not _ignores_padding(model)
+    module.masks_padding = not _ignores_padding(model, device)
     return False
 
 
@@ -106,7 +106,7 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
         return False
     if device == "cuda" and not kernel_is_exact(_head_size(model), model.dtype, bool(limits)):
         return False
-    tried = runnable(model, small=bool(limits))
+    tried = runnable(model, small=bool(limits), device=device)
     if tried is None or not install(tried):
         return False
     if not _isolates(tried):
@@ -161,12 +161,12 @@ def _isolates(model: PreTrainedModel) -> bool:
     return _near(model, found, expected)
 
 
-def _ignores_padding(model: PreTrainedModel) -> bool:
+def _ignores_padding(model: PreTrainedModel, device: Device) -> bool:
     """Whether padding on the right changes nothing without a mask: the model is causal. Tested by running it."""
-    tried = runnable(model)
+    tried = runnable(model, device=device)
     if tried is None:
         return False
-    batch = _samples().batch(range(3)).to(model.device)
+    batch = _samples().batch(range(3)).to(tried.device)
     try:
         return _near(tried, _states(tried, batch, None), _states(tried, batch, batch.attention_mask))
     except Exception as error:  # a model may need a mask in any way
@@ -215,7 +215,7 @@ def _attention_limits(model: PreTrainedModel) -> set[str]:
     }
 
 
-def check_deterministic(module: ModelModule, model: PreTrainedModel) -> None:
+def check_deterministic(module: ModelModule, model: PreTrainedModel, device: Device) -> None:
     """Refuse a model that computes something else in training than in evaluation, or something else every time.
 
     The ratio of new to old policy must be 1 before an update. A module in training mode keeps its model in evaluation
@@ -224,11 +224,12 @@ def check_deterministic(module: ModelModule, model: PreTrainedModel) -> None:
     Args:
         module: The module to train, in training mode.
         model: The model inside it.
+        device: Where it will run.
 
     Raises:
         ValueError: names the configuration fields that make the model random.
     """
-    tried = runnable(model)
+    tried = runnable(model, device=device)
     if tried is None:
         return
     if tried is not model:

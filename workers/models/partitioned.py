@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from troupe.workers.contract.config import Device
 from troupe.workers.models.dropout import disable_dropout
 from troupe.workers.models.small_copy import VOCABULARY, randomize, small_copies
 
@@ -50,30 +51,38 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def runnable(model: PreTrainedModel, small: bool = False) -> PreTrainedModel | None:
-    """A model to try out what this one can do: the model itself, or a small copy of it if it is partitioned.
+def runnable(model: PreTrainedModel, small: bool = False, device: Device | None = None) -> PreTrainedModel | None:
+    """A model to try out what this one can do: the model itself, or a small copy of it if it is partitioned or will
+    run on another device, where its kernels are others and a large model is fast.
 
-    A copy is of the same class, type and attention, has random weights and is on the same device; windows of its
-    attention are short. None where no copy can be built and run: the caller then assumes the least.
+    A copy is of the same class, type and attention, has random weights and is on the device where the model will run;
+    windows of its attention are short. None where no copy can be built and run, and the model itself cannot either:
+    the caller then assumes the least.
 
     Args:
         model: The model.
         small: Whether a copy is wanted in any case.
+        device: Where the model will run; None: where it is.
     """
-    if not small and not any(is_partitioned(parameter) for parameter in model.parameters()):
+    whole = not any(is_partitioned(parameter) for parameter in model.parameters())
+    elsewhere = device is not None and device != model.device.type
+    if whole and not small and not elsewhere:
         return model
+    place = torch.device(device) if device is not None and elsewhere else model.device
     config = model.config
     if config.get_text_config() is config and hasattr(config, "num_attention_heads"):
         for smaller in small_copies(config):
             try:
-                return _copy(model, smaller)
+                return _copy(model, smaller, place)
             except Exception as error:  # an architecture may refuse the sizes in any way
                 logger.info("no small copy of %s: %s", type(model).__name__, error)
+    if whole and not small:
+        return model
     logger.warning("%s is not tried out, as it has no small copy: it is assumed to do the least", type(model).__name__)
     return None
 
 
-def _copy(model: PreTrainedModel, small: PreTrainedConfig) -> PreTrainedModel:
+def _copy(model: PreTrainedModel, small: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)  # all ranks must come to the same result
         tried: PreTrainedModel = type(model)._from_config(
@@ -81,6 +90,6 @@ def _copy(model: PreTrainedModel, small: PreTrainedConfig) -> PreTrainedModel:
         )
         randomize(tried)
         disable_dropout(tried)
-        nn.Module.to(tried.eval(), model.device)
-        tried.base_model(input_ids=torch.arange(VOCABULARY // 2, device=model.device)[None], use_cache=False)
+        nn.Module.to(tried.eval(), device)
+        tried.base_model(input_ids=torch.arange(VOCABULARY // 2, device=device)[None], use_cache=False)
     return tried

@@ -110,7 +110,7 @@ class TrainEngine:
             if reentrant:
                 model.enable_input_require_grads()
         module.train()
-        check_deterministic(module, model)
+        check_deterministic(module, model, device)
         if device == "cpu":
             return_freed()
         numbers = sum(math.prod(whole_shape(parameter)) for parameter in module.parameters())

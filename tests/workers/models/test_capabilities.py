@@ -34,7 +34,7 @@ from transformers import (
 from tests.workers.models.test_modeling import SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.models.capabilities import adapt, check_deterministic
-from troupe.workers.models.modeling import CausalLogprobs, TokenValues, load_causal, load_value, score
+from troupe.workers.models.modeling import CausalLogprobs, ModelModule, TokenValues, load_causal, load_value, score
 from troupe.workers.models.packed_attention import install
 from troupe.workers.models.token_batch import TokenTable
 
@@ -95,17 +95,17 @@ def test_models_compute_in_training_as_in_evaluation(family: str, checkpointing:
     if family in READ_FROM_THE_CONFIGURATION and checkpointing:
         fields = READ_FROM_THE_CONFIGURATION[family]
         with pytest.raises(ValueError, match=f"FalconForCausalLM is not deterministic.* set {fields} to 0"):
-            check_deterministic(module, module.model)
+            check_deterministic(module, module.model, "cpu")
         assert (module.model.config.hidden_dropout, module.model.config.attention_dropout) == (0.3, 0.2)
         return
     assert torch.equal(trained, expected) and torch.equal(logprobs(module), expected)
-    check_deterministic(module, module.model)
+    check_deterministic(module, module.model, "cpu")
     assert module.model.config.to_dict() == AutoModelForCausalLM.from_pretrained(tmp_path).config.to_dict()
 
 
 def test_a_critic_in_training_has_no_noise(tmp_path: Path) -> None:
     module = TokenValues(load_value(save_model(NOISY["mixtral-jitter"], tmp_path))).train()
-    check_deterministic(module, module.model)
+    check_deterministic(module, module.model, "cpu")
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1).train()
     assert not torch.equal(plain.base_model(IDS)[0], plain.base_model(IDS)[0])
 
@@ -156,7 +156,7 @@ def test_a_model_that_is_always_random_is_refused_whatever_its_configuration(tmp
 
     module.model.get_submodule("model.layers.1.mlp").register_forward_hook(disturb)
     with pytest.raises(ValueError, match=r"no field of its config\.json explains it"):
-        check_deterministic(module, module.model)
+        check_deterministic(module, module.model, "cpu")
 
 
 def test_a_model_that_computes_otherwise_in_training_is_refused(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_model_that_computes_otherwise_in_training_is_refused(tmp_path: Path) 
 
     module.model.get_submodule("model.layers.1.mlp").register_forward_hook(scale)
     with pytest.raises(ValueError, match="not deterministic in training mode"):
-        check_deterministic(module, module.model)
+        check_deterministic(module, module.model, "cpu")
 
 
 PROMPT = [(3 * number) % 47 + 3 for number in range(21)]
@@ -281,6 +281,19 @@ def test_a_causal_model_gets_no_mask_of_the_padding(
     torch.testing.assert_close(score(module, table.batch(rows)), masked, rtol=1e-5, atol=1e-6)
     windows = family == "mistral-window"
     assert ((True, True, True) in calls) == (not windows)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_a_model_is_tried_out_on_the_device_where_it_will_run(family: str) -> None:
+    """As a small copy: the model's own tensors here have no memory, and nothing runs on them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(PACKS[family][0])
+    module = ModelModule()
+    module.model = model
+    check_deterministic(module.train(), model, "cpu")
+    assert not adapt(module, model, "cpu", packing=False) and not module.masks_padding
+    assert adapt(module, model, "cpu", packing=True)
+    assert model.device.type == "meta"
 
 
 def test_a_model_that_looks_ahead_keeps_the_mask(tmp_path: Path) -> None:
