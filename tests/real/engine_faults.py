@@ -61,6 +61,19 @@ def _no_update(runner: Any, about: str) -> None:
     _replace(reload, "_missing_layers", lambda model, tied: [])
 
 
+def _refused_by_a_rank(runner: Any, about: str) -> None:
+    """The next part of an update is refused by this rank of the engine alone."""
+    if runner.parallel_config.rank != int(about):
+        return
+    load = ModelReload.load
+
+    def refuse(self: ModelReload, tensors: Any) -> None:
+        ModelReload.load = load
+        raise RuntimeError(f"refused by rank {about}")
+
+    ModelReload.load = refuse
+
+
 def _hook_positions(runner: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def changed(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs | {"positions": change(kwargs["positions"])}
@@ -149,4 +162,5 @@ _ENGINE_FAULTS: dict[str, Callable[[Any, str], None]] = {
     "capped logits": _logits(lambda logits: torch.tanh(logits)),
     "biased logits": _logits(_biased),
     "sleep of GPUs": _sleep_of_gpus,
+    "refused by a rank": _refused_by_a_rank,
 }

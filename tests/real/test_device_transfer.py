@@ -292,7 +292,7 @@ async def test_weights_that_vllm_woke_behind_the_workers_back_have_no_digest_and
 
 
 @pytest.mark.long
-async def test_both_ranks_of_an_engine_receive_verify_and_wake(
+async def test_both_ranks_of_an_engine_receive_verify_and_wake_and_a_fault_closes_both(
     tiny_model: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = rollout_config(tiny_model)
@@ -300,20 +300,38 @@ async def test_both_ranks_of_an_engine_receive_verify_and_wake(
     worker = RolloutWorker(
         config.model_copy(update={"transfer_backend": "gloo", "sleep": "weights", "engine": engine}), "rollout-0"
     )
-    await worker.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(settings, "_EXTENSION", EXTENSION)
+        await worker.start()
+    live = worker._live_engine()
     try:
-        for corrupted in (False, True, False):
+        await live.collective_rpc("plant", args=("sleep of GPUs", ""))
+        for fault in ("", "corrupted", "started", "middle", "one rank", ""):
             await worker.rest()
             perturb(model, "mlp")
             sender = await connect([worker], shapes(model))
-            if corrupted:
-                with monkeypatch.context() as changed:
-                    _corrupted(changed)
-                    with pytest.raises(Exception, match="rollout-0: weights have digest"):
+            match fault:
+                case "":
+                    await assert_serves([worker], model, await send(sender, named_weights(model)))
+                case "corrupted":
+                    with monkeypatch.context() as changed:
+                        _corrupted(changed)
+                        with pytest.raises(Exception, match="rollout-0: weights have digest"):
+                            await send(sender, named_weights(model))
+                case "started":
+                    await asyncio.to_thread(LoopLink([worker]).start)
+                case "middle":
+                    with pytest.raises(ConnectionError):
+                        await send(sender, _dies(model))
+                case "one rank":
+                    await live.collective_rpc("plant", args=("refused by a rank", "1"))
+                    with pytest.raises(Exception, match=r"broadcast|refused"):
                         await send(sender, named_weights(model))
-            else:
-                await assert_serves([worker], model, await send(sender, named_weights(model)))
             sender.close()
+            if fault in ("middle", "one rank"):
+                await until(lambda: worker._state is _State.CLOSED)
+                with pytest.raises(EngineClosed):
+                    await rows(worker)
     finally:
         await worker.close()
 

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.real import transfers
 from tests.real.models import save_llama
 from tests.real.poison import poisoned
 from tests.real.ranks import rank_context, wait_for_ranks
@@ -38,6 +39,7 @@ from troupe.workers.contract.config import (
     Rendezvous,
     SamplingConfig,
     TrainerConfig,
+    TransferBackend,
 )
 from troupe.workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
 from troupe.workers.critic import CriticWorker
@@ -59,6 +61,8 @@ CHANGED = [(0, "float32"), (1, "bfloat16"), (3, "float32")]
 """Cases in which the settings of the optimizer change on a resume."""
 POISONED = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")]
 """Cases in which the files of a checkpoint contain code."""
+SENT: tuple[TransferBackend, ...] = ("gloo", "ipc")
+"""Back-ends over which two ranks with ZeRO-3 send their weights."""
 ONE_BATCH = [[tuple(range(6))]]
 MANY_BATCHES = [[(3, 0), (), (5, 1, 2, 4)]]
 TWO_RANKS = [[(0, 1), (4, 5, 2)], [(), (3,)]]
@@ -245,6 +249,10 @@ class Scenario:
                 received = {key: tensor.clone() for key, tensor in read_weights(published)}
                 self.record(f"received-{name}", [published.version, equal(received, end)])
                 Path(published.path).unlink()
+
+            if stage == 3 and self.world == 2 and dtype == "float32":
+                for backend in SENT:
+                    self.record(f"sent-{backend}", transfers.send(worker.engine, backend))
 
         resumed = PolicyWorker(policy_config(self.model, stage, dtype), "resumed")
         resumed.build()
@@ -741,6 +749,23 @@ def test_repeated_updates_have_the_digests_of_the_first_ones(groups: dict[int, P
     """What `troupe replay` compares, of each rank's part and of whole parameters, under every ZeRO stage and type."""
     for stage, dtype in CASES:
         assert facts(groups[world], rank)[f"digests-{stage}-{dtype}"] == [True, True, True], (stage, dtype)
+
+
+@pytest.mark.parametrize("backend", SENT)
+def test_a_transfer_that_fails_leaves_all_parameters_divided_and_the_next_one_sends_the_same(
+    groups: dict[int, Path], backend: str
+) -> None:
+    """ZeRO-3 gathers on all ranks at once: one that stops early, or keeps a parameter whole, makes the others wait."""
+    found = facts(groups[2])[f"sent-{backend}"]
+    assert tuple(found) == transfers.FAULTS
+    assert [whole for ranks in found.values() for _, whole in ranks] == [[]] * 8
+    errors = {fault: [result for result, _ in ranks] for fault, ranks in found.items()}
+    assert len(errors["none"][0]) == 64 and errors["none"] == errors["none again"] == [errors["none"][0], ""]
+    for fault, reason in (("engine", "rollout-0 is gone"), ("rank", "the weights do not match their layout")):
+        first, second = errors[fault]
+        # Over gloo the sender may see the closed connection before it hears why.
+        assert reason in first or ((backend, fault) == ("gloo", "engine") and "broadcast" in first)
+        assert second == (first if backend == "ipc" else "")  # over gloo it only gathers
 
 
 @pytest.mark.parametrize("world", [1, 2])

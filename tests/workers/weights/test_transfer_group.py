@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.conftest import ROOT
+from troupe.workers.contract.roles import EngineLink
 from troupe.workers.weights import transfer_group
+from troupe.workers.weights.device_sender import device_sender
 from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup, connect_store, open_store
 
 ADDRESS = "127.0.0.1"
@@ -143,3 +146,20 @@ def test_a_communicator_that_is_not_freed_keeps_nobody(monkeypatch: pytest.Monke
     stuck = leaving.is_alive()
     silent.abort_ends.set()
     assert not stuck
+
+
+class Absent:
+    """The link to an engine that does not join."""
+
+    processes = 1
+
+    def join(self, info: dict[str, Any]) -> None:
+        """Fail."""
+        raise ConnectionError("rollout-0 is gone")
+
+
+def test_the_sender_does_not_wait_for_an_engine_that_fails_to_join() -> None:
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match="rollout-0 is gone"):
+        device_sender("gloo", cast("EngineLink", Absent()), [("a", torch.float32, (2,))], 0, torch.device("cpu"))
+    assert time.monotonic() - started < 10
