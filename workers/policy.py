@@ -28,7 +28,9 @@ from troupe.workers.contract.messages import (
     WeightUpdate,
     WorkerHealth,
 )
+from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import EngineLink
+from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.texts import cut_texts, text_batches
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
@@ -40,9 +42,7 @@ from troupe.workers.training.step_length import HeldStep
 from troupe.workers.training.token_records import TokenRecorder
 from troupe.workers.training.zero3 import partitioner_for
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
-from troupe.workers.weights.file import WeightPublisher, read_payload, weight_bytes
-from troupe.workers.weights.gpu_handles import check_allocator
-from troupe.workers.weights.shared_memory import shared_directory
+from troupe.workers.weights.file import RankWeights, WeightPublisher, read_payload
 
 
 class PolicyWorker(TrainingRank):
@@ -58,10 +58,10 @@ class PolicyWorker(TrainingRank):
         self._records = TokenRecorder() if config.records_tokens else None
 
     def build(self) -> WorkerHealth:
-        """See `TrainingRank.build`. Raises ValueError for settings of torch's allocator that `ipc` cannot share."""
+        """See `TrainingRank.build`. Raises ValueError for environment variables with which weights cannot be sent."""
         config = self._config
-        if config.transfer_backend == "ipc":
-            check_allocator(os.environ)
+        if (check := BACKENDS[config.transfer_backend].check) is not None:
+            resolve(check)(os.environ)
         announce(Activity.MODEL)
         model = load_causal(config.model, partitioner_for(config.model, config.trainer))
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
@@ -189,7 +189,7 @@ class PolicyWorker(TrainingRank):
         self._held, self._held_step = [], None
 
     def publish_weights(self, version: int) -> WeightUpdate | None:
-        """Write the weights to shared memory as `version`. Collective; only rank 0 returns an update."""
+        """Write the file of weights as `version`. Collective; only rank 0 returns an update."""
         self._version = version
         return self._weight_publisher().publish(version)
 
@@ -198,7 +198,7 @@ class PolicyWorker(TrainingRank):
         return update.nbytes, read_payload(update)
 
     def connect_engines(self, link: EngineLink) -> None:
-        """Join the rollout engines for transfers from device to device (nccl, ipc, gloo). Collective.
+        """Join the rollout engines for transfers from device to device. Collective.
 
         nccl and ipc are untested on GPU.
         """
@@ -231,14 +231,11 @@ class PolicyWorker(TrainingRank):
 
     def _weight_publisher(self) -> WeightPublisher:
         if self._publisher is None:
-            # Under ZeRO-3 every rank participates in gathering a tensor; only rank 0 writes.
-            self._publisher = WeightPublisher(
-                self.engine.named_weights,
-                shared_directory(weight_bytes(self.engine.weight_shapes())),
-                self._config.run_id,
-                writes=self.engine.rank == 0,
-                lasting=not self.engine.gathers,
-            )
+            row, engine = BACKENDS[self._config.transfer_backend], self.engine
+            if row.publisher is None:
+                raise RuntimeError(f"{self._name}: {row.name} writes no file")
+            weights = RankWeights(engine.named_weights, engine.weight_shapes(), engine.rank, engine.gathers)
+            self._publisher = resolve(row.publisher)(weights, self._config.run_id)
         return self._publisher
 
     def _logprobs(self, model: Any, entropy_grad: bool) -> CausalLogprobs:

@@ -244,7 +244,7 @@ class RolloutWorker:
         return self._environments
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
-        """Load a published version (shared-memory backend) while running requests are paused.
+        """Load a published file of weights while running requests are paused.
 
         The acknowledged version and digest are reported by the processes that hold the weights. After an error,
         running and new requests end with EngineClosed until an update succeeds.
@@ -355,13 +355,13 @@ class RolloutWorker:
     # The receiving side of transfers from device to device, driven by the trainer's sender. Untested on GPU.
 
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
-        """Join the sender of a transfer (nccl, ipc, gloo). An engine that a failed transfer has closed joins again."""
+        """Join the sender of a transfer. An engine that a failed transfer has closed joins again."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._call(self._live_engine().init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def transfer_start(self) -> None:
-        """Pause running requests for an update (nccl, ipc, gloo).
+        """Pause running requests for an update from device to device.
 
         An update that did not end, because the trainer died in it, is forgotten.
         """
@@ -372,7 +372,7 @@ class RolloutWorker:
             await self._closing_on_failure(engine.start_weight_update())
 
     async def transfer_receive(self, update_info: dict[str, Any]) -> None:
-        """Receive weights (nccl, ipc, gloo)."""
+        """Receive weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._closing_on_failure(self._live_engine().update_weights(WeightTransferUpdateRequest(update_info)))

@@ -24,6 +24,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EngineRole, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
+from troupe.workers.contract.weight_backends import backend_problem
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
 """Which role can be colocated with which."""
@@ -242,14 +243,9 @@ def _engine_devices(name: str, role: EngineRole) -> Iterator[Finding]:
 
 def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
     backend, shared = spec.weight_sync.backend, spec.roles.rollout.colocate_with == "policy"
-    if backend in ("ipc", "nccl") and spec.device == "cpu":
-        yield "weight_sync.backend", f"{backend} needs GPUs; on the CPU use shm (or auto)"
-    elif backend == "gloo" and spec.device == "cuda":
-        yield "weight_sync.backend", "gloo sends between CPUs; on GPUs use nccl or ipc (or auto)"
-    elif backend == "ipc" and not shared:
-        yield "weight_sync.backend", "ipc needs rollout on the policy's GPUs (roles.rollout.colocate_with: policy)"
-    elif backend == "nccl" and shared:
-        yield "weight_sync.backend", "nccl needs rollout and policy on separate GPUs; here use ipc (or auto)"
+    problem = None if backend == "auto" else backend_problem(backend, spec.device, shared)
+    if problem is not None:
+        yield "weight_sync.backend", problem
 
 
 def _sleep(spec: RolloutSpec) -> Iterator[Finding]:

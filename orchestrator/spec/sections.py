@@ -23,6 +23,7 @@ from troupe.workers.contract.config import (
     StructuredConfig,
     TrainerConfig,
 )
+from troupe.workers.contract.weight_backends import TransferBackend, describe_backends
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
 
@@ -454,9 +455,7 @@ class EvaluationConfig(BaseEvaluation):
 class WeightSyncConfig(Frozen):
     """How new weights reach the engines."""
 
-    backend: Literal["auto", "shm", "ipc", "nccl", "gloo"] = "auto"
-    """`auto`: shm (shared memory) on the CPU, ipc where rollout and policy share GPUs, nccl otherwise. gloo broadcasts
-    from CPU to CPU as nccl does from GPU to GPU."""
+    backend: Literal["auto", TransferBackend] = Field(default="auto", description=describe_backends())
 
 
 class AuditConfig(Frozen):

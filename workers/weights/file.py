@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from troupe.workers.weights.shared_memory import (
     open_for_reading,
     open_for_writing,
     remove_stale,
+    shared_directory,
 )
 
 ALIGNMENT = 64
@@ -144,6 +146,28 @@ class WeightPublisher:
         self._mapping.drop()
         if self._writes:
             retire(self._path)
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """The weights as one rank of the policy has them."""
+
+    tensors: Callable[[], NamedTensors]
+    """Names and whole tensors; iterating is collective."""
+    shapes: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+    """Names, types and whole shapes, in the same order."""
+    rank: int
+    gathers: bool
+    """Whether a tensor is valid only until the next one is requested (ZeRO-3)."""
+
+    def publisher(self, directory: Path, run_id: str) -> WeightPublisher:
+        """The writer of a file in this folder. Every rank participates in iterating; the first one writes."""
+        return WeightPublisher(self.tensors, directory, run_id, writes=self.rank == 0, lasting=not self.gathers)
+
+
+def shared_memory_publisher(weights: RankWeights, run_id: str) -> WeightPublisher:
+    """The writer of a file in shared memory, or in the temporary folder where the weights do not fit."""
+    return weights.publisher(shared_directory(weight_bytes(weights.shapes)), run_id)
 
 
 class MappedWeights:

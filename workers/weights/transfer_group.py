@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 T = TypeVar("T")
 
-GroupBackend = Literal["gloo", "nccl"]
 BOUND_S = 120.0
 """Longest wait for all members to join, and for the broadcast of one bucket."""
 _GREETING = 4711
@@ -53,7 +52,6 @@ class TransferGroup:
 
     def __init__(
         self,
-        backend: GroupBackend,
         store: TCPStore,
         rank: int,
         size: int,
@@ -64,11 +62,10 @@ class TransferGroup:
         """Join. Every member does so at the same time.
 
         Args:
-            backend: The library.
             store: Store of the group.
             rank: Rank of this process; the sender has 0.
             size: Number of members.
-            device: Device of the tensors.
+            device: Device of the tensors, which decides the library: NCCL or gloo.
             check: Raises if another member has failed; called while this one waits.
             bound_s: Longest wait for the others, in seconds, here and in `broadcast`.
 
@@ -81,7 +78,7 @@ class TransferGroup:
         self._rank = rank
         store.set(f"here/{rank}", "1")
         self._until(lambda: store.check([f"here/{other}" for other in range(size)]), "not every member has joined")
-        self._group: Any = _group(backend, store, rank, size)
+        self._group: Any = _group(store, rank, size, device)
         greeting = torch.full((1,), _GREETING if rank == 0 else 0, dtype=torch.int64, device=device)
         self.broadcast(greeting)()
         if int(greeting.item()) != _GREETING:
@@ -130,8 +127,8 @@ class TransferGroup:
             raise TransferFailed(f"rank {self._rank}: {failure}: {error}") from error
 
 
-def _group(backend: GroupBackend, store: TCPStore, rank: int, size: int) -> Any:
-    if backend == "gloo":
+def _group(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
+    if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, _PATIENCE)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _PATIENCE

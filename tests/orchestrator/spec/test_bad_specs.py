@@ -7,13 +7,16 @@ import sys
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.contract.weight_backends import TransferBackend
 
 ROOT = Path(__file__).resolve().parents[3]
+BACKENDS = " or ".join(", ".join(map(repr, ["auto", *get_args(TransferBackend)])).rsplit(", ", 1))
 
 CPU = """\
 name: base
@@ -321,7 +324,7 @@ CPU_CASES = [
     ),
     case(
         "backend",
-        ("3: weight_sync.backend: expected 'auto', 'shm', 'ipc', 'nccl' or 'gloo', got 'ncl' (did you mean 'nccl'?)"),
+        f"3: weight_sync.backend: expected {BACKENDS}, got 'ncl' (did you mean 'nccl'?)",
         ("seed: 3", "seed: 3\nweight_sync: {backend: ncl}"),
     ),
     case(
