@@ -258,6 +258,6 @@ def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluste
     """The weight sync for the spec's back-end."""
     timeout_s = spec.schedule.sync_timeout_s
     if BACKENDS[spec.resolved_backend()].writes_file:
-        return FileSync(policy, pool, timeout_s)
+        return FileSync(policy, pool, timeout_s, delta=spec.weight_sync.delta == "auto")
     ranks = spec.roles.rollout.tensor_parallel_size
     return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, timeout_s), timeout_s)

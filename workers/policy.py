@@ -188,14 +188,24 @@ class PolicyWorker(TrainingRank):
         """Discard the stored distributions and weights."""
         self._held, self._held_step = [], None
 
-    def publish_weights(self, version: int) -> WeightUpdate | None:
-        """Write the file of weights as `version`. Collective; only rank 0 returns an update."""
+    def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
+        """Write the file of weights as `version`. Collective; only rank 0 returns an update.
+
+        Args:
+            version: The version.
+            base: Digest of the version before, where `read_delta` will ask for the difference.
+        """
         self._version = version
-        return self._weight_publisher().publish(version)
+        return self._weight_publisher().publish(version, base)
 
     def read_weights(self, update: WeightUpdate) -> tuple[int, npt.NDArray[np.uint8]]:
         """(number of bytes, uint8 payload) of a published version, for engines on other nodes."""
         return update.nbytes, read_payload(update)
+
+    def read_delta(self, update: WeightUpdate) -> tuple[int, npt.NDArray[np.uint8]]:
+        """(number of bytes, delta) of the last published version since its base; 0: the whole payload is cheaper."""
+        delta = self._weight_publisher().delta(update)
+        return delta.nbytes, delta
 
     def connect_engines(self, link: EngineLink) -> None:
         """Join the rollout engines for transfers from device to device. Collective.

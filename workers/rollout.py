@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import time
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INITIAL_VERSION = 0
@@ -95,6 +97,8 @@ class RolloutWorker:
         self._update_lock = asyncio.Lock()
         self._memory = EngineMemory(config.sleep, self._call)
         self._files_written: set[str] = set()
+        self._kept = ("", "")
+        """Path and digest of the weight file that this worker wrote whole; empty: there is none."""
         self._environments: EnvironmentLink | None = None
         self._reader: TurnReader | None = None
         # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
@@ -288,8 +292,35 @@ class RolloutWorker:
             remove_at_death(update.path)
         for path in self._files_written - {update.path}:
             retire(path)
-        self._files_written = {update.path}
+        self._files_written, self._kept = {update.path}, ("", "")
         await asyncio.to_thread(write_payload, update, payload)
+        self._kept = update.path, update.digest
+
+    async def change_weights(self, update: WeightUpdate, delta: npt.NDArray[np.uint8]) -> bool:
+        """Turn the weight file that this worker wrote last into that of `update`, for all engines of the node.
+
+        Engines verify the whole file before they load it.
+
+        Args:
+            update: The published version.
+            delta: uint8, what it changes.
+
+        Returns:
+            False where this node does not have the version that the delta starts from: it needs the whole payload.
+        """
+        from troupe.workers.weights.delta import DeltaRefused, base_of
+        from troupe.workers.weights.file import change_payload
+
+        kept, self._kept = self._kept, ("", "")
+        try:
+            if kept != (update.path, base_of(delta)):
+                return False
+            await asyncio.to_thread(change_payload, update, delta)
+        except (DeltaRefused, OSError) as error:
+            logger.warning("%s: version %d is sent whole: %s", self._name, update.version, error)
+            return False
+        self._kept = update.path, update.digest
+        return True
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the states of all prompts that no running request uses; whether the engine did.

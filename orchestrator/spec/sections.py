@@ -456,6 +456,9 @@ class WeightSyncConfig(Frozen):
     """How new weights reach the engines."""
 
     backend: Literal["auto", TransferBackend] = Field(default="auto", description=describe_backends())
+    delta: Literal["auto", "off"] = "auto"
+    """`auto`: with a back-end that writes a file, other nodes get only what changed since the version that they have,
+    where that is less; what they make of it is verified as a whole. `off`: they always get all weights."""
 
 
 class AuditConfig(Frozen):

@@ -72,6 +72,24 @@ def open_for_writing(path: Path) -> Iterator[int]:
 
 
 @contextmanager
+def open_for_change(path: Path) -> Iterator[tuple[int, int]]:
+    """(descriptor, size in bytes) of an existing file that nobody reads, locked to change it in place.
+
+    Raises:
+        WeightFileRefused: the file is a link or belongs to another user.
+        FileNotFoundError: the file does not exist.
+        BlockingIOError: a reader still uses the file.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | _no_links(path))
+    try:
+        size = _checked_size(fd, path)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield fd, size
+    finally:
+        _unlock(fd)
+
+
+@contextmanager
 def open_for_reading(path: str | Path) -> Iterator[tuple[int, int]]:
     """(descriptor, size in bytes) of a file that its writer cannot change until the context ends.
 
