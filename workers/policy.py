@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 
 from troupe.workers.algorithms.policy_batch import policy_tokens
 from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss
@@ -43,6 +42,8 @@ from troupe.workers.training.token_records import TokenRecorder
 from troupe.workers.training.zero3 import partitioner_for
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import RankWeights, WeightPublisher, read_payload
+from troupe.workers.weights.shared_memory import Bytes
+from troupe.workers.weights.store import StoredBytes, WeightStore
 
 
 class PolicyWorker(TrainingRank):
@@ -52,16 +53,24 @@ class PolicyWorker(TrainingRank):
         super().__init__(config, name)
         self._config = config
         self._publisher: WeightPublisher | None = None
+        self._store: WeightStore | None = None
         self._sender: DeviceSender | None = None
         self._held: list[tuple[TokenBatch, torch.Tensor]] = []
         self._held_step: HeldStep | None = None
         self._records = TokenRecorder() if config.records_tokens else None
 
     def build(self) -> WorkerHealth:
-        """See `TrainingRank.build`. Raises ValueError for environment variables with which weights cannot be sent."""
+        """See `TrainingRank.build`.
+
+        Raises:
+            ValueError: The environment has variables with which weights cannot be sent.
+            StoreFailed: The object store for weights cannot be used.
+        """
         config = self._config
         if (check := BACKENDS[config.transfer_backend].check) is not None:
             resolve(check)(os.environ)
+        if config.weight_store is not None and dist.get_rank() == 0:
+            self._store = WeightStore(config.weight_store, config.run_id)
         announce(Activity.MODEL)
         model = load_causal(config.model, partitioner_for(config.model, config.trainer))
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
@@ -196,16 +205,18 @@ class PolicyWorker(TrainingRank):
             base: Digest of the version before, where `read_delta` will ask for the difference.
         """
         self._version = version
+        if self._store is not None:
+            self._store.clear()
         return self._weight_publisher().publish(version, base)
 
-    def read_weights(self, update: WeightUpdate) -> tuple[int, npt.NDArray[np.uint8]]:
+    def read_weights(self, update: WeightUpdate) -> tuple[int, Bytes | StoredBytes]:
         """(number of bytes, uint8 payload) of a published version, for engines on other nodes."""
-        return update.nbytes, read_payload(update)
+        return update.nbytes, self._stored(f"{update.version}.weights", read_payload(update))
 
-    def read_delta(self, update: WeightUpdate) -> tuple[int, npt.NDArray[np.uint8]]:
+    def read_delta(self, update: WeightUpdate) -> tuple[int, Bytes | StoredBytes]:
         """(number of bytes, delta) of the last published version since its base; 0: the whole payload is cheaper."""
         delta = self._weight_publisher().delta(update)
-        return delta.nbytes, delta
+        return delta.nbytes, self._stored(f"{update.version}.delta", delta) if delta.nbytes else delta
 
     def connect_engines(self, link: EngineLink) -> None:
         """Join the rollout engines for transfers from device to device. Collective.
@@ -230,9 +241,16 @@ class PolicyWorker(TrainingRank):
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         self._disconnect()
         self.release_held()
         super().release()
+
+    def _stored(self, name: str, content: Bytes) -> Bytes | StoredBytes:
+        """The bytes, or where they are in the object store."""
+        return content if self._store is None else self._store.put(name, content)
 
     def _disconnect(self) -> None:
         if self._sender is not None:

@@ -16,7 +16,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from troupe.workers.contract.arrow import pickle_tables
@@ -56,6 +55,9 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from troupe.workers.weights.shared_memory import Bytes
+    from troupe.workers.weights.store import StoredBytes
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -66,6 +68,11 @@ _TURN_S = 0.5
 """Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
+
+
+async def _fetched(content: Bytes | StoredBytes) -> Bytes:
+    """The bytes, read from the object store if they are there. Raises StoreFailed."""
+    return content if isinstance(content, np.ndarray) else await asyncio.to_thread(content.fetch)
 
 
 class _State(Enum):
@@ -279,12 +286,15 @@ class RolloutWorker:
         seconds = time.monotonic() - started
         return WeightAck(self._name, update.version, digest, seconds, peak=await self._peak())
 
-    async def write_weights(self, update: WeightUpdate, payload: npt.NDArray[np.uint8]) -> None:
+    async def write_weights(self, update: WeightUpdate, payload: Bytes | StoredBytes) -> None:
         """Write the weight file of `update` on this node, for all engines of the node.
 
         Args:
             update: The published version.
-            payload: uint8 [update.nbytes], the bytes of the file.
+            payload: uint8 [update.nbytes], the bytes of the file, or where they are in an object store.
+
+        Raises:
+            StoreFailed: The object store cannot be read.
         """
         from troupe.workers.weights.file import write_payload
 
@@ -293,17 +303,17 @@ class RolloutWorker:
         for path in self._files_written - {update.path}:
             retire(path)
         self._files_written, self._kept = {update.path}, ("", "")
-        await asyncio.to_thread(write_payload, update, payload)
+        await asyncio.to_thread(write_payload, update, await _fetched(payload))
         self._kept = update.path, update.digest
 
-    async def change_weights(self, update: WeightUpdate, delta: npt.NDArray[np.uint8]) -> bool:
+    async def change_weights(self, update: WeightUpdate, delta: Bytes | StoredBytes) -> bool:
         """Turn the weight file that this worker wrote last into that of `update`, for all engines of the node.
 
         Engines verify the whole file before they load it.
 
         Args:
             update: The published version.
-            delta: uint8, what it changes.
+            delta: uint8, what it changes, or where that is in an object store.
 
         Returns:
             False where this node does not have the version that the delta starts from: it needs the whole payload.
@@ -313,9 +323,10 @@ class RolloutWorker:
 
         kept, self._kept = self._kept, ("", "")
         try:
-            if kept != (update.path, base_of(delta)):
+            content = await _fetched(delta)
+            if kept != (update.path, base_of(content)):
                 return False
-            await asyncio.to_thread(change_payload, update, delta)
+            await asyncio.to_thread(change_payload, update, content)
         except (DeltaRefused, OSError) as error:
             logger.warning("%s: version %d is sent whole: %s", self._name, update.version, error)
             return False

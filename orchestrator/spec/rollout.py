@@ -288,6 +288,7 @@ class RolloutSpec(RunSpec, frozen=True):
             seed=self.seed,
             device=self.device,
             transfer_backend=self.resolved_backend(),
+            weight_store=self.weight_sync.url,
             records_tokens=self.output.trajectories,
         )
 

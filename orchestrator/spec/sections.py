@@ -459,6 +459,10 @@ class WeightSyncConfig(Frozen):
     delta: Literal["auto", "off"] = "auto"
     """`auto`: with a back-end that writes a file, other nodes get only what changed since the version that they have,
     where that is less; what they make of it is verified as a whole. `off`: they always get all weights."""
+    url: str | None = None
+    """Where the back-end store keeps weights: `s3://bucket/folder`, `gs://bucket/folder`, or `file:///folder` on a disk
+    that all nodes mount. pyarrow's options follow as a query (`?region=eu-west-1&endpoint_override=host:port`);
+    credentials come from the environment of the nodes. A run leaves nothing there, unless its node dies."""
 
 
 class AuditConfig(Frozen):

@@ -515,6 +515,8 @@ class PolicyConfig(Frozen):
     seed: int
     device: Device
     transfer_backend: TransferBackend = "shm"
+    weight_store: str | None = None
+    """URL of the object store that weights go through on their way to other nodes."""
     ptx_coef: float = 0.0
     """Weight of the texts' negative log-likelihood (PPO-ptx)."""
     share_prompts: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TransferBackend = Literal["shm", "ipc", "nccl", "gloo"]
+TransferBackend = Literal["shm", "ipc", "nccl", "gloo", "store"]
 _Device = Literal["cpu", "cuda"]
 
 
@@ -26,6 +26,8 @@ class WeightBackend:
     """Path of a function of `RankWeights` and the run's id that returns the writer of a file, which engines read."""
     sender: str | None = None
     """Path of the class that sends from device to device, a `DeviceSender`; either this or `publisher` is set."""
+    stores: bool = False
+    """Whether the file goes to other nodes through an object store (`weight_sync.url`)."""
     check: str | None = None
     """Path of a function that refuses environment variables with which the policy cannot send, with ValueError."""
     devices: frozenset[_Device] = frozenset({"cpu", "cuda"})
@@ -92,6 +94,13 @@ BACKENDS: dict[TransferBackend, WeightBackend] = {
             devices=frozenset({"cpu"}),
             engine_buckets=2,
             sender_buckets=2,
+        ),
+        WeightBackend(
+            name="store",
+            summary="as shm, but other nodes get the file from an object store (`url`)",
+            publisher="troupe.workers.weights.file:shared_memory_publisher",
+            receiver=f"{_VLLM}:FileWeightTransferEngine",
+            stores=True,
         ),
     )
 }

@@ -150,7 +150,7 @@ def remove_stale(directory: Path, run_id: str) -> list[Path]:
     removed = []
     for path in directory.glob("troupe-*.weights"):
         parts = _NAME.fullmatch(path.name)
-        if parts is None or parts["run_id"] != run_id or _alive(int(parts["pid"])):
+        if parts is None or parts["run_id"] != run_id or process_lives(int(parts["pid"])):
             continue
         if path.lstat().st_uid == os.geteuid():
             remove(path)
@@ -190,7 +190,8 @@ def _checked_size(fd: int, path: str | Path) -> int:
     return status.st_size
 
 
-def _alive(pid: int) -> bool:
+def process_lives(pid: int) -> bool:
+    """Whether this host has a process of this number."""
     try:
         os.kill(pid, 0)
     except OSError as error:

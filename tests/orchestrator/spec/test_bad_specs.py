@@ -670,6 +670,26 @@ CPU_CASES = [
         ("seed: 3", "seed: 3\nweight_sync:\n  backend: ipc"),
     ),
     case(
+        "store_without_url",
+        "3: weight_sync.url: the back-end store needs a URL, such as s3://bucket/folder",
+        ("seed: 3", "seed: 3\nweight_sync: {backend: store}"),
+    ),
+    case(
+        "store_of_another_kind",
+        "3: weight_sync.url: expected a URL of s3, gs or file, such as s3://bucket/folder, got 'https://bucket/folder'",
+        ("seed: 3", "seed: 3\nweight_sync: {backend: store, url: 'https://bucket/folder'}"),
+    ),
+    case(
+        "store_with_credentials",
+        "3: weight_sync.url: a spec holds no credentials; give them to the nodes' environment",
+        ("seed: 3", "seed: 3\nweight_sync: {backend: store, url: 's3://key:secret@bucket/folder'}"),
+    ),
+    case(
+        "url_without_store",
+        "3: weight_sync.url: only the back-end store uses a URL; set weight_sync.backend: store, or remove it",
+        ("seed: 3", "seed: 3\nweight_sync: {url: 's3://bucket/folder'}"),
+    ),
+    case(
         "nccl_cpu",
         "4: weight_sync.backend: nccl needs GPUs; on the CPU use shm (or auto)",
         ("seed: 3", "seed: 3\nweight_sync:\n  backend: nccl"),
