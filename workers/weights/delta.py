@@ -62,11 +62,6 @@ class ChangedWords:
         self._changed = 0
         self._given_up = False
 
-    @property
-    def share(self) -> float:
-        """Share of changed words among those compared."""
-        return self._changed / max(1, self._compared)
-
     def give_up(self) -> None:
         """Collect no more: there is no delta."""
         self._given_up = True
