@@ -3,10 +3,10 @@
     python -m benchmarks.weight_sync_delta --learning-rate 1e-6
     python -m benchmarks.weight_sync_delta --learning-rate 1e-4 --gbit 10
 
-One `PolicyWorker` in this process, without Ray, trains the model of `deploy/specs/laptop-grpo.yaml` on its own samples
-of the spec's task, with the spec's optimizer and the given learning rate. After each update the weights are published
-and sent through a socket of limited speed to a file that stands for another node's, which is verified whole: a turn
-ends when an engine could load it.
+One `PolicyWorker` in this process, without Ray, trains the model of `deploy/specs/laptop-grpo.yaml` on right and
+wrong answers to the spec's task, with the spec's optimizer and the given learning rate. After each update the weights
+are published and sent through a socket of limited speed to a file that stands for another node's, which is verified
+whole: a turn ends when an engine could load it.
 """
 
 from __future__ import annotations
@@ -176,26 +176,17 @@ class DeltaContenders:
         return replace(update, path=str(self._far / Path(update.path).name))
 
 
-def sampled(spec: RolloutSpec, groups: int, samples: int, max_tokens: int) -> list[pa.Table]:
-    """A TRAIN table for each prompt: what the model itself answers, with advantages of both signs."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def batches(spec: RolloutSpec, groups: int, samples: int) -> list[pa.Table]:
+    """A TRAIN table for each prompt: right answers with a positive advantage, and wrong ones with a negative."""
+    from transformers import AutoTokenizer
 
-    torch.manual_seed(spec.seed)
-    model = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.bfloat16).eval()
-    prompts = encode_prompts(Path(spec.model.path), load_pools(spec.data)[0].table, range(groups), LONGEST_PROMPT)
+    model, prompts = Path(spec.model.path), load_pools(spec.data)[0].table
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     tables: list[pa.Table] = []
-    for group, prompt in enumerate(prompts):
-        given = torch.tensor([prompt] * samples)
-        answered: Any = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            do_sample=True,
-            max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
-            pad_token_id=0,
-        )
-        rows = [_row(group, index, prompt, ids[len(prompt) :].tolist()) for index, ids in enumerate(answered)]
+    for group, ids in enumerate(encode_prompts(model, prompts, range(groups), LONGEST_PROMPT)):
+        answer = int(prompts["answer"][group].as_py())
+        texts = [f"The answer is {answer if index % 2 else answer + 1 + index}." for index in range(samples)]
+        rows = [_row(group, index, ids, tokenizer.encode(text)) for index, text in enumerate(texts)]
         tables.append(pa.Table.from_pylist(rows, schema=TRAIN))
     return tables
 
@@ -217,7 +208,7 @@ def _row(group: int, index: int, prompt: list[int], response: list[int]) -> dict
 
 
 async def measure(given: argparse.Namespace) -> Report:
-    """Sample, build the worker, train, alternate the turns. Raises NotCorrect."""
+    """Build the worker, train, alternate the turns. Raises NotCorrect."""
     from troupe.workers.contract.config import Rendezvous
     from troupe.workers.policy import PolicyWorker
 
@@ -227,21 +218,19 @@ async def measure(given: argparse.Namespace) -> Report:
         "roles.policy.learning_rate": given.learning_rate,
         "roles.policy.schedule": "constant",
         "roles.policy.threads": given.threads,
-        "sampling.max_tokens": given.max_tokens,
         "seed": given.seed,
     }
     spec = load_rollout_spec(SPEC, [f"{name}={value}" for name, value in changes.items()])
-    batches = sampled(spec, given.groups, given.samples, given.max_tokens)
-    progress(f"sampled {given.groups * given.samples} responses")
     worker = PolicyWorker(spec.policy_config(), "policy-0")
     address, port = worker.rendezvous()
     worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
     link = Link(given.gbit)
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as far:
-            contenders = DeltaContenders(worker, batches, link, Path(far))
-            for _ in range(given.warm_up):
+            contenders = DeltaContenders(worker, batches(spec, given.groups, given.samples), link, Path(far))
+            for number in range(given.warm_up):
                 contenders.train()
+                progress(f"update {number + 1} of {given.warm_up} before the first turn")
             turns = {name: lambda _, name=name: contenders.turn(name) for name in (ALL, CHANGED)}
             taken = await take_turns(turns, given.turns)
     finally:
@@ -260,8 +249,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--gbit", type=float, default=1.0, help="speed of the link in Gbit/s (default: 1)")
     add("--groups", type=int, default=4, help="prompts, one for each update in turn (default: 4)")
     add("--samples", type=int, default=4, help="responses to each prompt (default: 4)")
-    add("--max-tokens", type=int, default=32, help="tokens of a response (default: 32)")
-    add("--warm-up", type=int, default=4, help="updates before the first turn (default: 4)")
+    add("--warm-up", type=int, default=3, help="updates before the first turn (default: 3)")
     add("--threads", type=int, default=2)
     add("--turns", type=int, default=5)
     add("--seed", type=int, default=17)

@@ -53,7 +53,7 @@ class PolicyWorker(TrainingRank):
         super().__init__(config, name)
         self._config = config
         self._publisher: WeightPublisher | None = None
-        self._store: WeightStore | None = None
+        self._weight_store: WeightStore | None = None
         self._sender: DeviceSender | None = None
         self._held: list[tuple[TokenBatch, torch.Tensor]] = []
         self._held_step: HeldStep | None = None
@@ -70,7 +70,7 @@ class PolicyWorker(TrainingRank):
         if (check := BACKENDS[config.transfer_backend].check) is not None:
             resolve(check)(os.environ)
         if config.weight_store is not None and dist.get_rank() == 0:
-            self._store = WeightStore(config.weight_store, config.run_id)
+            self._weight_store = WeightStore(config.weight_store, config.run_id)
         announce(Activity.MODEL)
         model = load_causal(config.model, partitioner_for(config.model, config.trainer))
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
@@ -205,8 +205,8 @@ class PolicyWorker(TrainingRank):
             base: Digest of the version before, where `read_delta` will ask for the difference.
         """
         self._version = version
-        if self._store is not None:
-            self._store.clear()
+        if self._weight_store is not None:
+            self._weight_store.clear()
         return self._weight_publisher().publish(version, base)
 
     def read_weights(self, update: WeightUpdate) -> tuple[int, Bytes | StoredBytes]:
@@ -241,16 +241,16 @@ class PolicyWorker(TrainingRank):
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        if self._weight_store is not None:
+            self._weight_store.close()
+            self._weight_store = None
         self._disconnect()
         self.release_held()
         super().release()
 
     def _stored(self, name: str, content: Bytes) -> Bytes | StoredBytes:
         """The bytes, or where they are in the object store."""
-        return content if self._store is None else self._store.put(name, content)
+        return content if self._weight_store is None else self._weight_store.put(name, content)
 
     def _disconnect(self) -> None:
         if self._sender is not None:
