@@ -19,7 +19,7 @@ from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.memory import Sizes, shared_engine
-from troupe.orchestrator.roles.table import resolve, row_of, settings_of, worker_env
+from troupe.orchestrator.roles.table import row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
@@ -28,6 +28,7 @@ from troupe.workers.contract import roles
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import WorkerHealth
+from troupe.workers.contract.naming import resolve
 
 logger = logging.getLogger(__name__)
 

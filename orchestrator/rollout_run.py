@@ -40,6 +40,7 @@ from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.orchestrator.why.facts import EngineQueue, Queues
 from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.weight_backends import BACKENDS
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class RolloutRun:
 def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluster: Cluster) -> WeightSync:
     """The weight sync for the spec's back-end."""
     timeout_s = spec.schedule.sync_timeout_s
-    if spec.resolved_backend() == "shm":
-        return FileSync(policy, pool, timeout_s)
+    if BACKENDS[spec.resolved_backend()].writes_file:
+        return FileSync(policy, pool, timeout_s, delta=spec.weight_sync.delta == "auto")
     ranks = spec.roles.rollout.tensor_parallel_size
     return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, timeout_s), timeout_s)

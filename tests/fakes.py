@@ -269,6 +269,10 @@ class FakeEngine:
     async def write_weights(self, update: WeightUpdate, payload: Any) -> None:
         """Writes nothing."""
 
+    async def change_weights(self, update: WeightUpdate, delta: Any) -> bool:
+        """Has no version to change."""
+        return False
+
     async def rest(self) -> None:
         """Rests."""
 
@@ -575,7 +579,7 @@ class FakePolicy(FakeTrainer):
         self.kl_old_coefs.append(kl_old_coef)
         return UpdateMetrics({"loss": 0.5}, {"grad_norm": 1.0, "kl_old": found}, skipped=self.skip_updates)
 
-    async def publish_weights(self, version: int) -> WeightUpdate | None:
+    async def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
         """An update that no file backs; only rank 0 returns it."""
         await asyncio.sleep(0)
         return None if self.rank else WeightUpdate(version, f"d{version}", "/dev/shm/x", "host", (), 100)
@@ -583,6 +587,10 @@ class FakePolicy(FakeTrainer):
     async def read_weights(self, update: WeightUpdate) -> tuple[int, Any]:
         """The digest in place of the bytes."""
         return update.nbytes, update.digest
+
+    async def read_delta(self, update: WeightUpdate) -> tuple[int, Any]:
+        """The whole payload is cheaper."""
+        return 0, ""
 
     async def connect_engines(self, link: EngineLink) -> None:
         """Connects to nothing."""

@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 
 from troupe.workers.algorithms.policy_batch import policy_tokens
 from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss
@@ -28,7 +27,9 @@ from troupe.workers.contract.messages import (
     WeightUpdate,
     WorkerHealth,
 )
+from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import EngineLink
+from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.texts import cut_texts, text_batches
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
@@ -40,9 +41,9 @@ from troupe.workers.training.step_length import HeldStep
 from troupe.workers.training.token_records import TokenRecorder
 from troupe.workers.training.zero3 import partitioner_for
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
-from troupe.workers.weights.file import WeightPublisher, read_payload, weight_bytes
-from troupe.workers.weights.gpu_handles import check_allocator
-from troupe.workers.weights.shared_memory import shared_directory
+from troupe.workers.weights.file import RankWeights, WeightPublisher, read_payload
+from troupe.workers.weights.shared_memory import Bytes
+from troupe.workers.weights.store import StoredBytes, WeightStore
 
 
 class PolicyWorker(TrainingRank):
@@ -52,16 +53,24 @@ class PolicyWorker(TrainingRank):
         super().__init__(config, name)
         self._config = config
         self._publisher: WeightPublisher | None = None
+        self._weight_store: WeightStore | None = None
         self._sender: DeviceSender | None = None
         self._held: list[tuple[TokenBatch, torch.Tensor]] = []
         self._held_step: HeldStep | None = None
         self._records = TokenRecorder() if config.records_tokens else None
 
     def build(self) -> WorkerHealth:
-        """See `TrainingRank.build`. Raises ValueError for settings of torch's allocator that `ipc` cannot share."""
+        """See `TrainingRank.build`.
+
+        Raises:
+            ValueError: The environment has variables with which weights cannot be sent.
+            StoreFailed: The object store for weights cannot be used.
+        """
         config = self._config
-        if config.transfer_backend == "ipc":
-            check_allocator(os.environ)
+        if (check := BACKENDS[config.transfer_backend].check) is not None:
+            resolve(check)(os.environ)
+        if config.weight_store is not None and dist.get_rank() == 0:
+            self._weight_store = WeightStore(config.weight_store, config.run_id)
         announce(Activity.MODEL)
         model = load_causal(config.model, partitioner_for(config.model, config.trainer))
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
@@ -188,17 +197,29 @@ class PolicyWorker(TrainingRank):
         """Discard the stored distributions and weights."""
         self._held, self._held_step = [], None
 
-    def publish_weights(self, version: int) -> WeightUpdate | None:
-        """Write the weights to shared memory as `version`. Collective; only rank 0 returns an update."""
-        self._version = version
-        return self._weight_publisher().publish(version)
+    def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
+        """Write the file of weights as `version`. Collective; only rank 0 returns an update.
 
-    def read_weights(self, update: WeightUpdate) -> tuple[int, npt.NDArray[np.uint8]]:
+        Args:
+            version: The version.
+            base: Digest of the version before, where `read_delta` will ask for the difference.
+        """
+        self._version = version
+        if self._weight_store is not None:
+            self._weight_store.clear()
+        return self._weight_publisher().publish(version, base)
+
+    def read_weights(self, update: WeightUpdate) -> tuple[int, Bytes | StoredBytes]:
         """(number of bytes, uint8 payload) of a published version, for engines on other nodes."""
-        return update.nbytes, read_payload(update)
+        return update.nbytes, self._stored(f"{update.version}.weights", read_payload(update))
+
+    def read_delta(self, update: WeightUpdate) -> tuple[int, Bytes | StoredBytes]:
+        """(number of bytes, delta) of the last published version since its base; 0: the whole payload is cheaper."""
+        delta = self._weight_publisher().delta(update)
+        return delta.nbytes, self._stored(f"{update.version}.delta", delta) if delta.nbytes else delta
 
     def connect_engines(self, link: EngineLink) -> None:
-        """Join the rollout engines for transfers from device to device (nccl, ipc, gloo). Collective.
+        """Join the rollout engines for transfers from device to device. Collective.
 
         nccl and ipc are untested on GPU.
         """
@@ -220,9 +241,16 @@ class PolicyWorker(TrainingRank):
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        if self._weight_store is not None:
+            self._weight_store.close()
+            self._weight_store = None
         self._disconnect()
         self.release_held()
         super().release()
+
+    def _stored(self, name: str, content: Bytes) -> Bytes | StoredBytes:
+        """The bytes, or where they are in the object store."""
+        return content if self._weight_store is None else self._weight_store.put(name, content)
 
     def _disconnect(self) -> None:
         if self._sender is not None:
@@ -231,14 +259,11 @@ class PolicyWorker(TrainingRank):
 
     def _weight_publisher(self) -> WeightPublisher:
         if self._publisher is None:
-            # Under ZeRO-3 every rank participates in gathering a tensor; only rank 0 writes.
-            self._publisher = WeightPublisher(
-                self.engine.named_weights,
-                shared_directory(weight_bytes(self.engine.weight_shapes())),
-                self._config.run_id,
-                writes=self.engine.rank == 0,
-                lasting=not self.engine.gathers,
-            )
+            row, engine = BACKENDS[self._config.transfer_backend], self.engine
+            if row.publisher is None:
+                raise RuntimeError(f"{self._name}: {row.name} writes no file")
+            weights = RankWeights(engine.named_weights, engine.weight_shapes(), engine.rank, engine.gathers)
+            self._publisher = resolve(row.publisher)(weights, self._config.run_id)
         return self._publisher
 
     def _logprobs(self, model: Any, entropy_grad: bool) -> CausalLogprobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import time
@@ -15,7 +16,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from troupe.workers.contract.arrow import pickle_tables
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from troupe.workers.weights.shared_memory import Bytes
+    from troupe.workers.weights.store import StoredBytes
+
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INITIAL_VERSION = 0
@@ -64,6 +68,11 @@ _TURN_S = 0.5
 """Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
+
+
+async def _fetched(content: Bytes | StoredBytes) -> Bytes:
+    """The bytes, read from the object store if they are there. Raises StoreFailed."""
+    return content if isinstance(content, np.ndarray) else await asyncio.to_thread(content.fetch)
 
 
 class _State(Enum):
@@ -95,6 +104,8 @@ class RolloutWorker:
         self._update_lock = asyncio.Lock()
         self._memory = EngineMemory(config.sleep, self._call)
         self._files_written: set[str] = set()
+        self._kept = ("", "")
+        """Path and digest of the weight file that this worker wrote whole; empty: there is none."""
         self._environments: EnvironmentLink | None = None
         self._reader: TurnReader | None = None
         # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
@@ -244,7 +255,7 @@ class RolloutWorker:
         return self._environments
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
-        """Load a published version (shared-memory backend) while running requests are paused.
+        """Load a published file of weights while running requests are paused.
 
         The acknowledged version and digest are reported by the processes that hold the weights. After an error,
         running and new requests end with EngineClosed until an update succeeds.
@@ -275,12 +286,15 @@ class RolloutWorker:
         seconds = time.monotonic() - started
         return WeightAck(self._name, update.version, digest, seconds, peak=await self._peak())
 
-    async def write_weights(self, update: WeightUpdate, payload: npt.NDArray[np.uint8]) -> None:
+    async def write_weights(self, update: WeightUpdate, payload: Bytes | StoredBytes) -> None:
         """Write the weight file of `update` on this node, for all engines of the node.
 
         Args:
             update: The published version.
-            payload: uint8 [update.nbytes], the bytes of the file.
+            payload: uint8 [update.nbytes], the bytes of the file, or where they are in an object store.
+
+        Raises:
+            StoreFailed: The object store cannot be read.
         """
         from troupe.workers.weights.file import write_payload
 
@@ -288,8 +302,36 @@ class RolloutWorker:
             remove_at_death(update.path)
         for path in self._files_written - {update.path}:
             retire(path)
-        self._files_written = {update.path}
-        await asyncio.to_thread(write_payload, update, payload)
+        self._files_written, self._kept = {update.path}, ("", "")
+        await asyncio.to_thread(write_payload, update, await _fetched(payload))
+        self._kept = update.path, update.digest
+
+    async def change_weights(self, update: WeightUpdate, delta: Bytes | StoredBytes) -> bool:
+        """Turn the weight file that this worker wrote last into that of `update`, for all engines of the node.
+
+        Engines verify the whole file before they load it.
+
+        Args:
+            update: The published version.
+            delta: uint8, what it changes, or where that is in an object store.
+
+        Returns:
+            False where this node does not have the version that the delta starts from: it needs the whole payload.
+        """
+        from troupe.workers.weights.delta import DeltaRefused, base_of
+        from troupe.workers.weights.file import change_payload
+
+        kept, self._kept = self._kept, ("", "")
+        try:
+            content = await _fetched(delta)
+            if kept != (update.path, base_of(content)):
+                return False
+            await asyncio.to_thread(change_payload, update, content)
+        except (DeltaRefused, OSError) as error:
+            logger.warning("%s: version %d is sent whole: %s", self._name, update.version, error)
+            return False
+        self._kept = update.path, update.digest
+        return True
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the states of all prompts that no running request uses; whether the engine did.
@@ -355,13 +397,13 @@ class RolloutWorker:
     # The receiving side of transfers from device to device, driven by the trainer's sender. Untested on GPU.
 
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
-        """Join the sender of a transfer (nccl, ipc, gloo). An engine that a failed transfer has closed joins again."""
+        """Join the sender of a transfer. An engine that a failed transfer has closed joins again."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._call(self._live_engine().init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def transfer_start(self) -> None:
-        """Pause running requests for an update (nccl, ipc, gloo).
+        """Pause running requests for an update from device to device.
 
         An update that did not end, because the trainer died in it, is forgotten.
         """
@@ -372,7 +414,7 @@ class RolloutWorker:
             await self._closing_on_failure(engine.start_weight_update())
 
     async def transfer_receive(self, update_info: dict[str, Any]) -> None:
-        """Receive weights (nccl, ipc, gloo)."""
+        """Receive weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._closing_on_failure(self._live_engine().update_weights(WeightTransferUpdateRequest(update_info)))

@@ -24,14 +24,9 @@ import pyarrow as pa
 import torch
 
 from deploy.gpu_check.outcome import NotRight, write_figures
-from troupe.workers.contract.config import (
-    EngineConfig,
-    ModelConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TransferBackend,
-)
+from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
 from troupe.workers.contract.messages import PROMPTS, GroupRequest, WeightAck
+from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.models.modeling import load_causal
 from troupe.workers.rollout import RolloutWorker
 from troupe.workers.weights.device_sender import DeviceSender, device_sender

@@ -394,9 +394,9 @@ class PolicyGroup(TrainerGroup[Policy]):
         """Frees the distributions and weights held."""
         await self._compute(Policy.release_held, timeout_s)
 
-    async def publish_weights(self, version: int, *, timeout_s: float) -> WeightUpdate:
-        """Writes the weights to shared memory as `version`."""
-        published = await self._compute(Policy.publish_weights, timeout_s, version)
+    async def publish_weights(self, version: int, *, base: str = "", timeout_s: float) -> WeightUpdate:
+        """Writes the file of weights as `version`; `base`: digest of the version that `read_delta` will start from."""
+        published = await self._compute(Policy.publish_weights, timeout_s, version, base)
         return next(update for update in published if update is not None)
 
     async def read_weights(self, update: WeightUpdate, *, timeout_s: float) -> TableRef:
@@ -406,6 +406,12 @@ class PolicyGroup(TrainerGroup[Policy]):
                 Policy.read_weights, timeout_s, lambda rank, s: rank.call_for_table(Policy.read_weights, s, update)
             )
         )[1]
+
+    async def read_delta(self, update: WeightUpdate, *, timeout_s: float) -> tuple[int, TableRef]:
+        """(bytes, reference to the delta) of the last published version; 0 bytes: the whole payload is cheaper."""
+        return await self._first(
+            Policy.read_delta, timeout_s, lambda rank, s: rank.call_for_table(Policy.read_delta, s, update)
+        )
 
     async def connect_engines(self, link: EngineLink, *, timeout_s: float) -> None:
         """Joins the rollout engines for transfers from device to device."""

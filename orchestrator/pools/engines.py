@@ -98,6 +98,10 @@ class Engine:
         """Writes the bytes of a published version to the shared memory of the engine's node."""
         return self.handle.call(roles.RolloutEngine.write_weights, timeout_s, update, payload)
 
+    def change_weights(self, update: WeightUpdate, delta: TableRef, timeout_s: float) -> Coroutine[Any, Any, bool]:
+        """Turns the version that the engine wrote before into this one; False where it lacks the delta's base."""
+        return self.handle.call(roles.RolloutEngine.change_weights, timeout_s, update, delta)
+
     def connect_environments(self, link: roles.EnvironmentLink, timeout_s: float) -> Coroutine[Any, Any, None]:
         """Uses these environment workers for new episodes."""
         return self.handle.call(roles.RolloutEngine.connect_environments, timeout_s, link)

@@ -26,6 +26,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
 from troupe.workers.contract.units import MIB
+from troupe.workers.contract.weight_backends import BACKENDS
 
 TRAINER_PROCESS = 700 * MIB
 """Host memory of a training rank without a model. `benchmarks.plan_memory` measures 461 MiB after the imports and the
@@ -120,8 +121,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     size = sizes.of(config.model)
     if size is None:
         return (), None
-    held = {"shm": 0, "ipc": 1, "nccl": 2, "gloo": 2}[config.transfer_backend]
-    transfer = held * bucket_bytes(size, config.model.dtype)
+    transfer = BACKENDS[config.transfer_backend].engine_buckets * bucket_bytes(size, config.model.dtype)
     on_gpu = gpu if config.device == "cuda" else None
     shared = spec.roles.rollout.colocate_with == "policy"
 
@@ -241,13 +241,13 @@ def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
 
 
 def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a policy rank; the first one sends the weights over NCCL."""
+    """Memory of a policy rank."""
     config = spec.policy_config()
     size = sizes.of(config.model)
     if size is None:
         return (), None
-    sends = 2 if seat.worker == "policy-0" else 0
-    buffers = {"shm": 0, "ipc": 1, "nccl": sends, "gloo": sends}[config.transfer_backend]
+    backend = BACKENDS[config.transfer_backend]
+    buffers = backend.sender_buckets if backend.every_rank_sends or seat.worker == "policy-0" else 0
     rank = Training(
         size=size,
         dtype=config.model.dtype,

@@ -6,7 +6,6 @@ named by their path (`module:Class`), so that the table imports none of them.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -263,12 +262,6 @@ def settings_of(spec: RunSpec, role: str) -> WorkerSettings:
     if settings is None:
         raise KeyError(role)
     return settings
-
-
-def resolve(path: str) -> Any:
-    """What `module:name` names. It is imported here, since model libraries take seconds to import."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def worker_env(threads: int, device: Device) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from troupe.orchestrator.errors import (
 )
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
+from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class SyncReport:
     """The digest that each engine acknowledged."""
     digest: str
     """Of the weights that were published or sent."""
+    to_nodes: int = 0
+    """Bytes that were sent to other nodes through the object store."""
 
 
 class WeightSync(Protocol):
@@ -55,18 +58,26 @@ class WeightSync(Protocol):
 
 
 class FileSync:
-    """Weights through shared memory, verified by digest.
+    """Weights through a file on each node, verified by digest.
 
-    With several nodes, the payload is sent to each node once, through the object store, and written to shared memory
-    there for every engine of that node.
+    With several nodes, the payload is sent to each node once, through the object store, and written to a file there for
+    every engine of that node. A node that has the version before gets only what changed, if that is less; what it makes
+    of it is verified as a whole payload is. On the policy's own node the file is written whole: copying it in memory
+    takes less time than comparing it.
     """
 
-    def __init__(self, policy: PolicyGroup, pool: EnginePool, timeout_s: float) -> None:
+    def __init__(self, policy: PolicyGroup, pool: EnginePool, timeout_s: float, delta: bool = False) -> None:
+        """`delta`: whether nodes that have the version before get only what changed."""
         self._policy = policy
+        self._delta = delta
         self._pool = pool
         self._timeout_s = timeout_s
         self._current: WeightUpdate | None = None
         self._hosts_written: set[str] = set()
+        """Hosts that have the current version."""
+        self._hosts_before: set[str] = set()
+        """Hosts that have the version which a delta of the current one starts from."""
+        self._sent = 0
         self._damaged: WeightUpdate | None = None
         """What a new engine could not load."""
         self._published = asyncio.Condition()
@@ -84,27 +95,30 @@ class FileSync:
         """
         clock = asyncio.get_running_loop().time
         async with self._pool.transfer_lock:
-            started = clock()
-            update = await self._publish(version)
+            started, self._sent = clock(), 0
+            update = await self._publish(version, delta=self._delta)
             published_at = clock()
             try:
                 engines = await self._load(update)
             except UpdateDamaged as error:
                 logger.warning("%s; publishing version %d again", error, version)
-                update = await self._publish(version)
+                update = await self._publish(version, delta=False)
                 engines = await self._load(update)
             times = published_at - started, clock() - published_at
-            return SyncReport(version, *times, update.nbytes, engines, update.digest)
+            return SyncReport(version, *times, update.nbytes, engines, update.digest, self._sent)
 
-    async def _publish(self, version: int) -> WeightUpdate:
+    async def _publish(self, version: int, *, delta: bool) -> WeightUpdate:
         """Writes the policy's weights as `version`; new engines receive them from now on."""
-        update = await self._policy.publish_weights(version, timeout_s=self._timeout_s)
-        await self._serve(update)
+        before = self._current
+        hosts = self._hosts_written - {before.host} if delta and before is not None else set[str]()
+        base = before.digest if before is not None and hosts else ""
+        update = await self._policy.publish_weights(version, base=base, timeout_s=self._timeout_s)
+        await self._serve(update, hosts)
         return update
 
-    async def _serve(self, update: WeightUpdate) -> None:
+    async def _serve(self, update: WeightUpdate, hosts_before: set[str]) -> None:
         """New engines receive this update from now on."""
-        self._current, self._hosts_written = update, {update.host}
+        self._current, self._hosts_written, self._hosts_before = update, {update.host}, hosts_before
         async with self._published:
             self._published.notify_all()
 
@@ -123,7 +137,7 @@ class FileSync:
                 return  # another version was published meanwhile, or this one again
             update = await self._policy.publish_weights(damaged.version, timeout_s=self._timeout_s)
             if update.digest == damaged.digest:
-                await self._serve(update)
+                await self._serve(update, set())
                 return
         async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._published:
             await self._published.wait_for(lambda: self._current is not damaged)
@@ -169,22 +183,63 @@ class FileSync:
         return ack
 
     async def _write_to_hosts(self, update: WeightUpdate, engines: list[Engine]) -> None:
-        """Writes the payload to the shared memory of hosts that lack it, through one engine of each host.
+        """Writes the payload to the file of hosts that lack it, through one engine of each host.
+
+        A host whose engines are all lost goes on lacking it: loading it fails there as well.
 
         Raises:
             UpdateDamaged: The policy that holds the payload is lost.
         """
-        engine_of_host = {e.host: e for e in reversed(engines) if e.host not in self._hosts_written}
-        if not engine_of_host:
+        if not (lacking := self._lacking(engines)):
             return
         try:
+            await self._send_delta(update, lacking)
+            if not (lacking := self._lacking(engines)):
+                return
             payload = await self._policy.read_weights(update, timeout_s=self._timeout_s)
         except (WorkerDied, WorkerTimeout) as error:
             raise UpdateDamaged(error.worker, error.method, error.detail) from error
-        await asyncio.gather(
-            *(engine.write_weights(update, payload, self._timeout_s) for engine in engine_of_host.values())
-        )
-        self._hosts_written |= engine_of_host.keys()
+        await gather_all(self._write_whole(update, payload, engines) for engines in lacking.values())
+
+    def _lacking(self, engines: Iterable[Engine]) -> dict[str, list[Engine]]:
+        """The engines of each host that does not have the current version."""
+        lacking: dict[str, list[Engine]] = {}
+        for engine in engines:
+            if engine.host not in self._hosts_written:
+                lacking.setdefault(engine.host, []).append(engine)
+        return lacking
+
+    async def _write_whole(self, update: WeightUpdate, payload: TableRef, engines: Sequence[Engine]) -> None:
+        """Writes the payload to one host, through the first of its engines that is not lost."""
+        for engine in engines:
+            try:
+                await engine.write_weights(update, payload, self._timeout_s)
+            except (WorkerDied, WorkerTimeout) as error:
+                logger.warning("%s", error)
+                continue
+            self._sent += update.nbytes
+            self._hosts_written.add(engine.host)
+            return
+
+    async def _send_delta(self, update: WeightUpdate, lacking: Mapping[str, Sequence[Engine]]) -> None:
+        """Sends what changed to hosts that have the version before; one that cannot use it goes on lacking this one."""
+        writers = [engines[0] for host, engines in lacking.items() if host in self._hosts_before]
+        self._hosts_before = set()  # a file is changed once
+        if not writers:
+            return
+        nbytes, delta = await self._policy.read_delta(update, timeout_s=self._timeout_s)
+        if nbytes:
+            await gather_all(self._change(update, delta, nbytes, engine) for engine in writers)
+
+    async def _change(self, update: WeightUpdate, delta: TableRef, nbytes: int, engine: Engine) -> None:
+        try:
+            changed = await engine.change_weights(update, delta, self._timeout_s)
+        except WorkerError as error:
+            logger.warning("%s; sending version %d whole", error, update.version)
+            return
+        self._sent += nbytes
+        if changed:
+            self._hosts_written.add(engine.host)
 
 
 class DeviceSync:

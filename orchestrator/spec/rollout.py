@@ -42,9 +42,9 @@ from troupe.workers.contract.config import (
     SamplingConfig,
     Sleep,
     TrainerConfig,
-    TransferBackend,
 )
 from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
+from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 T = TypeVar("T")
 _SHARED_GPU = 0.5
@@ -222,9 +222,7 @@ class RolloutSpec(RunSpec, frozen=True):
         """The weight-transfer back-end, `auto` resolved."""
         if self.weight_sync.backend != "auto":
             return self.weight_sync.backend
-        if self.device == "cpu":
-            return "shm"
-        return "ipc" if self.roles.rollout.colocate_with == "policy" else "nccl"
+        return automatic_backend(self.device, self.roles.rollout.colocate_with == "policy").name
 
     @property
     def resolved_sleep(self) -> Sleep:
@@ -290,6 +288,7 @@ class RolloutSpec(RunSpec, frozen=True):
             seed=self.seed,
             device=self.device,
             transfer_backend=self.resolved_backend(),
+            weight_store=self.weight_sync.url,
             records_tokens=self.output.trajectories,
         )
 
@@ -363,7 +362,7 @@ class RolloutSpec(RunSpec, frozen=True):
     @property
     def has_weight_file(self) -> bool:
         """See `RunSpec.has_weight_file`."""
-        return self.resolved_backend() == "shm"
+        return BACKENDS[self.resolved_backend()].writes_file
 
     @property
     def batch_description(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
@@ -24,6 +25,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EngineRole, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
+from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
 """Which role can be colocated with which."""
@@ -242,14 +244,31 @@ def _engine_devices(name: str, role: EngineRole) -> Iterator[Finding]:
 
 def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
     backend, shared = spec.weight_sync.backend, spec.roles.rollout.colocate_with == "policy"
-    if backend in ("ipc", "nccl") and spec.device == "cpu":
-        yield "weight_sync.backend", f"{backend} needs GPUs; on the CPU use shm (or auto)"
-    elif backend == "gloo" and spec.device == "cuda":
-        yield "weight_sync.backend", "gloo sends between CPUs; on GPUs use nccl or ipc (or auto)"
-    elif backend == "ipc" and not shared:
-        yield "weight_sync.backend", "ipc needs rollout on the policy's GPUs (roles.rollout.colocate_with: policy)"
-    elif backend == "nccl" and shared:
-        yield "weight_sync.backend", "nccl needs rollout and policy on separate GPUs; here use ipc (or auto)"
+    problem = None if backend == "auto" else backend_problem(backend, spec.device, shared)
+    if problem is not None:
+        yield "weight_sync.backend", problem
+    stored = BACKENDS[spec.resolved_backend()].stores
+    problem = _store_problem(spec.weight_sync.url, stored)
+    if problem is not None:
+        yield "weight_sync.url", problem
+
+
+_STORES = ("s3", "gs", "file")
+"""Kinds of object stores, by the scheme of the URL."""
+
+
+def _store_problem(url: str | None, stored: bool) -> str | None:
+    """Why the URL of an object store cannot be used."""
+    if url is None:
+        return "the back-end store needs a URL, such as s3://bucket/folder" if stored else None
+    if not stored:
+        return "only the back-end store uses a URL; set weight_sync.backend: store, or remove it"
+    parts = urlsplit(url)
+    if parts.scheme not in _STORES:
+        return f"expected a URL of {', '.join(_STORES[:-1])} or {_STORES[-1]}, such as s3://bucket/folder, got {url!r}"
+    if "@" in parts.netloc:
+        return "a spec holds no credentials; give them to the nodes' environment"
+    return None
 
 
 def _sleep(spec: RolloutSpec) -> Iterator[Finding]:

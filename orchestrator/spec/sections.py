@@ -23,6 +23,7 @@ from troupe.workers.contract.config import (
     StructuredConfig,
     TrainerConfig,
 )
+from troupe.workers.contract.weight_backends import TransferBackend, describe_backends
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
 
@@ -454,9 +455,14 @@ class EvaluationConfig(BaseEvaluation):
 class WeightSyncConfig(Frozen):
     """How new weights reach the engines."""
 
-    backend: Literal["auto", "shm", "ipc", "nccl", "gloo"] = "auto"
-    """`auto`: shm (shared memory) on the CPU, ipc where rollout and policy share GPUs, nccl otherwise. gloo broadcasts
-    from CPU to CPU as nccl does from GPU to GPU."""
+    backend: Literal["auto", TransferBackend] = Field(default="auto", description=describe_backends())
+    delta: Literal["auto", "off"] = "auto"
+    """`auto`: with a back-end that writes a file, other nodes get only what changed since the version that they have,
+    where that is less; what they make of it is verified as a whole. `off`: they always get all weights."""
+    url: str | None = None
+    """Where the back-end store keeps weights: `s3://bucket/folder`, `gs://bucket/folder`, or `file:///folder` on a disk
+    that all nodes mount. pyarrow's options follow as a query (`?region=eu-west-1&endpoint_override=host:port`);
+    credentials come from the environment of the nodes. A run leaves nothing there, unless its node dies."""
 
 
 class AuditConfig(Frozen):

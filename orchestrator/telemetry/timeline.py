@@ -73,8 +73,14 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
         *(roles.Policy.update, roles.Policy.hold_distributions, roles.Policy.divergence),
         *(roles.Policy.shorten_step, roles.Policy.release_held, roles.Policy.token_records),
     ),
-    "publish": (roles.Policy.publish_weights, roles.Policy.read_weights, roles.Policy.send_weights),
-    "load": (roles.RolloutEngine.update_weights, roles.RolloutEngine.write_weights),
+    "publish": (
+        *(roles.Policy.publish_weights, roles.Policy.read_weights, roles.Policy.read_delta),
+        roles.Policy.send_weights,
+    ),
+    "load": (
+        *(roles.RolloutEngine.update_weights, roles.RolloutEngine.write_weights),
+        roles.RolloutEngine.change_weights,
+    ),
     "evaluate": (roles.ExampleTrainer.evaluate,),
     "checkpoint": (*(roles.Trainer.save, roles.Trainer.load, roles.Trainer.export, roles.Trainer.export_average),),
 }

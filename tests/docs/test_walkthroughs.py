@@ -87,7 +87,8 @@ def run(tree: Path, command: list[str], given: str = "") -> str:
 
 def test_the_page_has_walkthroughs_with_diffs_and_commands() -> None:
     all_of_them = sections()
-    assert {"An algorithm", "A reward function", "A metric", "A role"} <= set(all_of_them)
+    titles = {"An algorithm", "A reward function", "A metric", "A role", "A weight-transfer back-end"}
+    assert titles <= set(all_of_them)
     for title, text in all_of_them.items():
         assert commands(text), title
         assert any("b/tests/" in diff for diff in blocks(text, "diff")), f"{title}: no test"

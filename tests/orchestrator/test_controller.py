@@ -522,9 +522,9 @@ def test_garbage_collection_settings_are_restored_after_a_run(tmp_path: Path) ->
     seen: list[tuple[int, int, int]] = []
 
     class Observing(FakePolicy):
-        async def publish_weights(self, version: int) -> WeightUpdate | None:
+        async def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
             seen.append(gc.get_threshold())
-            return await super().publish_weights(version)
+            return await super().publish_weights(version, base)
 
     before = gc.get_threshold()
     run = RolloutRun(tmp_path)

@@ -57,9 +57,9 @@ class Trainer:
         self.publisher = WeightPublisher(lambda: self.tensors.items(), directory, "test")
         self.version = 0
 
-    def publish(self) -> WeightUpdate:
+    def publish(self, base: str = "") -> WeightUpdate:
         self.version += 1
-        update = self.publisher.publish(self.version)
+        update = self.publisher.publish(self.version, base)
         assert update is not None
         return update
 
@@ -270,3 +270,39 @@ async def test_weights_are_written_to_another_node(worker: RolloutWorker, traine
     other = replace(copy, path=copy.path.replace("-test-", "-test2-"))
     await worker.write_weights(other, payload)
     assert os.listdir(elsewhere) == [Path(other.path).name]
+
+
+async def test_another_node_loads_what_it_made_of_the_version_before(
+    worker: RolloutWorker, trainer: Trainer, tmp_path: Path
+) -> None:
+    """And asks for all weights where it has another version, or none."""
+    update = trainer.publish()
+    elsewhere = tmp_path / "node"
+    elsewhere.mkdir()
+
+    def there(update: WeightUpdate) -> WeightUpdate:
+        return replace(update, path=str(elsewhere / Path(update.path).name))
+
+    def small_step() -> WeightUpdate:
+        for tensor in trainer.tensors.values():
+            tensor.detach().view(-1)[::50] += 0.01
+        return trainer.publish(update.digest)
+
+    await worker.write_weights(there(update), np.array(read_payload(update)))
+    update = small_step()
+    delta = np.array(trainer.publisher.delta(update))
+    assert 0 < delta.nbytes < update.nbytes / 4
+    assert await worker.change_weights(there(update), delta)
+    ack = await worker.update_weights(there(update))
+    assert (ack.version, ack.digest) == (update.version, update.digest)
+    assert not await worker.change_weights(there(update), delta)  # it starts from the version before
+    update = small_step()
+    delta = np.array(trainer.publisher.delta(update))
+    assert not await worker.change_weights(there(update), delta)  # after a refusal nothing is kept
+    await worker.write_weights(there(update), np.array(read_payload(update)))
+    update = small_step()
+    Path(there(update).path).unlink()
+    assert not await worker.change_weights(there(update), np.array(trainer.publisher.delta(update)))
+    await worker.write_weights(there(update), np.array(read_payload(update)))
+    ack = await worker.update_weights(there(update))
+    assert (ack.version, ack.digest) == (update.version, update.digest)

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from troupe.workers.contract.weight_backends import TransferBackend
+
 CPU_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment variables of a process that computes on the CPU. With them, a waiting OpenMP thread sleeps. By default it
 spins and takes CPU time from the workers that share its cores."""
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
-TransferBackend = Literal["shm", "ipc", "nccl", "gloo"]
 Sleep = Literal["none", "kv_cache", "weights"]
 """What an engine releases while the trainer on its GPU updates: nothing, its KV cache, or also its weights."""
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
@@ -514,6 +515,8 @@ class PolicyConfig(Frozen):
     seed: int
     device: Device
     transfer_backend: TransferBackend = "shm"
+    weight_store: str | None = None
+    """URL of the object store that weights go through on their way to other nodes."""
     ptx_coef: float = 0.0
     """Weight of the texts' negative log-likelihood (PPO-ptx)."""
     share_prompts: bool = False

@@ -64,6 +64,12 @@ def import_attribute(name: str, module: str, attribute: str) -> Any:
     return found
 
 
+def resolve(path: str) -> Any:
+    """What `module:name` in a row of a table names. It is imported here: model libraries take seconds to import."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def import_module(name: str) -> ModuleType:
     """The module of this name.
 

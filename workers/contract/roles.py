@@ -165,6 +165,10 @@ class RolloutEngine(Replica, Protocol):
         """Writes the bytes of a published version to the shared memory of this node."""
         ...
 
+    def change_weights(self, update: WeightUpdate, delta: TableRef) -> Reply[bool]:
+        """Turns the version that this worker wrote before into `update`; False where it lacks the delta's base."""
+        ...
+
     def reset_prefix_cache(self) -> Reply[bool]:
         """Forgets the states of earlier prompts."""
         ...
@@ -332,12 +336,19 @@ class Policy(Trainer, Protocol):
         """Frees the kept distributions and weights."""
         ...
 
-    def publish_weights(self, version: int) -> Reply[WeightUpdate | None]:
-        """Writes the weights to shared memory as `version`; only rank 0 returns the update."""
+    def publish_weights(self, version: int, base: str = "") -> Reply[WeightUpdate | None]:
+        """Writes the file of weights as `version`; only rank 0 returns the update. `base`: see `read_delta`."""
         ...
 
     def read_weights(self, update: WeightUpdate) -> Reply[tuple[int, TableRef]]:
         """(bytes, payload) of a published version, for engines on other nodes. Not collective."""
+        ...
+
+    def read_delta(self, update: WeightUpdate) -> Reply[tuple[int, TableRef]]:
+        """(bytes, delta) of the last published version since the base that was named with it. Not collective.
+
+        0 bytes: the whole payload is cheaper.
+        """
         ...
 
     def connect_engines(self, link: EngineLink) -> Reply[None]:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, RolloutConfig, StructuredConfig
+from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, private_semaphores, temporary_folder
 from troupe.workers.engine.process import import_ahead
 
@@ -13,11 +14,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import StructuredOutputsParams
 
-SHM_BACKEND = "troupe_shm"
-"""vLLM's name for the shared-memory transfer engine of `troupe.workers.weights.vllm_transfer`."""
-
-DEVICE_BACKEND = "troupe_device"
-"""vLLM's name for the engine there that receives from device to device."""
 _EXTENSION = "troupe.workers.weights.vllm_transfer.EngineExtension"
 _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK_TOKENS = 32
@@ -79,9 +75,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         enable_prefix_caching=engine.enable_prefix_caching,
         hf_overrides={"head_dtype": "float32"} if config.model.computes_float32_logits else {},
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after temperature and top-p
-        weight_transfer_config=WeightTransferConfig(
-            backend=SHM_BACKEND if config.transfer_backend == "shm" else DEVICE_BACKEND
-        ),
+        weight_transfer_config=WeightTransferConfig(backend=receiver_name(config.transfer_backend)),
         worker_extension_cls=_EXTENSION,
         # Without white space between the parts of JSON: a response could be nothing else.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
@@ -90,6 +84,11 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         disable_log_stats=False,  # the timings of each sample come from them
         **(_device_args(config) | config.engine_options),
     )
+
+
+def receiver_name(backend: TransferBackend) -> str:
+    """vLLM's name for the receiver of a weight-transfer back-end."""
+    return f"troupe_{backend}"
 
 
 def structured_outputs(config: StructuredConfig | None) -> StructuredOutputsParams | None:

@@ -16,9 +16,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from troupe.workers.contract.config import TransferBackend
 from troupe.workers.contract.messages import WeightsSent
+from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import EngineLink
+from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend
 from troupe.workers.training.group import own_address
 from troupe.workers.weights.buckets import (
     BUCKET_BYTES,
@@ -30,7 +31,7 @@ from troupe.workers.weights.buckets import (
     weights_digest,
 )
 from troupe.workers.weights.gpu_handles import export_handle, gpu_id
-from troupe.workers.weights.transfer_group import GroupBackend, TransferFailed, TransferGroup, open_store
+from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup, open_store
 
 T = TypeVar("T")
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -63,7 +64,7 @@ def device_sender(
     """The sender of a back-end, connected to the engines. Collective.
 
     Args:
-        backend: nccl, gloo or ipc.
+        backend: Name of the back-end.
         link: The engines; only rank 0 calls them.
         shapes: Names, types and whole shapes, in the order of the weights.
         rank: Rank of this trainer.
@@ -74,19 +75,15 @@ def device_sender(
         TransferFailed: An engine did not join.
         ValueError: The back-end does not send from device to device, or a type cannot be sent.
     """
+    row = BACKENDS[backend]
+    if row.sender is None:
+        raise ValueError(f"{backend} writes a file and has no sender")
     buckets = buckets_of(shapes, bucket_bytes)
     described = {
-        "backend": backend,
         "bucket_bytes": bucket_bytes,
         "tensors": [[spec.name, spec.dtype, list(spec.shape)] for bucket in buckets for spec in bucket.tensors],
     }
-    match backend:
-        case "nccl" | "gloo":
-            return GroupSender(backend, link, buckets, described, rank, device)
-        case "ipc":
-            return SharedGpuSender(link, buckets, described, rank, device)
-        case "shm":
-            raise ValueError("shm writes a file and has no sender")
+    return resolve(row.sender)(link, buckets, described, rank, device)
 
 
 class _Sender:
@@ -109,7 +106,6 @@ class GroupSender(_Sender):
 
     def __init__(
         self,
-        backend: GroupBackend,
         link: EngineLink,
         buckets: Sequence[Bucket],
         described: dict[str, Any],
@@ -126,7 +122,7 @@ class GroupSender(_Sender):
             joined = self._calls.submit(
                 link.join, described | {"address": address, "port": store.port, "first_rank": 1, "world_size": size}
             )
-            self._group = TransferGroup(backend, store, 0, size, device, check=lambda: _raise_failure(joined))
+            self._group = TransferGroup(store, 0, size, device, check=lambda: _raise_failure(joined))
             joined.result()
 
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:

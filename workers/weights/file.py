@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ import xxhash
 
 from troupe.workers.contract.messages import TensorSpec, WeightsDamaged, WeightUpdate
 from troupe.workers.isolation.removal import remove_at_death, retire
+from troupe.workers.weights.delta import ChangedWords, DeltaRefused, apply_delta
 from troupe.workers.weights.shared_memory import (
     NOTHING,
     Bytes,
@@ -37,9 +39,11 @@ from troupe.workers.weights.shared_memory import (
     WeightFileRefused,
     check_name,
     new_path,
+    open_for_change,
     open_for_reading,
     open_for_writing,
     remove_stale,
+    shared_directory,
 )
 
 ALIGNMENT = 64
@@ -99,12 +103,20 @@ class WeightPublisher:
         self._writes = writes
         self._lasting = lasting
         self._mapping = FileMapping(mmap.PROT_READ | mmap.PROT_WRITE)
+        self._published: WeightUpdate | None = None
+        """What the file holds; None while it is written, and after a failure."""
+        self._changes: ChangedWords | None = None
+        """What the last version changed, if its base was named."""
         if writes:
             remove_stale(directory, run_id)
             remove_at_death(self._path)
 
-    def publish(self, version: int) -> WeightUpdate | None:
+    def publish(self, version: int, base: str = "") -> WeightUpdate | None:
         """Write all tensors.
+
+        Args:
+            version: The version of the policy.
+            base: Digest of the version before, where `delta` is to be what has changed since.
 
         Returns:
             Layout and digest; None on a rank that only iterates.
@@ -120,9 +132,11 @@ class WeightPublisher:
             return None
         specs: list[TensorSpec] = []
         names: set[str] = set()
+        before, self._published, self._changes = self._published, None, None
+        changes = ChangedWords(base) if base and before is not None and before.digest == base else None
         with open_for_writing(self._path) as fd, _cores() as cores:
             mapped = self._mapping.of(fd, os.fstat(fd).st_size)
-            payload = _PayloadWriter(fd, self._path, mapped, cores)
+            payload = _PayloadWriter(fd, self._path, mapped, cores, changes)
             for name, tensor in source:
                 if name in names:
                     raise ValueError(f"{name} occurs twice in the weight source")
@@ -137,13 +151,50 @@ class WeightPublisher:
         if not specs:
             raise ValueError("the weight source is empty (is it an exhausted iterator?)")
         digest = _digest(payload.digests, specs)
-        return WeightUpdate(version, digest, str(self._path), socket.gethostname(), tuple(specs), payload.size)
+        update = WeightUpdate(version, digest, str(self._path), socket.gethostname(), tuple(specs), payload.size)
+        if before is not None and before.tensors == update.tensors:
+            self._changes = changes
+        self._published = update
+        return update
+
+    def delta(self, update: WeightUpdate) -> Bytes:
+        """What `update` changed since its base; empty where all is cheaper, or it is not the last version.
+
+        Args:
+            update: The last published version, which is encoded once.
+        """
+        if self._published != update or self._changes is None:
+            return NOTHING
+        changes, self._changes = self._changes, None
+        return changes.encode(update.nbytes)
 
     def close(self) -> None:
         """Remove the file; engines that have mapped it keep their view."""
         self._mapping.drop()
         if self._writes:
             retire(self._path)
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """The weights as one rank of the policy has them."""
+
+    tensors: Callable[[], NamedTensors]
+    """Names and whole tensors; iterating is collective."""
+    shapes: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+    """Names, types and whole shapes, in the same order."""
+    rank: int
+    gathers: bool
+    """Whether a tensor is valid only until the next one is requested (ZeRO-3)."""
+
+    def publisher(self, directory: Path, run_id: str) -> WeightPublisher:
+        """The writer of a file in this folder. Every rank participates in iterating; the first one writes."""
+        return WeightPublisher(self.tensors, directory, run_id, writes=self.rank == 0, lasting=not self.gathers)
+
+
+def shared_memory_publisher(weights: RankWeights, run_id: str) -> WeightPublisher:
+    """The writer of a file in shared memory, or in the temporary folder where the weights do not fit."""
+    return weights.publisher(shared_directory(weight_bytes(weights.shapes)), run_id)
 
 
 class MappedWeights:
@@ -258,11 +309,38 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
         writer.flush()
 
 
+def change_payload(update: WeightUpdate, delta: Bytes) -> None:
+    """Turn the file of the version before into that of `update`, in place. Engines verify it before they load it.
+
+    Raises:
+        DeltaRefused: the delta does not fit the file.
+        OSError: the file is gone, or a reader still uses it.
+        WeightFileRefused: the path is not that of a weight file, or the file is a link or belongs to another user.
+    """
+    path = Path(update.path)
+    check_name(path)
+    with open_for_change(path) as (fd, size):
+        if size < update.nbytes:
+            raise DeltaRefused(f"{path} has {size} of {update.nbytes} bytes")
+        apply_delta(delta, FileMapping(mmap.PROT_READ | mmap.PROT_WRITE).of(fd, update.nbytes))
+
+
 class _PayloadWriter:
     """Appends to an open file and hashes at the same time, so that the bytes cross the memory bus once."""
 
-    def __init__(self, fd: int, path: Path, mapped: Bytes, cores: Executor) -> None:
-        """`mapped`: the beginning of the file, mapped for writing: copying takes two thirds of the time of a write."""
+    def __init__(
+        self, fd: int, path: Path, mapped: Bytes, cores: Executor, changes: ChangedWords | None = None
+    ) -> None:
+        """Begin at the start of the file.
+
+        Args:
+            fd: The open file.
+            path: Its path, for messages.
+            mapped: Its beginning, mapped for writing: copying takes two thirds of the time of a write.
+            cores: Threads that hash and write.
+            changes: Collects what differs from the file's content.
+        """
+        self._changes = changes
         self._fd = fd
         self._path = path
         self._mapped = mapped
@@ -307,6 +385,8 @@ class _PayloadWriter:
         digests: list[bytes] = []
         for piece, start in stretch:
             digests.append(xxhash.xxh3_128_digest(piece.data))
+            if self._changes is not None and start % ALIGNMENT == 0:  # other pieces are padding
+                self._changes.compare(start, self._mapped[start : start + piece.nbytes], piece)
             self._write(piece, start)
         return digests
 

@@ -72,6 +72,24 @@ def open_for_writing(path: Path) -> Iterator[int]:
 
 
 @contextmanager
+def open_for_change(path: Path) -> Iterator[tuple[int, int]]:
+    """(descriptor, size in bytes) of an existing file that nobody reads, locked to change it in place.
+
+    Raises:
+        WeightFileRefused: the file is a link or belongs to another user.
+        FileNotFoundError: the file does not exist.
+        BlockingIOError: a reader still uses the file.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | _no_links(path))
+    try:
+        size = _checked_size(fd, path)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield fd, size
+    finally:
+        _unlock(fd)
+
+
+@contextmanager
 def open_for_reading(path: str | Path) -> Iterator[tuple[int, int]]:
     """(descriptor, size in bytes) of a file that its writer cannot change until the context ends.
 
@@ -132,7 +150,7 @@ def remove_stale(directory: Path, run_id: str) -> list[Path]:
     removed = []
     for path in directory.glob("troupe-*.weights"):
         parts = _NAME.fullmatch(path.name)
-        if parts is None or parts["run_id"] != run_id or _alive(int(parts["pid"])):
+        if parts is None or parts["run_id"] != run_id or process_lives(int(parts["pid"])):
             continue
         if path.lstat().st_uid == os.geteuid():
             remove(path)
@@ -172,7 +190,8 @@ def _checked_size(fd: int, path: str | Path) -> int:
     return status.st_size
 
 
-def _alive(pid: int) -> bool:
+def process_lives(pid: int) -> bool:
+    """Whether this host has a process of this number."""
     try:
         os.kill(pid, 0)
     except OSError as error:

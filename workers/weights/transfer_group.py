@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-GroupBackend = Literal["gloo", "nccl"]
 BOUND_S = 120.0
 """Longest wait for all members to join, and for the broadcast of one bucket."""
 _GREETING = 4711
@@ -64,7 +63,6 @@ class TransferGroup:
 
     def __init__(
         self,
-        backend: GroupBackend,
         store: TCPStore,
         rank: int,
         size: int,
@@ -75,11 +73,10 @@ class TransferGroup:
         """Join. Every member does so at the same time.
 
         Args:
-            backend: The library.
             store: Store of the group.
             rank: Rank of this process; the sender has 0.
             size: Number of members.
-            device: Device of the tensors.
+            device: Device of the tensors, which decides the library: NCCL or gloo.
             check: Raises if another member has failed; called while this one waits.
             bound_s: Longest wait for the others, in seconds, here and in `broadcast`.
 
@@ -93,7 +90,7 @@ class TransferGroup:
         self._store = store
         store.set(f"here/{rank}", "1")
         self._until(lambda: store.check([f"here/{other}" for other in range(size)]), "not every member has joined")
-        self._group: Any = _group(backend, store, rank, size)
+        self._group: Any = _group(store, rank, size, device)
         greeting = torch.full((1,), _GREETING if rank == 0 else 0, dtype=torch.int64, device=device)
         self.broadcast(greeting)()
         if int(greeting.item()) != _GREETING:
@@ -167,8 +164,8 @@ class TransferGroup:
             raise TransferFailed(f"rank {self._rank}: {failure}: {error}") from error
 
 
-def _group(backend: GroupBackend, store: TCPStore, rank: int, size: int) -> Any:
-    if backend == "gloo":
+def _group(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
+    if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, _PATIENCE)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _PATIENCE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -17,10 +18,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from troupe.workers.contract.config import TransferBackend
 from troupe.workers.contract.messages import TensorSpec, WeightUpdate
+from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.engine.owner_watch import OWNER_VARIABLE, die_with_owner
-from troupe.workers.engine.settings import DEVICE_BACKEND, SHM_BACKEND
+from troupe.workers.engine.settings import receiver_name
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.buckets import Bucket, buckets_of, checksums, unpack, weights_digest
@@ -50,12 +51,12 @@ class LoadedWeights(TypedDict):
 
 
 @dataclass
-class ShmInitInfo(WeightTransferInitInfo):
-    """The shared-memory engine needs no rendezvous."""
+class FileInitInfo(WeightTransferInitInfo):
+    """A file needs no rendezvous."""
 
 
 @dataclass
-class ShmUpdateInfo(WeightTransferUpdateInfo):
+class FileUpdateInfo(WeightTransferUpdateInfo):
     """A :class:`~troupe.workers.contract.messages.WeightUpdate` as it arrives through vLLM's msgpack (as `asdict`)."""
 
     version: int
@@ -89,14 +90,14 @@ class LoadingEngine(WeightTransferEngine[InitT, UpdateT]):
         self._reload.abandon()
 
 
-class ShmWeightTransferEngine(LoadingEngine[ShmInitInfo, ShmUpdateInfo]):
+class FileWeightTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
     """Loads a verified weight file into the running model.
 
     The model changes only after the digest has been verified: a corrupted update leaves the old weights in place.
     """
 
-    init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
@@ -104,7 +105,7 @@ class ShmWeightTransferEngine(LoadingEngine[ShmInitInfo, ShmUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._mapping = FileMapping(mmap.PROT_READ)
 
-    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Nothing to prepare."""
 
     def start_weight_update(self) -> None:
@@ -114,7 +115,7 @@ class ShmWeightTransferEngine(LoadingEngine[ShmInitInfo, ShmUpdateInfo]):
     def finish_weight_update(self) -> None:
         """Nothing to do: `receive_weights` ends with a complete model or raises."""
 
-    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Verify and load an update.
 
         Raises:
@@ -148,12 +149,11 @@ class ShmWeightTransferEngine(LoadingEngine[ShmInitInfo, ShmUpdateInfo]):
 class DeviceInitInfo(WeightTransferInitInfo):
     """What a `DeviceSender` tells the engines when they join."""
 
-    backend: TransferBackend
     tensors: list[tuple[str, str, list[int]]]
     """Name, type and whole shape of every tensor, in the order in which they are sent."""
     bucket_bytes: int
     address: str = ""
-    """Host of the transfer group's store (nccl, gloo)."""
+    """Host of the transfer group's store."""
     port: int = 0
     first_rank: int = 0
     """Rank of this engine's first process in the transfer group."""
@@ -167,29 +167,33 @@ class DeviceInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class DeviceUpdateInfo(WeightTransferUpdateInfo):
-    """All buckets of a version that are broadcast, or one bucket that lies in a buffer on this GPU."""
+    """The version whose buckets come from a device."""
 
     version: int
-    bucket: int = 0
-    handles: dict[str, list[Any]] | None = None
-    """Handle of the buffer on each GPU, by the GPU's id; None: the buckets are broadcast."""
 
 
-class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, DeviceUpdateInfo]):
+@dataclass
+class SharedGpuUpdateInfo(DeviceUpdateInfo):
+    """One bucket that lies in a buffer on this GPU."""
+
+    bucket: int
+    handles: dict[str, list[Any]]
+    """Handle of the buffer on each GPU, by the GPU's id."""
+
+
+class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, UpdateT]):
     """Loads weights that a `DeviceSender` sends from device to device, and computes their checksums.
 
     After a failure the model is a mixture of versions: the rollout worker stays closed until an update succeeds.
     """
 
     init_info_cls = DeviceInitInfo
-    update_info_cls = DeviceUpdateInfo
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._buckets: tuple[Bucket, ...] = ()
-        self._group: TransferGroup | None = None
         self._version: int | None = None
         self._sums: list[torch.Tensor] = []
 
@@ -197,10 +201,6 @@ class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, DeviceUpdateInfo]
         """Join the sender, and leave the one before."""
         self.shutdown()
         self._buckets = init_info.buckets()
-        if init_info.backend in ("nccl", "gloo"):
-            store = connect_store(init_info.address, init_info.port)
-            rank = init_info.first_rank + self.parallel_config.rank
-            self._group = TransferGroup(init_info.backend, store, rank, init_info.world_size, self.device)
 
     def start_weight_update(self) -> None:
         """Begin an update."""
@@ -208,18 +208,14 @@ class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, DeviceUpdateInfo]
         self._version, self._sums = None, []
         self._reload.begin()
 
-    def receive_weights(self, update_info: DeviceUpdateInfo) -> None:
-        """Receive all buckets, or copy one, and load them.
+    def receive_weights(self, update_info: UpdateT) -> None:
+        """Receive buckets and load them.
 
         Raises:
             TransferFailed: The sender is gone, failed, or does not answer.
         """
         try:
-            self._version = update_info.version
-            if update_info.handles is None:
-                self._receive_all()
-            else:
-                self._copy(update_info.bucket, update_info.handles)
+            self._receive(update_info)
         except BaseException:
             self.shutdown()  # the sender, which waits for this process, fails as well
             self._reload.abandon()
@@ -232,12 +228,38 @@ class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, DeviceUpdateInfo]
         self.loaded = LoadedWeights(version=self._version, digest=digest, mismatch="")
 
     def shutdown(self) -> None:
+        """Leave the sender."""
+
+    @abstractmethod
+    def _receive(self, update_info: UpdateT) -> None:
+        """Receive buckets, and `_load` each of them."""
+
+    def _load(self, bucket: Bucket, packed: torch.Tensor) -> None:
+        self._sums.append(checksums(bucket, packed))
+        self._reload.load(unpack(bucket, packed))
+
+
+class GroupWeightTransferEngine(DeviceWeightTransferEngine[DeviceUpdateInfo]):
+    """Receives all buckets in one transfer group with the sender."""
+
+    update_info_cls = DeviceUpdateInfo
+    _group: TransferGroup | None = None
+
+    def init_transfer_engine(self, init_info: DeviceInitInfo) -> None:
+        """Join the sender, and leave the one before."""
+        super().init_transfer_engine(init_info)
+        store = connect_store(init_info.address, init_info.port)
+        rank = init_info.first_rank + self.parallel_config.rank
+        self._group = TransferGroup(store, rank, init_info.world_size, self.device)
+
+    def shutdown(self) -> None:
         """Leave the transfer group."""
         if self._group is not None:
             self._group.leave()
             self._group = None
 
-    def _receive_all(self) -> None:
+    def _receive(self, update_info: DeviceUpdateInfo) -> None:
+        self._version = update_info.version
         if self._group is None:
             raise RuntimeError("this engine has not joined a transfer group")
         for bucket in self._buckets:
@@ -246,17 +268,20 @@ class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, DeviceUpdateInfo]
             self._group.broadcast(packed)()
             self._load(bucket, packed)
 
-    def _copy(self, number: int, handles: dict[str, list[Any]]) -> None:
-        own = gpu_id(self.device)
+
+class SharedGpuWeightTransferEngine(DeviceWeightTransferEngine[SharedGpuUpdateInfo]):
+    """Copies one bucket after another from a buffer on its own GPU."""
+
+    update_info_cls = SharedGpuUpdateInfo
+
+    def _receive(self, update_info: SharedGpuUpdateInfo) -> None:
+        self._version = update_info.version
+        own, handles = gpu_id(self.device), update_info.handles
         if own not in handles:
             raise RuntimeError(f"no trainer has a buffer on this engine's GPU {own}, only on {', '.join(handles)}")
         packed = open_handle(handles[own], self.device).clone()
         torch.cuda.current_stream().synchronize()  # the sender writes the next bucket to the same buffer
-        self._load(self._buckets[number], packed)
-
-    def _load(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        self._sums.append(checksums(bucket, packed))
-        self._reload.load(unpack(bucket, packed))
+        self._load(self._buckets[update_info.bucket], packed)
 
 
 class EngineExtension:
@@ -304,8 +329,8 @@ def _announce_activities() -> None:
     WeightTransferEngineFactory.create_engine = create_engine
 
 
-WeightTransferEngineFactory.register_engine(SHM_BACKEND, ShmWeightTransferEngine)
-WeightTransferEngineFactory.register_engine(DEVICE_BACKEND, DeviceWeightTransferEngine)
+for _row in BACKENDS.values():
+    WeightTransferEngineFactory.register_engine(receiver_name(_row.name), *_row.receiver.split(":"))
 die_with_owner()
 write_stacks_on_signal()
 _announce_activities()

@@ -15,6 +15,7 @@ from troupe.orchestrator.errors import (
     EnginesLost,
     UpdateDamaged,
     WeightsNotVerified,
+    WorkerDied,
     WorkerError,
     WorkerRaised,
     WorkerTimeout,
@@ -139,6 +140,161 @@ def test_weights_are_sent_to_each_node_once() -> None:
     assert publisher.reads == 1
     assert [len(e.written) for e in engines] == [0, 1, 0, 1]
     assert {e.version for e in engines} == {1}
+
+
+class _DeltaPublisher(_Publisher):
+    """Says which version each difference starts from."""
+
+    delta_bytes = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bases: list[str] = []
+
+    async def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
+        self.bases.append(base)
+        return await super().publish_weights(version, base)
+
+    async def read_delta(self, update: WeightUpdate) -> tuple[int, str]:
+        return self.delta_bytes, self.bases[-1]
+
+
+class _KeepingEngine(_RemoteEngine):
+    """Keeps the digest of what its file holds, and refuses to load anything else."""
+
+    file = ""
+    dies_in = ""
+
+    async def write_weights(self, update: WeightUpdate, payload: object) -> None:
+        await self._die("write_weights")
+        await super().write_weights(update, payload)
+        self.file = update.digest
+
+    async def change_weights(self, update: WeightUpdate, delta: str) -> bool:
+        await self._die("change_weights")
+        before, self.file = self.file, update.digest
+        return before == delta
+
+    async def update_weights(self, update: WeightUpdate) -> WeightAck:
+        if self.file != update.digest:
+            raise UpdateDamaged(self.name, "update_weights", f"weights have digest {self.file}")
+        return await super().update_weights(update)
+
+    async def _die(self, method: str) -> None:
+        if self.dies_in == method:
+            raise WorkerDied(self.name, method, "the process is gone")
+
+
+def _far(*engines: _KeepingEngine) -> EnginePool:
+    """A pool with each engine on a node of its own, none of them the policy's."""
+    pool = fake_pool([])
+    pool.workers = [Engine(FaultyWorker(e.name, e), f"far-{e.name}") for e in engines]
+    return pool
+
+
+def test_a_node_that_has_the_version_before_gets_what_changed() -> None:
+    engine, publisher = _KeepingEngine("rollout-0", random.Random(0)), _DeltaPublisher()
+
+    async def run() -> list[int]:
+        sync = FileSync(policy_group(publisher), _far(engine), 1.0, delta=True)
+        return [(await sync.push(version)).to_nodes for version in (1, 2, 3)]
+
+    assert asyncio.run(run()) == [100, 7, 7]
+    assert publisher.bases == ["", "d1", "d2"]
+    assert (publisher.reads, engine.version, engine.file) == (1, 3, "d3")
+
+
+@pytest.mark.parametrize(("delta", "nbytes"), [(False, 7), (True, 0)])
+def test_all_weights_travel_where_that_is_asked_for_or_cheaper(delta: bool, nbytes: int) -> None:
+    engine, publisher = _KeepingEngine("rollout-0", random.Random(0)), _DeltaPublisher()
+    publisher.delta_bytes = nbytes
+
+    async def run() -> list[int]:
+        sync = FileSync(policy_group(publisher), _far(engine), 1.0, delta=delta)
+        return [(await sync.push(version)).to_nodes for version in (1, 2)]
+
+    assert asyncio.run(run()) == [100, 100]
+    assert publisher.bases == ["", "d1" if delta else ""]
+
+
+def test_a_node_that_lost_the_version_before_and_one_that_joins_get_all_weights() -> None:
+    """The others get what changed in the same update."""
+    kept, lost, late = (_KeepingEngine(f"rollout-{i}", random.Random(i)) for i in range(3))
+    publisher = _DeltaPublisher()
+
+    async def run() -> tuple[int, int]:
+        pool = _far(kept, lost)
+        sync = FileSync(policy_group(publisher), pool, 1.0, delta=True)
+        await sync.push(1)
+        lost.file = ""
+        second = (await sync.push(2)).to_nodes
+        joined = Engine(FaultyWorker(late.name, late), "far-late")
+        await sync.bring_up(joined)
+        pool.workers.append(joined)
+        return second, (await sync.push(3)).to_nodes
+
+    assert asyncio.run(run()) == (7 + 7 + 100, 3 * 7)
+    assert [len(e.written) for e in (kept, lost, late)] == [1, 2, 1]
+    assert {e.version for e in (kept, lost, late)} == {3}
+
+
+def test_a_difference_that_gives_other_weights_is_found_and_all_weights_are_published() -> None:
+    """The engine verifies what it made of the version before, and its file is written anew."""
+
+    class WrongBase(_KeepingEngine):
+        async def change_weights(self, update: WeightUpdate, delta: str) -> bool:
+            self.file = "neither"
+            return True
+
+    engine, publisher = WrongBase("rollout-0", random.Random(0)), _DeltaPublisher()
+
+    async def run() -> int:
+        sync = FileSync(policy_group(publisher), _far(engine), 1.0, delta=True)
+        await sync.push(1)
+        return (await sync.push(2)).to_nodes
+
+    assert asyncio.run(run()) == 107
+    assert publisher.bases == ["", "d1", ""]
+    assert (engine.version, engine.file) == (2, "d2")
+
+
+@pytest.mark.parametrize("method", ["write_weights", "change_weights"])
+def test_an_engine_that_dies_while_it_writes_for_its_node_is_replaced_by_another_of_the_node(method: str) -> None:
+    """The run goes on: the next engine of the node writes all weights."""
+    first, second = (_KeepingEngine(f"rollout-{i}", random.Random(i)) for i in range(2))
+
+    async def run() -> list[str]:
+        pool = fake_pool([])
+        pool.workers = [Engine(FaultyWorker(e.name, e), "far") for e in (first, second)]
+        sync = FileSync(policy_group(_DeltaPublisher()), pool, 1.0, delta=True)
+        if method == "change_weights":
+            second.file = "d1"  # both read the node's file
+            await sync.push(1)
+        first.dies_in = method
+        dead = pool.workers[0]
+        dead.handle.kill()
+        await sync.push(2)
+        return [engine.name for engine in pool.engines if engine is not dead]
+
+    names = asyncio.run(run())
+    assert "rollout-1" in names
+    assert (second.version, second.file, second.written) == (2, "d2", ["payload"])
+
+
+def test_a_policy_that_dies_before_it_sent_what_changed_has_the_update_repeated() -> None:
+    class Dying(_DeltaPublisher):
+        async def read_delta(self, update: WeightUpdate) -> tuple[int, str]:
+            raise WorkerDied("policy-0", "read_delta", "the process is gone")
+
+    engine = _KeepingEngine("rollout-0", random.Random(0))
+
+    async def run() -> int:
+        sync = FileSync(policy_group(Dying()), _far(engine), 1.0, delta=True)
+        await sync.push(1)
+        return (await sync.push(2)).to_nodes
+
+    assert asyncio.run(run()) == 100
+    assert engine.version == 2
 
 
 class _Link:

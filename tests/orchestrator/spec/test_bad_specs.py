@@ -7,13 +7,16 @@ import sys
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.contract.weight_backends import TransferBackend
 
 ROOT = Path(__file__).resolve().parents[3]
+BACKENDS = " or ".join(", ".join(map(repr, ["auto", *get_args(TransferBackend)])).rsplit(", ", 1))
 
 CPU = """\
 name: base
@@ -321,7 +324,7 @@ CPU_CASES = [
     ),
     case(
         "backend",
-        ("3: weight_sync.backend: expected 'auto', 'shm', 'ipc', 'nccl' or 'gloo', got 'ncl' (did you mean 'nccl'?)"),
+        f"3: weight_sync.backend: expected {BACKENDS}, got 'ncl' (did you mean 'nccl'?)",
         ("seed: 3", "seed: 3\nweight_sync: {backend: ncl}"),
     ),
     case(
@@ -665,6 +668,26 @@ CPU_CASES = [
         "ipc_cpu",
         "4: weight_sync.backend: ipc needs GPUs; on the CPU use shm (or auto)",
         ("seed: 3", "seed: 3\nweight_sync:\n  backend: ipc"),
+    ),
+    case(
+        "store_without_url",
+        "3: weight_sync.url: the back-end store needs a URL, such as s3://bucket/folder",
+        ("seed: 3", "seed: 3\nweight_sync: {backend: store}"),
+    ),
+    case(
+        "store_of_another_kind",
+        "3: weight_sync.url: expected a URL of s3, gs or file, such as s3://bucket/folder, got 'https://bucket/folder'",
+        ("seed: 3", "seed: 3\nweight_sync: {backend: store, url: 'https://bucket/folder'}"),
+    ),
+    case(
+        "store_with_credentials",
+        "3: weight_sync.url: a spec holds no credentials; give them to the nodes' environment",
+        ("seed: 3", "seed: 3\nweight_sync: {backend: store, url: 's3://key:secret@bucket/folder'}"),
+    ),
+    case(
+        "url_without_store",
+        "3: weight_sync.url: only the back-end store uses a URL; set weight_sync.backend: store, or remove it",
+        ("seed: 3", "seed: 3\nweight_sync: {url: 's3://bucket/folder'}"),
     ),
     case(
         "nccl_cpu",

@@ -61,8 +61,8 @@ class SharedFileRun(RolloutRun):
 
 def _publisher(run: SharedFileRun) -> type[FakePolicy]:
     class Publisher(FakePolicy):
-        async def publish_weights(self, version: int) -> WeightUpdate | None:
-            update = await super().publish_weights(version)
+        async def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
+            update = await super().publish_weights(version, base)
             if update is not None:
                 digest = await self.digest()
                 run.published = WeightUpdate(version, digest, update.path, update.host, (), update.nbytes)

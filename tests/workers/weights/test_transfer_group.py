@@ -27,7 +27,7 @@ LARGE = 32 * 2**20
 MEMBER = """
 import os, signal, sys, torch
 from troupe.workers.weights.transfer_group import TransferGroup, connect_store
-group = TransferGroup("gloo", connect_store("127.0.0.1", int(sys.argv[1])), 1, 2, torch.device("cpu"))
+group = TransferGroup(connect_store("127.0.0.1", int(sys.argv[1])), 1, 2, torch.device("cpu"))
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -37,7 +37,7 @@ def test_nobody_waits_for_a_broadcast_to_a_member_that_stopped_once_the_group_is
     store = open_store(ADDRESS)
     member = subprocess.Popen([sys.executable, "-c", MEMBER, str(store.port)], cwd=ROOT)
     try:
-        group = TransferGroup("gloo", store, 0, 2, torch.device("cpu"))
+        group = TransferGroup(store, 0, 2, torch.device("cpu"))
         os.waitid(os.P_PID, member.pid, os.WSTOPPED | os.WNOWAIT)
         wait = group.broadcast(torch.zeros(LARGE, dtype=torch.uint8))
         group.check = _engine_lost

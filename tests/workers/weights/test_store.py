@@ -1,0 +1,143 @@
+"""Weights through an object store: a folder, and S3 where a local server is installed (`moto[server,s3]`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import fs
+
+from deploy.demo.cluster import free_port
+from troupe.workers.weights.file import RankWeights, WeightDigestMismatch, read_payload, verify, write_payload
+from troupe.workers.weights.store import StoredBytes, StoreFailed, WeightStore
+
+CONTENT = np.arange(1000, dtype=np.uint8)
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """URL of a bucket in a local S3 server."""
+    server = shutil.which("moto_server")
+    if server is None:
+        pytest.skip("moto is not installed")
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        process = subprocess.Popen([server, "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # moto does not complete what Arrow uploads in several parts; small objects need no parts
+        options = f"region=us-east-1&scheme=http&endpoint_override=127.0.0.1:{port}&allow_delayed_open=true"
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    files, path = fs.FileSystem.from_uri(f"s3://weights?{options}&allow_bucket_creation=true")
+                    files.create_dir(path)
+                    break
+                except OSError:
+                    assert process.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.2)
+            yield f"s3://weights/runs?{options}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of an empty store."""
+    return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue("bucket")
+
+
+def paths(url: str) -> set[str]:
+    """Names of all objects in a store."""
+    files, root = fs.FileSystem.from_uri(url)
+    found = files.get_file_info(fs.FileSelector(root, recursive=True, allow_not_found=True))
+    return {info.base_name for info in found if info.type == fs.FileType.File}
+
+
+def test_bytes_arrive_and_only_those_of_the_last_version_stay(url: str) -> None:
+    store = WeightStore(url, "run")
+    first = store.put("1.weights", CONTENT)
+    assert np.array_equal(first.fetch(), CONTENT)
+    assert store.put("1.weights", CONTENT) == first  # for an engine that joins late
+    store.clear()
+    store.put("2.weights", CONTENT)
+    store.put("2.delta", CONTENT[:10])
+    assert paths(url) == {"2.weights", "2.delta"}
+    store.close()
+    assert not paths(url)
+
+
+def test_objects_that_are_gone_or_cut_are_refused(url: str) -> None:
+    store = WeightStore(url, "run")
+    stored = store.put("1.weights", CONTENT)
+    with pytest.raises(StoreFailed, match=r"weight_sync\.url: .*1\.weights has 1000 bytes, 1001 were written"):
+        replace(stored, nbytes=1001).fetch()
+    store.clear()
+    with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot read .*1\.weights"):
+        stored.fetch()
+    store.close()
+
+
+def test_what_a_killed_policy_left_is_removed_by_the_next_one_of_the_run(url: str) -> None:
+    lives = WeightStore(url, "run")
+    lives.put("1.weights", CONTENT)
+    killed = f"""
+import os, numpy as np
+from troupe.workers.weights.store import WeightStore
+for run, name in (("run", "2.weights"), ("other", "3.weights")):
+    WeightStore({url!r}, run).put(name, np.ones(10, np.uint8))
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", killed]).returncode == -9
+    assert paths(url) == {"1.weights", "2.weights", "3.weights"}
+    following = WeightStore(url, "run")
+    assert paths(url) == {"1.weights", "3.weights"}
+    other = WeightStore(url, "other")
+    for store in (lives, following, other):
+        store.close()
+    assert not paths(url)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreFailed, match=r"weight_sync\.url: "):
+        WeightStore(f"file://{tmp_path}/bucket", "run")
+
+
+@pytest.mark.parametrize("url", ["nowhere://bucket", "file:relative", "s3://bucket?port=7"])
+def test_a_url_that_leads_nowhere_is_refused(url: str) -> None:
+    with pytest.raises(StoreFailed, match=r"weight_sync\.url: "):
+        WeightStore(url, "run")
+
+
+def test_what_a_store_gives_is_verified_as_any_payload(tmp_path: Path) -> None:
+    """Here the object was replaced by another of the same size."""
+    tensors = {"a": torch.arange(1000.0)}
+    weights = RankWeights(tensors.items, [("a", torch.float32, (1000,))], rank=0, gathers=False)
+    publisher = weights.publisher(tmp_path, "test")
+    update = publisher.publish(1)
+    assert update is not None
+    store = WeightStore(f"file://{tmp_path}/bucket", "run")
+    stored: StoredBytes = store.put("1.weights", read_payload(update))
+    (tmp_path / "far").mkdir()
+    there = replace(update, path=str(tmp_path / "far" / Path(update.path).name))
+    write_payload(there, stored.fetch())
+    verify(there)
+    Path(stored.path).write_bytes(bytes(update.nbytes))
+    write_payload(there, stored.fetch())
+    with pytest.raises(WeightDigestMismatch):
+        verify(there)
+    publisher.close()
+    store.close()
