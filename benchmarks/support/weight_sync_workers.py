@@ -81,7 +81,7 @@ class MeasuredSyncRollout(RolloutWorker):
 
     async def parts(self) -> dict[str, float]:
         """Seconds by part since the last call, of this worker and of its engine process, which must be a single one."""
-        (inside,) = await self._call(self._open_engine().collective_rpc("parts"))
+        (inside,) = await self._call(self._open_engine().collective_rpc("troupe_update_parts"))
         return self._parts.read() | inside
 
     async def hold(self, update: WeightUpdate) -> None:
