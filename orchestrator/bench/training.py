@@ -31,7 +31,8 @@ class TrainerMeasures:
     role: str
     workers: int
     tokens_per_s: float
-    """Of all workers, without padding: the median of the steps."""
+    """Computed by all workers, without padding: the median of the steps. Samples that share a copy of their prompt
+    compute it once."""
     mfu: float | None
     """Share of the GPUs' peak that the model's products use; None: no peak is known."""
     padding: float

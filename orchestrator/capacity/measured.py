@@ -100,6 +100,8 @@ class Recorded:
         sampling_s = self._sampling(spec, wanted, memory, lines)
         update_s = self._training(wanted, memory, lines)
         weights_s = self._transfer(spec, wanted, lines)
+        if memory:
+            lines.insert(0, f"measured: memory of {', '.join(sorted(memory))} ({self._file})")
         step_s = StepTimes(sampling_s, update_s, weights_s).step_s(overlapping=spec.schedule.max_staleness > 0)
         return Measured(self._file, memory, step_s, tuple(lines))
 

@@ -52,7 +52,8 @@ def test_trainers_and_updates_are_measured_at_the_fastest_point_and_planned_with
     assert record == json.loads((tmp_path / "bench.json").read_text())
     train, (policy,) = record["train"], record["train"]["trainers"]
     assert train["sequences"] == 4 * 16 and train["step_s"] > 0
-    assert policy["tokens_per_s"] * train["step_s"] >= 0.5 * train["tokens"] and policy["mfu"] is None
+    assert 0 < policy["tokens_per_s"] * train["step_s"] < 1.2 * train["tokens"], "prompts of a group are shared"
+    assert policy["mfu"] is None
     assert 0 <= policy["padding"] < 1 and policy["host_bytes"] > 2**28
     backends = {one["backend"]: one["measures"] for one in record["weights"]}
     assert {"shm", "gloo"} <= backends.keys()

@@ -45,12 +45,13 @@ def test_measured_memory_and_times_replace_the_estimates() -> None:
     found = planned(recorded())
     assert host(found) == host(planned(None)) | {"rollout-0": 3 * GIB, "policy-0": 1 * GIB}
     lines = list(measurements(found))
-    assert lines[:3] == [
+    assert lines[:4] == [
+        "measured: memory of policy, rollout (bench.json)",
         "measured: sampling 640 tokens/s, 1.00 s of a step",
         "measured: updates 9000 tokens/s, 0.50 s of a step",
         "measured: weights through shm 0.05 s of a step",
     ]
-    assert lines[3].startswith("a step takes about 1.55 s, 15 steps 23 s")
+    assert lines[4].startswith("a step takes about 1.55 s, 15 steps 23 s")
 
 
 def test_engines_sample_during_the_updates_where_the_schedule_lets_them() -> None:
