@@ -19,8 +19,8 @@ function card(title, value, ...parts) {
 
 // The first columns are names, the others numbers.
 function table(heads, rows, names = record.fields.length) {
-  const line = (tag, cells) => el('tr', {}, cells.map((cell, i) => el(tag, { class: i < names ? 'nowrap' : 'num nowrap', text: cell })));
-  return el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, line('th', heads)), el('tbody', {}, rows.map((cells) => line('td', cells)))));
+  const line = (tag, cells) => el('tr', {}, cells.map((cell, i) => el(tag, { class: i < names ? 'nowrap' : 'num nowrap', 'data-head': heads[i], text: cell })));
+  return el('div', { class: 'scroll' }, el('table', { class: 'stack' }, el('thead', {}, line('th', heads)), el('tbody', {}, rows.map((cells) => line('td', cells)))));
 }
 
 // rows: [{label, parts: [{value, color}], text}].
@@ -180,14 +180,14 @@ function weightsSection(backends) {
   const cells = done.map(({ backend, measures }) => [backend, short(measures.nbytes / 1e6), measures.seconds.toFixed(3), ...PARTS.map(([, key]) => measures[key].toFixed(3))]);
   return section(
     'weights', 'Updates of the weights',
-    ...(done.length ? [card('From the policy to the last engine', bytes, el('div', { class: 'bars' }, rows), legend(...PARTS.map(([part], i) => [part, runColor(i)]))), table(heads, cells, 1)] : []),
+    ...(done.length ? [el('div', { class: 'split' }, card('From the policy to the last engine', bytes, el('div', { class: 'bars' }, rows), legend(...PARTS.map(([part], i) => [part, runColor(i)])))), table(heads, cells, 1)] : []),
     ...backends.filter((one) => one.problem).map((one) => el('p', { class: 'banner bad', text: `${one.backend} was not measured: ${visible(one.problem)}` })),
   );
 }
 
 function header() {
   const batches = measured[0]?.measures.batches;
-  const facts = [record.model.split('/').pop(), record.device === 'cuda' ? 'GPU' : 'CPU', `${count(record.points.length)} points`, batches ? `${batches} batches each` : ''];
+  const facts = [record.model.split('/').pop(), record.device === 'cuda' ? 'GPU' : 'CPU', record.points.length > 1 ? `${count(record.points.length)} points` : '', batches ? `${batches} batches each` : ''];
   return el(
     'header', { class: 'top' }, el('div', { class: 'brand', text: 'Troupe' }),
     el('div', {}, el('h1', { text: `${record.name}: rollouts` }), el('p', { class: 'facts', text: facts.filter(Boolean).join('  ·  ') })),
