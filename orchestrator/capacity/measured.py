@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,8 @@ PEAK = "measured"
 _SHOWN = 3
 """Settings that a line names."""
 
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of the parts of a step; None: not measured for the spec."""
-
-    sampling_s: float | None = None
-    update_s: float | None = None
-    weights_s: float | None = None
-
-    def step_s(self, *, overlapping: bool) -> float | None:
-        """Of a step, without scoring; `overlapping`: engines sample the next batch during the updates."""
-        if self.sampling_s is None or self.update_s is None:
-            return None
-        parts = self.sampling_s, self.update_s
-        return (max(parts) if overlapping else sum(parts)) + (self.weights_s or 0.0)
+Peaks = Mapping[Where, int]
+"""Peak memory of a worker in bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +35,34 @@ class Measured:
     """The measurements that hold for one spec."""
 
     file: str
-    memory: Mapping[str, Mapping[Where, int]]
-    """Peak of a worker in bytes, by role."""
+    memory: Mapping[str, Peaks]
+    """By role."""
     step_s: float | None
     """Seconds of a step without scoring; None: not all of its parts were measured."""
     lines: tuple[str, ...]
     """What is used, and what is not, for the user."""
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What was measured of one part of a step."""
+
+    line: str = ""
+    """What is used or why nothing is, for the user; empty: nothing to say."""
+    memory: Mapping[str, Peaks] = field(default_factory=dict[str, Peaks])
+    seconds: float | None = None
+
+
 class Recorded:
-    """The results of one benchmark. What it has for a spec is found by `of`."""
+    """The results of one benchmark."""
 
     def __init__(self, file: str, record: Mapping[str, Any]) -> None:
+        """`record`: as `orchestrator/bench/record.py` writes it; otherwise raises KeyError or TypeError."""
         self._file = file
-        self._record = record
-        self._points: list[Mapping[str, Any]] = [point for point in record["points"] if point["measures"]]
+        self._device, self._gpu = record["device"], record["gpu"]
+        self._points = [point for point in record["points"] if point["measures"]]
+        self._train = record["train"] if record["train"] and not record["train"]["problem"] else None
+        self._weights = {one["backend"]: one for one in record["weights"] if one["measures"]}
 
     @classmethod
     def read(cls, path: Path) -> Recorded:
@@ -79,85 +79,83 @@ class Recorded:
         """The measurements that hold for a spec on these nodes."""
         if spec.rollouts is None:
             return self._none("the run has no rollouts")
-        wanted = settings_of(spec.rollouts)
         if not self._points:
             return self._none("no point was measured")
-        if self._record["device"] != spec.device:
-            return self._none(f"it is of device {self._record['device']}, and the spec of {spec.device}")
-        if spec.device == "cuda" and (types := {node.gpu_type for node in nodes if node.gpus}) != {self._record["gpu"]}:
-            return self._none(f"it is of GPUs {self._record['gpu'] or '?'}, and the cluster has {_list(sorted(types))}")
+        if self._device != spec.device:
+            return self._none(f"it is of device {self._device}, and the spec of {spec.device}")
+        types = {node.gpu_type for node in nodes if node.gpus}
+        if spec.device == "cuda" and (types != {self._gpu} or not self._gpu):
+            there = _list([kind or "an unknown type" for kind in sorted(types)])
+            return self._none(f"it is of GPUs of {self._gpu or 'an unknown type'}, and the cluster has {there}")
+        wanted = settings_of(spec.rollouts)
         if paths := different(self._points[0]["spec"], wanted, "model"):
             return self._none(f"it is of another model ({_list(paths)})")
-        return self._matching(spec.rollouts, wanted)
+        return self._of_model(spec.rollouts, wanted)
 
     def _none(self, why: str) -> Measured:
         return Measured(self._file, {}, None, (f"{self._file} is not used: {why}",))
 
-    def _matching(self, spec: RolloutSpec, wanted: Settings) -> Measured:
-        """What was measured with the same settings, of the same model on the same device."""
-        memory: dict[str, Mapping[Where, int]] = {}
-        lines: list[str] = []
-        sampling_s = self._sampling(spec, wanted, memory, lines)
-        update_s = self._training(wanted, memory, lines)
-        weights_s = self._transfer(spec, wanted, lines)
-        if memory:
-            lines.insert(0, f"measured: memory of {', '.join(sorted(memory))} ({self._file})")
-        step_s = StepTimes(sampling_s, update_s, weights_s).step_s(overlapping=spec.schedule.max_staleness > 0)
-        return Measured(self._file, memory, step_s, tuple(lines))
+    def _of_model(self, spec: RolloutSpec, wanted: Settings) -> Measured:
+        """What was measured with the spec's settings, of its model on its device."""
+        engines = self._engines(spec, wanted)
+        trainers = self._trainers(wanted)
+        weights = self._transfer(spec, wanted)
+        memory = {**engines.memory, **trainers.memory}
+        step_s = None
+        if engines.seconds is not None and trainers.seconds is not None:
+            overlapping = spec.schedule.max_staleness > 0  # engines sample the next batch during the updates
+            step_s = max(engines.seconds, trainers.seconds) if overlapping else engines.seconds + trainers.seconds
+            step_s += weights.seconds or 0.0
+        first = [f"measured: memory of {', '.join(sorted(memory))} ({self._file})"] if memory else []
+        lines = [part.line for part in (engines, trainers, weights) if part.line]
+        return Measured(self._file, memory, step_s, (*first, *lines))
 
-    def _sampling(
-        self, spec: RolloutSpec, wanted: Settings, memory: dict[str, Mapping[Where, int]], lines: list[str]
-    ) -> float | None:
-        """Seconds in which the engines sample a batch."""
-        points = [point for point in self._points if not different(point["spec"], wanted, "engine")]
-        if not points:
-            paths = min((different(point["spec"], wanted, "engine") for point in self._points), key=len)
-            lines.append(f"engines are estimated: they were measured with other values of {_list(paths)}")
-            return None
-        memory["rollout"] = {"host": max(point["memory"]["host"] for point in points)}
-        alike = [point for point in points if not different(point["spec"], wanted, "sampling")]
-        if not alike:
-            paths = min((different(point["spec"], wanted, "sampling") for point in points), key=len)
-            lines.append(f"the time of sampling is not known: it was measured with other values of {_list(paths)}")
-            return None
+    def _engines(self, spec: RolloutSpec, wanted: Settings) -> _Found:
+        """Memory of an engine, and the seconds in which all of them sample a batch."""
+        points, paths = _alike(self._points, wanted, "engine")
+        if paths:
+            return _Found(f"engines are estimated: they were measured with other values of {_list(paths)}")
+        memory: dict[str, Peaks] = {"rollout": {"host": max(point["memory"]["host"] for point in points)}}
+        points, paths = _alike(points, wanted, "sampling")
+        if paths:
+            why = f"it was measured with other values of {_list(paths)}"
+            return _Found(f"the time of sampling is not known: {why}", memory)
         workers = spec.roles.rollout.workers
-        nearest = min(alike, key=lambda point: abs(point["workers"] - workers))
-        measures, scaled = nearest["measures"], nearest["workers"] != workers
+        nearest = min(points, key=lambda point: abs(point["workers"] - workers))
+        measures = nearest["measures"]
         rate = measures["per_engine"] * workers
         seconds = measures["response_tokens"] * measures["sequences"] / rate
-        how = f", {workers} times that of an engine of {nearest['workers']}" if scaled else ""
-        lines.append(f"measured: sampling {rate:.0f} tokens/s{how}, {seconds:.2f} s of a step")
-        return seconds
+        scaled = f", {workers} times that of an engine of {nearest['workers']}" if nearest["workers"] != workers else ""
+        return _Found(f"measured: sampling {rate:.0f} tokens/s{scaled}, {seconds:.2f} s of a step", memory, seconds)
 
-    def _training(self, wanted: Settings, memory: dict[str, Mapping[Where, int]], lines: list[str]) -> float | None:
-        """Seconds of the updates of a step."""
-        train = self._record["train"]
-        if train is None or train["problem"]:
-            lines.append("trainers are estimated: `troupe bench --train` measures them")
-            return None
+    def _trainers(self, wanted: Settings) -> _Found:
+        """Memory of the trainers, and the seconds of the updates of a step."""
+        train = self._train
+        if train is None:
+            return _Found("trainers are estimated: `troupe bench --train` measures them")
         if paths := different(train["spec"], wanted, "trainer"):
-            lines.append(f"trainers are estimated: they were measured with other values of {_list(paths)}")
-            return None
-        for trainer in train["trainers"]:
-            memory[trainer["role"]] = {"host": trainer["host_bytes"], "gpu": trainer["gpu_bytes"]}
+            return _Found(f"trainers are estimated: they were measured with other values of {_list(paths)}")
+        memory: dict[str, Peaks] = {
+            trainer["role"]: {"host": trainer["host_bytes"], "gpu": trainer["gpu_bytes"]}
+            for trainer in train["trainers"]
+        }
         if paths := different(train["spec"], wanted, "sampling"):
-            lines.append(f"the time of updates is not known: it was measured with other values of {_list(paths)}")
-            return None
-        rate = train["trainers"][0]["tokens_per_s"]
-        lines.append(f"measured: updates {rate:.0f} tokens/s, {train['step_s']:.2f} s of a step")
-        return train["step_s"]
+            why = f"it was measured with other values of {_list(paths)}"
+            return _Found(f"the time of updates is not known: {why}", memory)
+        rate, seconds = train["trainers"][0]["tokens_per_s"], train["step_s"]
+        return _Found(f"measured: updates {rate:.0f} tokens/s, {seconds:.2f} s of a step", memory, seconds)
 
-    def _transfer(self, spec: RolloutSpec, wanted: Settings, lines: list[str]) -> float | None:
-        """Seconds until all engines have new weights."""
+    def _transfer(self, spec: RolloutSpec, wanted: Settings) -> _Found:
+        """The seconds until all engines have new weights."""
         backend = spec.resolved_backend()
-        found = next((one for one in self._record["weights"] if one["backend"] == backend and one["measures"]), None)
+        found = self._weights.get(backend)
         if found is None or different(found["spec"], wanted, "engine", "trainer"):
-            return None
-        lines.append(f"measured: weights through {backend} {found['measures']['seconds']:.2f} s of a step")
-        return found["measures"]["seconds"]
+            return _Found()
+        seconds = found["measures"]["seconds"]
+        return _Found(f"measured: weights through {backend} {seconds:.2f} s of a step", {}, seconds)
 
 
-def with_peak(memory: WorkerMemory, peaks: Mapping[Where, int]) -> WorkerMemory:
+def with_peak(memory: WorkerMemory, peaks: Peaks) -> WorkerMemory:
     """The memory of a worker with its measured peak in place of its parts.
 
     On a GPU the peak is what torch has allocated: what the process takes besides stays estimated. So do parts that are
@@ -169,6 +167,15 @@ def with_peak(memory: WorkerMemory, peaks: Mapping[Where, int]) -> WorkerMemory:
     return replace(memory, parts=(Part(PEAK, peaks[memory.where]), *kept))
 
 
-def _list(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more
+def _alike(
+    points: Sequence[Mapping[str, Any]], wanted: Settings, part: str
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[str]]:
+    """The points that were measured with these settings; without any, the settings in which the nearest one differs."""
+    differences = [different(point["spec"], wanted, part) for point in points]
+    equal = [point for point, paths in zip(points, differences, strict=True) if not paths]
+    return equal, [] if equal else min(differences, key=len)
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -66,6 +66,8 @@ def bench(
         exit_on_signals()  # until Ray starts, nothing has to be ended in order
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")
+    if output is not None and output.suffix == ".json":
+        raise UsageError(f"--output {output}: name the page; its results are written beside it as JSON")
     points = _points(spec, [parse_sweep(text) for text in sweep], set_, prompts)
     from troupe.orchestrator.bench.bounds import best_of
     from troupe.orchestrator.bench.record import record_of

@@ -82,7 +82,7 @@ def plan(
         typer.Option(
             "--measured",
             metavar="FOLDER",
-            help="Folder of a `troupe bench` of this spec: what it measured replaces estimates.",
+            help="Folder (or JSON file) of a `troupe bench` of this spec: what it measured replaces estimates.",
         ),
     ] = None,
     as_json: Annotated[
