@@ -151,7 +151,6 @@ class _Sending:
         """Trains and sends. Raises TroupeError."""
         async with nullcontext() if self._handover is None else self._handover.training():
             await self._training.step()
-        await self._parts()
         began = time.monotonic()
         report = await self._sync.push(version)
         seconds = time.monotonic() - began
