@@ -18,15 +18,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
+from troupe.orchestrator.bench.sequences import GroupLengths, train_batch
 from troupe.orchestrator.training.micro_batches import plan_update
-from troupe.workers.contract.messages import TRAIN, RankPlan, TrainRow
+from troupe.workers.contract.messages import RankPlan, TrainRow
 
 if TYPE_CHECKING:
     from troupe.workers.policy import PolicyWorker
@@ -38,6 +39,8 @@ LAYOUTS: dict[str, dict[str, bool]] = {
 }
 """Contenders, and their arguments of `plan_update`."""
 SHORTEST, LONGEST = 8, 1024
+VOCABULARY = 4000
+"""Token ids are below it."""
 LEARNING_RATE = 1e-12
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Largest relative difference of the norm of the gradient."""
@@ -66,30 +69,11 @@ class Work:
 def work(given: argparse.Namespace) -> Work:
     """Groups of responses of log-normal length to prompts of one length."""
     rng = np.random.default_rng(given.seed)
-    samples, rows = [], []
-    for group in range(given.groups):
-        prompt = rng.integers(3, 4000, given.prompt_tokens).tolist()
-        for index in range(given.samples):
-            length = int(np.clip(rng.lognormal(np.log(given.median_tokens), given.sigma), SHORTEST, LONGEST))
-            samples.append(_row(group, index, prompt, rng.integers(3, 4000, length).tolist()))
-            rows.append(TrainRow(given.prompt_tokens + length, length, True, given.prompt_tokens, group))
-    return Work(pa.Table.from_pylist(samples, schema=TRAIN), tuple(rows), given.micro_batch_tokens)
-
-
-def _row(group: int, index: int, prompt: list[int], response: list[int]) -> dict[str, Any]:
-    """A row of a TRAIN table."""
-    return {
-        "prompt_uid": f"p{group}",
-        "sample_index": index,
-        "attempt": 0,
-        "segment": 0,
-        "prompt_ids": prompt,
-        "response_ids": response,
-        "loss_mask": [True] * len(response),
-        "rollout_logprobs": [-8.0] * len(response),
-        "advantages": [1.0 if index % 2 else -0.5] * len(response),
-        "reward": 0.0,
-    }
+    lengths = rng.lognormal(np.log(given.median_tokens), given.sigma, (given.groups, given.samples))
+    responses = np.clip(lengths, SHORTEST, LONGEST).astype(int).tolist()
+    groups = [GroupLengths(given.prompt_tokens, tuple(own)) for own in responses]
+    summary, table = train_batch(groups, VOCABULARY, given.seed)
+    return Work(table, summary.rows, given.micro_batch_tokens)
 
 
 class PackingContenders:

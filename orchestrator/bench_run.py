@@ -11,6 +11,7 @@ from typing import cast
 from troupe.orchestrator.bench.batches import BatchPrompts, SamplingBatches
 from troupe.orchestrator.bench.points import Point, launch_spec, launches, measured_spec
 from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of, with_efficiency
+from troupe.orchestrator.bench.sequences import GroupLengths
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import TableRef, WorkerHandle
@@ -25,9 +26,9 @@ from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.training.batch import unless_stopped
 from troupe.workers.contract.measurements import EngineReading, MeasuredEngine
-from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.contract.messages import GroupRequest, Peak
 
-_WORKER = "troupe.workers.measured_rollout:MeasuredRollout"
+WORKER = "troupe.workers.measured_rollout:MeasuredRollout"
 _ROLES = frozenset({"rollout", "environment"})
 _METER_TIMEOUT_S = 60.0
 
@@ -85,7 +86,7 @@ async def _launch(
     """Results of the points until one fails; at least one result. The others need other engines."""
     spec = launch_spec(points)
     local = fetch(spec, console)
-    engine_class = actor_class(_WORKER, MeasuredEngine, concurrent=True)
+    engine_class = actor_class(WORKER, MeasuredEngine, concurrent=True)
     run = RunRequest(spec, Path(), False, request.address, {"rollout": engine_class})
     results: list[Result] = []
     warm = 0  # engines that have sampled: the first batch of an engine is slower
@@ -108,9 +109,13 @@ async def _launch(
         results += [Result(point, None, str(error)) for point in most]
     except WorkerError as error:  # an engine does not start, as with too little memory
         measured = {_key(result.point) for result in results}
-        why = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        results += [Result(point, None, why) for point in points if _key(point) not in measured]
+        results += [Result(point, None, explained(error)) for point in points if _key(point) not in measured]
     return results
+
+
+def explained(error: TroupeError) -> str:
+    """An error with its notes, such as the folder of the workers' logs."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 class _PointBench:
@@ -157,12 +162,20 @@ class _PointBench:
             await sampling.close()
             await pools.close()
         skip = self._unmeasured
-        return Result(self._point, measures_of(self._point, product[skip:], bare[skip:]))
+        return Result(
+            self._point,
+            measures_of(self._point, product[skip:], bare[skip:]),
+            groups=product[-1].groups,
+            peak=await self._peak(),
+            gpu_type=self._context.cluster.gpu_type() if spec.device == "cuda" else "",
+        )
 
     async def _product(self, sampling: SamplingBatches) -> MeasuredBatch:
         await self._prepare()
         batch = await sampling.run()
-        return MeasuredBatch(batch.seconds, batch.response_tokens, tuple(await self._readings()))
+        readings = tuple(await self._readings())
+        groups = tuple(GroupLengths.of(group.summary) for group in batch.groups)
+        return MeasuredBatch(batch.seconds, batch.response_tokens, readings, groups)
 
     async def _bare(self, picks: Sequence[PromptPick], prompts: TableRef) -> MeasuredBatch:
         """The same prompts and seeds, spread evenly over the engines; an engine gets all of its samples at once."""
@@ -184,6 +197,11 @@ class _PointBench:
         timeout_s = self._spec.schedule.generate_timeout_s
         await gather_all(engine.reset_prefix_cache(timeout_s) for engine in self._engines)
         await self._readings()
+
+    async def _peak(self) -> Peak:
+        """Memory of the largest engine."""
+        await gather_all(engine.health(_METER_TIMEOUT_S) for engine in self._engines)  # the answers report it
+        return self._context.cluster.peaks.of("rollout")
 
     async def _readings(self) -> Sequence[EngineReading]:
         """What every engine did since its last reading."""

@@ -134,25 +134,31 @@ def evaluate(
     return _outside_of_loops(lambda: evaluate_spec(request, _console(None, stream)), request)
 
 
-def plan(spec: SpecLike, *, set: Overrides = (), cluster: str | None = None) -> Plan:
+def plan(
+    spec: SpecLike, *, set: Overrides = (), cluster: str | None = None, measured: str | Path | None = None
+) -> Plan:
     """Placement and memory of every worker; `misfit` says what does not fit.
 
     Args:
         spec: The spec.
         set: Fields to set.
         cluster: NODESxGPUS[xTYPE], as in `2x8xH200`; None: this machine.
+        measured: Folder of a `troupe bench` of the spec, whose measurements replace estimates; None: there is none.
 
     Raises:
         SpecError: The spec is not valid.
+        UsageError: The folder has no results of a benchmark.
     """
     planned = _planned(spec, set)
     create_models([planned], lambda line: None)
+    from troupe.orchestrator.capacity.measured import Recorded
     from troupe.orchestrator.capacity.placement import CPUS_PER_NODE
     from troupe.orchestrator.capacity.plan import described_nodes
     from troupe.orchestrator.capacity.stages import plan_stages
 
     nodes = None if cluster is None else described_nodes(cluster, CPUS_PER_NODE)
-    ((_, found),) = plan_stages([planned], nodes, advise=True)
+    recorded = None if measured is None else Recorded.read(Path(measured))
+    ((_, found),) = plan_stages([planned], nodes, advise=True, recorded=recorded)
     return found
 
 

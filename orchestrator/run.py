@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +39,7 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.event_log import recorded_failure
-from troupe.orchestrator.training.batch import unless_stopped
+from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.versions import versions as describe_versions
 from troupe.orchestrator.why.observer import RunObserver
@@ -203,14 +203,15 @@ async def _train_on_rollouts(
 ) -> RunOutcome:
     local = fetch(spec, console)
     data = load_data(local.spec)
-    data = replace(data, refused=_check_data(console, local.spec, data.pools, COUNTED).refused)
     if found is not None:
         with found.restoring():
             state = found.state["source"]
             require_same_rows("data.train", state["prompts"], data.train.digest)
             if data.texts is not None:
                 require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
-    async with open_run(request, local, console, resume_at=_done(found)) as context:
+    checks = _check_data(console, local.spec, data.pools, COUNTED)
+    async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
+        data = replace(data, refused=(await unless_stopped(context.stop, checks)).refused)
         parts = RolloutRun(spec, request.out, context, data)
         if context.observer is not None:
             context.observer.queues = parts.queues
@@ -239,11 +240,12 @@ async def _train_offline(
 ) -> RunOutcome:
     local = fetch(spec, console)
     examples = load_examples(local.spec)
-    _check_data(console, local.spec, named(*examples))
     if found is not None:
         with found.restoring():
             require_same_rows("data.train", found.state["source"], examples[0].digest)
-    async with open_run(request, local, console, resume_at=_done(found)) as context:
+    checks = _check_data(console, local.spec, named(*examples))
+    async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
+        await unless_stopped(context.stop, checks)
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
         if found is not None:  # the resume stands
             spec.write(request.out / RESOLVED_SPEC)
@@ -281,13 +283,20 @@ async def _evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Con
         return await unless_stopped(context.stop, running)
 
 
-def _check_data(console: Console, spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptCheck:
-    """Say what the data are, and which prompts cannot be used (of the first `most` of each section).
+def _check_data(console: Console, spec: RunSpec, pools: Pools, most: int = PROMPTS) -> asyncio.Task[PromptCheck]:
+    """Starts to render the first `most` prompts of each section in another process, while the workers start."""
+    loop = asyncio.get_running_loop()
+    rendering = loop.run_in_executor(None, check_prompts, spec, pools, most)
+    return loop.create_task(_usable(console, pools, rendering))
+
+
+async def _usable(console: Console, pools: Pools, rendering: Awaitable[PromptCheck]) -> PromptCheck:
+    """Says what the data are, and which of the rendered prompts cannot be used.
 
     Raises:
         UsageError: No prompt can be used with the model.
     """
-    found = check_prompts(spec, pools, most)
+    found = await rendering
     if found.problems:
         raise UsageError("\n".join(f"{field}: {problem}" for field, problem in found.problems))
     _say(console, [*describe(pools), *found.lines])
@@ -317,10 +326,17 @@ async def open_run(
     console: Console,
     roles: frozenset[str] | None = None,
     resume_at: int | None = None,
+    checks: asyncio.Task[PromptCheck] | None = None,
 ) -> AsyncIterator[RunContext]:
     """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block.
 
-    `resume_at`: steps that the run has completed; None: nothing is recorded or observed, as this is no training.
+    Args:
+        request: The run.
+        local: Its spec, with models that are folders.
+        console: Shows the start.
+        roles: Roles to start; None: all.
+        resume_at: Steps that the run has completed; None: nothing is recorded or observed, as this is no training.
+        checks: Checks the data meanwhile. Where they fail, the start ends; otherwise they may still run in the block.
     """
     console.phase("start Ray", 0, 1)
     cluster = Cluster.connect(room(request.spec), request.address)
@@ -337,7 +353,7 @@ async def open_run(
             console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
             with nullcontext() if observer is None else observer.reporting():
                 opened = launcher.open(roles, partial(console.phase, "start workers"))
-                workers = await unless_stopped(stop, opened)
+                workers = await unless_stopped(stop, opened if checks is None else unless_failed(checks, opened))
             try:
                 with nullcontext() if observer is None else observer.reporting():
                     yield RunContext(cluster, launcher, workers, console, stop, observer)

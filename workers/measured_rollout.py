@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from troupe.workers.contract.config import RolloutConfig, SamplingConfig
-from troupe.workers.contract.measurements import BareBatch, EngineReading
+from troupe.workers.contract.measurements import BareBatch, EngineReading, UpdateParts
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.data.chat import PromptRefused
 from troupe.workers.engine.settings import check_structured
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+_EXTENSION = "troupe.workers.weights.measured_transfer.MeasuredExtension"
+
+
 class MeasuredRollout(RolloutWorker):
     """The rollout worker of a run, with a meter in its engine; see `MeasuredEngine`."""
 
@@ -32,8 +35,9 @@ class MeasuredRollout(RolloutWorker):
         self._stat_loggers = [lambda config, index: self._meter]
 
     def _engine_args(self) -> AsyncEngineArgs:
-        """As in a run; the engine also reports the details of its iterations."""
+        """As in a run; the engine also reports the details of its iterations, and times the updates of its weights."""
         arguments = super()._engine_args()
+        arguments.worker_extension_cls = _EXTENSION
         arguments.enable_logging_iteration_details = True
         return arguments
 
@@ -45,6 +49,12 @@ class MeasuredRollout(RolloutWorker):
     async def read_meter(self) -> EngineReading:
         """What the engine did since the last reading."""
         return self._meter.read(self._name)
+
+    async def read_update(self) -> UpdateParts:
+        """What the slowest process of the engine spent on updates of its weights since the last reading."""
+        parts: list[dict[str, float]] = await self._call(self._open_engine().collective_rpc("troupe_update_parts"))
+        slowest = max(parts, key=lambda one: sum(one.values()))
+        return UpdateParts(slowest.get("verify", 0.0), slowest.get("load", 0.0))
 
     async def sample_bare(self, requests: Sequence[GroupRequest], prompts: pa.Table) -> BareBatch:
         """Sample these groups by calling `AsyncLLM.generate` for all of their samples at once, and keep nothing.

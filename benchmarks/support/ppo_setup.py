@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
-from benchmarks.support.timing import Parts
 from tests.fakes import with_fields
 from troupe.orchestrator.bench.batches import Unscored
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
@@ -34,6 +33,7 @@ from troupe.orchestrator.training.batch import Batch, BatchSource
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.updates import RolloutUpdates
+from troupe.workers.telemetry.timing import Parts
 
 _ALONE = 1
 """Added to the run's seed, so that the isolated stages draw prompts in another order than the steps."""

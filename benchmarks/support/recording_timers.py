@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.support.timing import Parts
 from troupe.orchestrator.replay import step_recorder as keeper
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
@@ -23,6 +22,7 @@ from troupe.workers.contract.messages import KeptFile
 from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
+from troupe.workers.telemetry.timing import Parts
 from troupe.workers.training.token_records import TokenRecorder
 
 

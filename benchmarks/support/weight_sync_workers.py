@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.support.timing import Parts
 from troupe.workers.contract.config import PolicyConfig, Rendezvous, RolloutConfig
 from troupe.workers.contract.messages import WeightUpdate, WorkerHealth
 from troupe.workers.engine import settings
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.rollout import RolloutWorker
+from troupe.workers.telemetry.timing import Parts
 from troupe.workers.weights import file as weight_file
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class MeasuredSyncRollout(RolloutWorker):
 
     async def parts(self) -> dict[str, float]:
         """Seconds by part since the last call, of this worker and of its engine process, which must be a single one."""
-        (inside,) = await self._call(self._open_engine().collective_rpc("parts"))
+        (inside,) = await self._call(self._open_engine().collective_rpc("troupe_update_parts"))
         return self._parts.read() | inside
 
     async def hold(self, update: WeightUpdate) -> None:

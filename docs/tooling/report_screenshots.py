@@ -1,18 +1,20 @@
-"""Screenshots of the report for the documentation: `python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN`.
+"""Screenshots for the documentation: `python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN BENCH_JSON`.
 
-Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png. The live page is that of the PPO
-run.
+Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png and bench.png. The live page is
+that of the PPO run. BENCH_JSON: results of `troupe bench` with --train and --weights; alone, only their page is taken.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
 from tests.browser import Page, browser_page
+from troupe.orchestrator.reporting.html.bench import write_page
 from troupe.orchestrator.reporting.html.report import write_report
 from troupe.orchestrator.reporting.watch import WatchServer
 
@@ -52,6 +54,19 @@ async def take(grpo: Path, ppo: Path, images: Path) -> None:
                 raise RuntimeError(f"the page has errors: {page.errors}")
 
 
+async def take_bench(results: Path, images: Path) -> None:
+    """The page of a benchmark."""
+    images.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_page(json.loads(results.read_text()), Path(folder) / "bench.html")
+        async with browser_page(1280, 860) as page:
+            await page.open(file.as_uri())
+            height = await page.run("document.querySelector('#page').scrollHeight")
+            await _shot(page, images / "bench.png", "#page", height)
+            if page.errors:
+                raise RuntimeError(f"the page has errors: {page.errors}")
+
+
 async def _pick(page: Page, selector: str, value: str) -> None:
     await page.run(
         f"(() => {{ const node = document.querySelector('{selector}'); node.value = '{value}';"
@@ -67,4 +82,7 @@ async def _shot(page: Page, file: Path, selector: str, height: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(take(Path(sys.argv[1]), Path(sys.argv[2]), IMAGES))
+    *runs, last = map(Path, sys.argv[1:])
+    if runs:
+        asyncio.run(take(*runs, IMAGES))
+    asyncio.run(take_bench(last, IMAGES))

@@ -13,13 +13,12 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Place, Problem, SpecError
+from troupe.orchestrator.spec.measured_settings import SCALING
 from troupe.orchestrator.spec.rollout import RolloutSpec
 
 SWEEP = "--sweep"
 MOST_POINTS = 256
 WORKERS = "roles.rollout.workers"
-_SCALING = {"workers", "min_workers", "max_workers", "autoscale"}
-"""Fields of the rollout role that do not concern a single engine."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def launches(points: Sequence[Point]) -> list[list[Point]]:
 
 def engine_key(spec: RolloutSpec) -> str:
     """Equal for specs whose engines are started alike. Sampling settings and the number of engines are not in it."""
-    role = spec.roles.rollout.model_dump(mode="json", exclude=_SCALING)
+    role = spec.roles.rollout.model_dump(mode="json", exclude=set(SCALING))
     config = spec.rollout_config().model_dump(mode="json", exclude={"sampling"})
     environment = spec.roles.environment
     return _text([role, config, None if environment is None else environment.model_dump(mode="json")])

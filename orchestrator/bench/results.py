@@ -9,7 +9,11 @@ from statistics import fmean, median
 import numpy as np
 
 from troupe.orchestrator.bench.points import WORKERS, Point
+from troupe.orchestrator.bench.sequences import GroupLengths
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
+from troupe.workers.contract.messages import Peak
+
+_NO_PEAK = Peak(0)
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class MeasuredBatch:
     response_tokens: int
     engines: tuple[EngineReading, ...] = ()
     """Empty for the baseline."""
+    groups: tuple[GroupLengths, ...] = ()
+    """Those that were sampled; empty for the baseline."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -117,6 +123,12 @@ class Result:
     """None where it could not be measured."""
     problem: str = ""
     """Why it could not be measured."""
+    groups: tuple[GroupLengths, ...] = ()
+    """Of its last batch."""
+    peak: Peak = _NO_PEAK
+    """Memory of the largest engine of its launch so far."""
+    gpu_type: str = ""
+    """Type of the engines' GPUs; empty: they have none, or it is not known."""
 
 
 def measures_of(point: Point, batches: Sequence[MeasuredBatch], bare: Sequence[MeasuredBatch]) -> Measures:

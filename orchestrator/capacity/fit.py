@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from troupe.orchestrator.capacity.measured import Measured, with_peak
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
@@ -83,14 +84,18 @@ class MemoryPlan:
     """GPUs whose workers hold parts of their memory in some periods of a step only."""
 
 
-def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], sizes: Sizes) -> MemoryPlan:
-    """Memory of every worker, engine and node of a spec whose workers are placed."""
+def memory_plan(
+    spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], sizes: Sizes, measured: Measured | None = None
+) -> MemoryPlan:
+    """Memory of every worker, engine and node of a spec whose workers are placed; `measured` replaces estimates."""
+    peaks = {} if measured is None else measured.memory
     by_name = {node.name: node for node in nodes}
     workers: dict[str, tuple[WorkerMemory, ...]] = {}
     caches: dict[str, Cache] = {}
     for seat in seats:
         gpu = by_name[seat.node].gpu_memory if seat.node in by_name else 0
-        workers[seat.worker], cache = row_of(spec, seat.role).memory(spec, seat, gpu, sizes)
+        estimated, cache = row_of(spec, seat.role).memory(spec, seat, gpu, sizes)
+        workers[seat.worker] = tuple(with_peak(memory, peaks.get(seat.role, {})) for memory in estimated)
         if cache is not None:
             caches[seat.worker] = cache
     node_memories = tuple(_of_node(spec, number, node, seats, workers, sizes) for number, node in enumerate(nodes))

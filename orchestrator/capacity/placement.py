@@ -112,6 +112,11 @@ class Node:
     id: str = ""
     """Ray's id of the node; empty: not known."""
 
+    @property
+    def gpu_type(self) -> str:
+        """Type of its GPUs; empty: it is not known."""
+        return (self.labels or {}).get(ACCELERATOR) or self.accelerator or ""
+
     def may_have(self, labels: Sequence[tuple[str, str]]) -> bool:
         """Whether the node has these labels, as far as its labels are known."""
         if self.labels is not None:

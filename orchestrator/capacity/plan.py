@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
+from troupe.orchestrator.capacity.measured import Measured, Recorded
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room
 from troupe.orchestrator.capacity.remedies import Misfit, MisfitRemedy, describe, remedies
 from troupe.orchestrator.errors import UsageError
@@ -47,11 +48,22 @@ class Plan:
     misfit: str
     """Empty, or the first reservation or memory that does not fit, and what to change if that was looked for."""
     memory: MemoryPlan
+    steps: int
+    """Of the run."""
     remedies: tuple[MisfitRemedy, ...] = ()
     """Changes after which the misfit is gone."""
+    measured: Measured | None = None
+    """What a benchmark measured for the spec; None: there is none."""
 
 
-def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, advise: bool = False) -> Plan:
+def plan(
+    spec: RunSpec,
+    nodes: Sequence[Node],
+    known: Sizes | None = None,
+    *,
+    advise: bool = False,
+    recorded: Recorded | None = None,
+) -> Plan:
     """Place every worker of a spec on nodes, and add up its memory.
 
     Args:
@@ -59,14 +71,15 @@ def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, ad
         nodes: The nodes.
         known: Sizes of models that were read before, or that an earlier stage will write; None: none.
         advise: Look for changes with which the workers fit; each that is tried is planned as well.
+        recorded: A benchmark, whose measurements replace estimates where they hold for the spec.
     """
     sizes = known if known is not None else Sizes()
-    placed = _Placed.of(spec, nodes, sizes)
+    placed = _Placed.of(spec, nodes, sizes, recorded)
     misfit = placed.misfit
     found: tuple[MisfitRemedy, ...] = ()
     text = "" if misfit is None else misfit.problem
     if misfit is not None and advise:
-        found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes).misfit)
+        found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes, recorded).misfit)
         text = describe(spec, misfit, found)
     return Plan(
         rows=placed.rows,
@@ -75,7 +88,9 @@ def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, ad
         there={"CPU": sum(n.cpus for n in nodes), "GPU": sum(n.gpus for n in nodes)},
         misfit=text,
         memory=placed.memory,
+        steps=spec.schedule.steps,
         remedies=found,
+        measured=placed.measured,
     )
 
 
@@ -87,9 +102,10 @@ class _Placed:
     rows: tuple[PlanRow, ...]
     memory: MemoryPlan
     misfit: Misfit | None
+    measured: Measured | None
 
     @classmethod
-    def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes) -> _Placed:
+    def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes, recorded: Recorded | None) -> _Placed:
         """Place a spec's workers."""
         placements = place(role_sizes(spec))
         seating = fit(placements, nodes)
@@ -106,12 +122,15 @@ class _Placed:
             for seat in placement.seats
         )
         seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
-        memory = memory_plan(spec, seated, nodes, sizes)
+        measured = None if recorded is None else recorded.of(spec, nodes)
+        memory = memory_plan(spec, seated, nodes, sizes, measured)
         if seating.missing is None or (memory.misfit is not None and memory.misfit.kind == "parallel"):
-            return cls(placements, rows, memory, memory.misfit)
+            return cls(placements, rows, memory, memory.misfit, measured)
         missing = seating.missing
         problem = f"no room for {missing.name}: it asks for {missing.request}"
-        return cls(placements, rows, memory, Misfit("placement", missing.name, (missing.seats[0].role,), problem))
+        return cls(
+            placements, rows, memory, Misfit("placement", missing.name, (missing.seats[0].role,), problem), measured
+        )
 
 
 def local_node(cpus: int, spec: RunSpec) -> Node:
@@ -178,6 +197,7 @@ def as_json(name: str, seating: Plan) -> dict[str, Any]:
         "misfit": seating.misfit or None,
         "remedies": [dict(remedy.changes) for remedy in seating.remedies],
         "warnings": list(memory.warnings),
+        "measured": None if seating.measured is None else asdict(seating.measured),
     }
 
 

@@ -6,13 +6,18 @@ import os
 from collections.abc import Iterator, Sequence
 
 from troupe.orchestrator.capacity.fit import Sizes
+from troupe.orchestrator.capacity.measured import Recorded
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, local_node, plan
 from troupe.orchestrator.spec.stages import PlannedRun
 
 
 def plan_stages(
-    runs: Sequence[PlannedRun], nodes: Sequence[Node] | None, *, advise: bool = False
+    runs: Sequence[PlannedRun],
+    nodes: Sequence[Node] | None,
+    *,
+    advise: bool = False,
+    recorded: Recorded | None = None,
 ) -> Iterator[tuple[PlannedRun, Plan]]:
     """Plan each run, up to and including the first that does not fit.
 
@@ -23,11 +28,12 @@ def plan_stages(
         runs: The runs of one file.
         nodes: The nodes of the cluster; None: this machine.
         advise: Look for changes with which a run fits.
+        recorded: A benchmark, whose measurements replace estimates where they hold for a run.
     """
     sizes = Sizes()
     for run in runs:
         available = [local_node(os.cpu_count() or 1, run.spec)] if nodes is None else nodes
-        planned = plan(run.spec, available, sizes, advise=advise)
+        planned = plan(run.spec, available, sizes, advise=advise, recorded=recorded)
         trained = sizes.of(run.spec.model)
         if trained is not None:
             sizes.known[str(run.model)] = trained

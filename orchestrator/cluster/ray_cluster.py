@@ -353,6 +353,11 @@ class Cluster:
         """Memory of the smallest GPU of the cluster, in bytes; 0: no type of GPU is known."""
         return min((node.gpu_memory for node in ray_nodes.nodes() if node.gpu_memory), default=0)
 
+    def gpu_type(self) -> str:
+        """Type of the cluster's GPUs; empty: it is not known, or there are several."""
+        types = {node.gpu_type for node in ray_nodes.nodes() if node.gpus}
+        return types.pop() if len(types) == 1 else ""
+
     def open_calls(self) -> list[OpenCall]:
         """Calls to workers that have not ended. May be called from any thread."""
         return self.calls.open_calls()

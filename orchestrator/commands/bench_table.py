@@ -11,7 +11,9 @@ from rich.table import Table
 
 from troupe.orchestrator.bench.bounds import best_of, bound_of
 from troupe.orchestrator.bench.results import Measures, Result
+from troupe.orchestrator.bench.training import TrainResult, TransferMeasures, TransferResult
 from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
+from troupe.workers.contract.units import GIB
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,65 @@ COLUMNS = (
 )
 
 
-def show(results: Sequence[Result], cores: int | None) -> None:
+def show(
+    results: Sequence[Result], cores: int | None, train: TrainResult | None, weights: Sequence[TransferResult]
+) -> None:
     """Print everything to standard output."""
     console = Console(highlight=False, markup=False, width=output_width())
     for table in render(results, console.width):
         console.print(table)
     for line in advice(results, cores):
         console.print(line, soft_wrap=True)
+    if train is not None and train.problem:
+        console.print(f"trainers: not measured: {train.problem}", soft_wrap=True)
+    elif train is not None:
+        console.print(render_trainers(train, console.width))
+    if weights:
+        console.print(render_weights(weights, console.width))
+    for one in weights:
+        if one.problem:
+            console.print(f"weights through {one.backend}: not measured: {one.problem}", soft_wrap=True)
+
+
+def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
+    """A row for each role that trains; for each number where they are too wide."""
+    heads = ["trainer", "workers", "tok/s", "MFU", "padding", "host GiB", "GPU GiB", "step s"]
+    rows = [
+        [
+            one.role,
+            str(one.workers),
+            f"{one.tokens_per_s:.0f}",
+            "" if one.mfu is None else f"{one.mfu:.1%}",
+            f"{one.padding:.1%}",
+            f"{one.host_bytes / GIB:.2f}",
+            f"{one.gpu_bytes / GIB:.2f}" if one.gpu_bytes else "",
+            f"{train.step_s:.2f}",
+        ]
+        for one in train.trainers
+    ]
+    table = _fitting(heads, rows, width)
+    table.caption = f"{train.sequences} sequences, {train.tokens} tokens a step"
+    return table
+
+
+def render_weights(weights: Sequence[TransferResult], width: int = UNBOUNDED) -> Table:
+    """A row for each back-end; for each number where they are too wide."""
+    heads = ["weights", "MB", "seconds", "publish", "transfer", "verify", "load"]
+    rows = [[one.backend, *(["-"] * 6 if one.measures is None else _seconds(one.measures))] for one in weights]
+    return _fitting(heads, rows, width)
+
+
+def _seconds(measures: TransferMeasures) -> list[str]:
+    parts = (measures.seconds, measures.publish_s, measures.transfer_s, measures.verify_s, measures.load_s)
+    return [f"{measures.nbytes / 1e6:.1f}", *(f"{part:.3f}" for part in parts)]
+
+
+def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
+    """A row for each item without its empty columns, or a column where rows are too wide."""
+    kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
+    shown = [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    wide = _table(*shown)
+    return wide if natural_width(wide) <= width else _transposed(*shown)
 
 
 def render(results: Sequence[Result], width: int = UNBOUNDED) -> Iterator[Table]:

@@ -77,6 +77,14 @@ def plan(
     gib_per_node: Annotated[
         float, typer.Option(help="Host memory per node of --cluster, in GiB (0: not checked).")
     ] = 0.0,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measured",
+            metavar="FOLDER",
+            help="Folder (or JSON file) of a `troupe bench` of this spec: what it measured replaces estimates.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: placement, memory in bytes, what does not fit.")
     ] = False,
@@ -91,11 +99,14 @@ def plan(
     runs = plan_runs(read_document(spec, set_))
     create_models(runs)
     runs = _with_model_configs(runs)
+    from troupe.orchestrator.capacity.measured import Recorded
     from troupe.orchestrator.capacity.plan import as_json as plan_json
     from troupe.orchestrator.capacity.stages import plan_stages
     from troupe.orchestrator.commands.plan_table import show, unknown_sizes
 
-    plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node), advise=True))
+    recorded = None if measured is None else Recorded.read(measured)
+    nodes = _nodes(cluster, address, cpus_per_node, gib_per_node)
+    plans = list(plan_stages(runs, nodes, advise=True, recorded=recorded))
     if as_json:
         typer.echo(json.dumps([plan_json(planned.spec.name, found) for planned, found in plans], indent=2))
     else:

@@ -53,7 +53,12 @@ FAILURE = 1
 
 def echo_json(value: Any) -> None:
     """Print a value as JSON; dataclasses become objects, and paths text."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+    typer.echo(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """See `echo_json`."""
+    return json.dumps(value, indent=2, ensure_ascii=False, default=_plain)
 
 
 def _plain(value: Any) -> Any:

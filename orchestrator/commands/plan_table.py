@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, SharedUse, UnknownModel, gib
+from troupe.orchestrator.capacity.measured import PEAK
 from troupe.orchestrator.capacity.plan import Plan
 from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
+from troupe.orchestrator.reporting.run_summary import duration
 from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Where, WorkerMemory
 
 COLUMNS = {
@@ -34,6 +36,7 @@ COLUMNS = {
     "moved": ("moved",),
     "funcs": ("functions",),
     "proc": ("process",),
+    "measured": (PEAK,),
 }
 """Headings of the memory table, and the parts that each adds up."""
 
@@ -179,6 +182,16 @@ def notes(memory: MemoryPlan) -> Iterator[str]:
         yield f"warning: {_unknown(model)}; its workers are not counted"
 
 
+def measurements(plan: Plan) -> Iterator[str]:
+    """What a benchmark measured for the spec, and what follows from it."""
+    if plan.measured is None:
+        return
+    yield from plan.measured.lines
+    if (step_s := plan.measured.step_s) is not None:
+        whole = duration(plan.steps * step_s)
+        yield f"a step takes about {step_s:.2f} s, {plan.steps} steps {whole} (without scoring and the start)"
+
+
 def unknown_sizes(plans: Sequence[MemoryPlan]) -> list[str]:
     """One line for each model whose size is not known: its section, why, and what to change.
 
@@ -203,5 +216,5 @@ def show(plan: Plan, console: Console | None = None) -> None:
             console.print(render_memory(plan.memory, where, console.width))
     if plan.memory.shared:
         console.print(render_periods(plan.memory, console.width))
-    for note in notes(plan.memory):
+    for note in (*notes(plan.memory), *measurements(plan)):
         console.print(note, markup=False, highlight=False, soft_wrap=console.width == UNBOUNDED)

@@ -17,8 +17,12 @@ class PeakMemory:
         """Record the peak that the answer of a worker (`rollout-0`) reports; an answer without one is ignored."""
         if isinstance(answer, Answer) and answer.peak is not None:
             role = worker.rpartition("-")[0]
-            before = self._roles.get(role, Peak(0))
+            before = self.of(role)
             self._roles[role] = Peak(max(before.host, answer.peak.host), max(before.gpu, answer.peak.gpu))
+
+    def of(self, role: str) -> Peak:
+        """Of the largest worker of a role; 0 where none has reported."""
+        return self._roles.get(role, Peak(0))
 
     def metrics(self) -> dict[str, float]:
         """`memory/ROLE`, `memory/driver` and, for roles with memory on GPUs, `memory/ROLE_gpu`, in GiB."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -99,7 +99,7 @@ class HeldOut(Protocol):
         ...
 
 
-async def unless_failed(watch: asyncio.Task[None], work: Coroutine[object, object, T]) -> T:
+async def unless_failed(watch: asyncio.Task[Any], work: Coroutine[object, object, T]) -> T:
     """Awaits `work`, which is cancelled where `watch` fails first; raises what `watch` raised then."""
     task = asyncio.ensure_future(work)
     try:
@@ -113,7 +113,7 @@ async def unless_failed(watch: asyncio.Task[None], work: Coroutine[object, objec
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def unless_stopped(stop: asyncio.Event, work: Coroutine[object, object, T]) -> T:
+async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
     """Awaits `work`.
 
     Raises:

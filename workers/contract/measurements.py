@@ -74,6 +74,16 @@ class BareBatch:
     response_tokens: int
 
 
+@dataclass(frozen=True)
+class UpdateParts:
+    """Time that an engine spent on updates of its weights, in its slowest process."""
+
+    verify_s: float
+    """On the digest of what it received."""
+    load_s: float
+    """On loading it into the model."""
+
+
 class MeasuredEngine(RolloutEngine, Protocol):
     """A rollout engine that measures itself."""
 
@@ -87,4 +97,8 @@ class MeasuredEngine(RolloutEngine, Protocol):
 
     def sample_bare(self, requests: Sequence[GroupRequest], prompts: pa.Table) -> Reply[BareBatch]:
         """Samples these groups by calling `AsyncLLM.generate` for all of their samples at once, and keeps nothing."""
+        ...
+
+    def read_update(self) -> Reply[UpdateParts]:
+        """What the engine spent on updates of its weights since the last reading."""
         ...

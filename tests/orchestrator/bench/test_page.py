@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from tests.browser import CHROMIUM, browser_page
-from tests.orchestrator.bench.measured import point, result
+from tests.orchestrator.bench.measured import SENT, TRAINED, point, result
 from troupe.orchestrator.bench.record import record_of
 from troupe.orchestrator.bench.results import Result, with_efficiency
+from troupe.orchestrator.bench.training import TransferResult
 from troupe.orchestrator.commands.bench_table import advice, render
 from troupe.orchestrator.reporting.html.bench import write_page
 
@@ -69,7 +70,8 @@ def test_the_text_says_what_to_change_and_which_point_is_fastest() -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 async def test_a_browser_draws_every_part_within_its_width(tmp_path: Path, width: int) -> None:
-    page_file = write_page(record_of(results(), 2), tmp_path / "bench.html")
+    sent = [*SENT, TransferResult("nccl", None, HOSTILE)]
+    page_file = write_page(record_of(results(), 2, TRAINED, sent), tmp_path / "bench.html")
     async with browser_page(width=width) as page:
         await page.open(page_file.as_uri())
         await page.run("window.dispatchEvent(new Event('beforeprint'))")
@@ -77,9 +79,14 @@ async def test_a_browser_draws_every_part_within_its_width(tmp_path: Path, width
         assert page.errors == [] and page.requests == [page_file.as_uri()]
         assert await page.run("window.hit === undefined")
         assert await page.run("document.documentElement.scrollWidth") <= width
+        cut = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth).length"
+        assert width > 390 or await page.run(cut) == 0, "on a phone a table is a list"
         sections = await page.run("[...document.querySelectorAll('section')].map((one) => one.id)")
-        assert sections == ["fastest", "throughput", "time", "bounds", "numbers"]
+        assert sections == ["fastest", "throughput", "time", "bounds", "training", "weights", "numbers"]
         assert await page.run("document.querySelectorAll('#throughput svg').length") == 2
         assert await page.run("document.querySelectorAll('#bounds article').length") == 4
         assert await page.run("document.querySelectorAll('#numbers tbody tr').length") == 4
+        assert "9000" in await page.run("document.querySelector('#training tbody').textContent")
+        assert await page.run("document.querySelectorAll('#weights tbody tr').length") == 2
+        assert "nccl was not measured" in await page.run("document.querySelector('#weights').textContent")
         assert "1280 tok/s" in await page.run("document.querySelector('#fastest').textContent")

@@ -17,9 +17,10 @@ function card(title, value, ...parts) {
   return el('figure', { class: 'card' }, el('figcaption', {}, el('b', { text: title }), el('span', { class: 'value', text: value ?? '' })), ...parts);
 }
 
-function table(heads, rows) {
-  const line = (tag, cells) => el('tr', {}, cells.map((cell, i) => el(tag, { class: i < record.fields.length ? 'nowrap' : 'num nowrap', text: cell })));
-  return el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, line('th', heads)), el('tbody', {}, rows.map((cells) => line('td', cells)))));
+// The first columns are names, the others numbers.
+function table(heads, rows, names = record.fields.length) {
+  const line = (tag, cells) => el('tr', {}, cells.map((cell, i) => el(tag, { class: i < names ? 'nowrap' : 'num nowrap', 'data-head': heads[i], text: cell })));
+  return el('div', { class: 'scroll' }, el('table', { class: 'stack' }, el('thead', {}, line('th', heads)), el('tbody', {}, rows.map((cells) => line('td', cells)))));
 }
 
 // rows: [{label, parts: [{value, color}], text}].
@@ -147,16 +148,53 @@ function numberSection() {
   return section('numbers', 'Numbers', table([...record.fields.map((field) => field.split('.').pop()), ...columns.map(([head]) => head)], rows));
 }
 
+const gib = (bytes) => `${(bytes / 2 ** 30).toFixed(2)} GiB`;
+
+function trainSection({ problem, trainers, ...train }) {
+  if (problem) return section('training', 'Training alone', el('p', { class: 'banner bad', text: `Not measured: ${visible(problem)}` }));
+  const heads = ['trainer', 'workers', 'tok/s', 'MFU', 'padding', 'peak memory', 'peak on the GPU'];
+  const rows = trainers.map((one) => [
+    one.role, count(one.workers), short(one.tokens_per_s), one.mfu === null ? '' : percent(one.mfu), percent(one.padding), gib(one.host_bytes), one.gpu_bytes ? gib(one.gpu_bytes) : '',
+  ]);
+  const kept = heads.map((_, i) => i).filter((i) => rows.some((cells) => cells[i] !== ''));
+  const pick = (cells) => kept.map((i) => cells[i]);
+  return section(
+    'training', 'Training alone',
+    el('p', { class: 'banner good' }, el('b', { text: `${seconds(train.step_s)} ` }), `for the updates of a step: ${count(train.sequences)} sequences, ${count(train.tokens)} tokens.`),
+    table(pick(heads), rows.map(pick), 1),
+  );
+}
+
+const PARTS = [['publish', 'publish_s'], ['transfer', 'transfer_s'], ['verify', 'verify_s'], ['load', 'load_s']];
+
+function weightsSection(backends) {
+  const done = backends.filter((one) => one.measures);
+  const most = Math.max(...done.map((one) => one.measures.seconds));
+  const rows = done.map(({ backend, measures }) => el(
+    'div', { class: 'bar-row wide' }, el('span', { class: 'who', text: backend }),
+    el('div', { class: 'bar' }, PARTS.map(([, key], i) => el('i', { style: { width: `${(100 * Math.max(0, measures[key])) / (most || 1)}%`, background: runColor(i) } }))),
+    el('span', { class: 'much', text: seconds(measures.seconds) }),
+  ));
+  const bytes = done.length ? `${short(done[0].measures.nbytes / 1e6)} MB` : '';
+  const heads = ['back-end', 'MB', 'seconds', ...PARTS.map(([part]) => part)];
+  const cells = done.map(({ backend, measures }) => [backend, short(measures.nbytes / 1e6), measures.seconds.toFixed(3), ...PARTS.map(([, key]) => measures[key].toFixed(3))]);
+  return section(
+    'weights', 'Updates of the weights',
+    ...(done.length ? [el('div', { class: 'split' }, card('From the policy to the last engine', bytes, el('div', { class: 'bars' }, rows), legend(...PARTS.map(([part], i) => [part, runColor(i)])))), table(heads, cells, 1)] : []),
+    ...backends.filter((one) => one.problem).map((one) => el('p', { class: 'banner bad', text: `${one.backend} was not measured: ${visible(one.problem)}` })),
+  );
+}
+
 function header() {
   const batches = measured[0]?.measures.batches;
-  const facts = [record.model.split('/').pop(), record.device === 'cuda' ? 'GPU' : 'CPU', `${count(record.points.length)} points`, batches ? `${batches} batches each` : ''];
+  const facts = [record.model.split('/').pop(), record.device === 'cuda' ? 'GPU' : 'CPU', record.points.length > 1 ? `${count(record.points.length)} points` : '', batches ? `${batches} batches each` : ''];
   return el(
     'header', { class: 'top' }, el('div', { class: 'brand', text: 'Troupe' }),
     el('div', {}, el('h1', { text: `${record.name}: rollouts` }), el('p', { class: 'facts', text: facts.filter(Boolean).join('  ·  ') })),
   );
 }
 
-const sections = [fastestSection(), ...(measured.length ? [throughputSection(), timeSection()] : []), boundSection(), ...(measured.length ? [numberSection()] : [])];
+const sections = [fastestSection(), ...(measured.length ? [throughputSection(), timeSection()] : []), boundSection(), ...(record.train ? [trainSection(record.train)] : []), ...(record.weights.length ? [weightsSection(record.weights)] : []), ...(measured.length ? [numberSection()] : [])];
 const links = el('nav', { 'aria-label': 'Sections' }, sections.map((one) => el('a', { href: `#${one.id}`, text: one.dataset.title })));
 document.getElementById('page').replaceChildren(header(), links, el('main', {}, sections));
 document.documentElement.dataset.ready = 'true';

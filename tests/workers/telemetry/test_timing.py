@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from benchmarks.support.timing import Parts
 from tests.clock import Clock
+from troupe.workers.telemetry.timing import Parts
 
 
 class Worker:

@@ -1,0 +1,76 @@
+"""Batches to train on: sequences of given lengths, with random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from troupe.workers.contract.messages import TRAIN, GroupSummary, TrainRow, TrainSummary
+
+_LOGPROB = -8.0
+"""Of every token, roughly what a model gives random ones."""
+
+
+@dataclass(frozen=True)
+class GroupLengths:
+    """Tokens of the sequences of one group."""
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @staticmethod
+    def of(summary: GroupSummary) -> GroupLengths:
+        """Those of a sampled group, as it is trained on; of an episode every row is a sequence."""
+        prompt = summary.samples[0].prompt_tokens
+        rows = (length for sample in summary.samples for length in sample.row_lengths)
+        return GroupLengths(prompt, tuple(max(1, length - prompt) for length in rows))
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences, each with its prompt."""
+        return len(self.responses) * self.prompt + sum(self.responses)
+
+
+def train_batch(groups: Sequence[GroupLengths], vocabulary: int, seed: int) -> tuple[TrainSummary, pa.Table]:
+    """Random tokens of these lengths as a batch whose every token has an advantage.
+
+    Args:
+        groups: Lengths of the sequences.
+        vocabulary: Token ids are below it.
+        seed: Of the tokens.
+
+    Returns:
+        The scalars of the rows, and the TRAIN table.
+    """
+    rng = np.random.default_rng(seed)
+    samples, rows = list[dict[str, Any]](), list[TrainRow]()
+    for number, group in enumerate(groups):
+        prompt = rng.integers(0, vocabulary, group.prompt)
+        for index, length in enumerate(group.responses):
+            samples.append(_sample(number, index, prompt, rng.integers(0, vocabulary, length)))
+            rows.append(TrainRow(group.prompt + length, length, True, group.prompt, number))
+    return TrainSummary(tuple(rows)), pa.Table.from_pylist(samples, schema=TRAIN)
+
+
+def _sample(group: int, index: int, prompt: Any, response: Any) -> dict[str, Any]:
+    """A row of a TRAIN table."""
+    logprobs, zeros = [_LOGPROB] * len(response), [0.0] * len(response)
+    return {
+        "prompt_uid": f"group-{group}",
+        "sample_index": index,
+        "attempt": 0,
+        "segment": 0,
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "loss_mask": [True] * len(response),
+        "rollout_logprobs": logprobs,
+        "ref_logprobs": logprobs,
+        "values": zeros,
+        "advantages": [1.0 if index % 2 else -1.0] * len(response),
+        "returns": zeros,
+        "reward": 0.0,
+    }

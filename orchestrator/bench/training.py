@@ -1,0 +1,143 @@
+"""What `troupe bench --train` and `--weights` measured: the trainers alone, and weights on their way to the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import get_args
+
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.rollout_checks import find_problems
+from troupe.workers.contract.config import TransferBackend
+from troupe.workers.contract.messages import Peak
+
+_BACKEND = "weight_sync.backend"
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """The updates of one step."""
+
+    seconds: float
+    updates: Sequence[Mapping[str, float]]
+    """Metrics of each of them, by `ROLE/METRIC`."""
+
+
+@dataclass(frozen=True)
+class TrainerMeasures:
+    """The trainers of one role."""
+
+    role: str
+    workers: int
+    tokens_per_s: float
+    """Computed by all workers, without padding: the median of the steps. Samples that share a copy of their prompt
+    compute it once."""
+    mfu: float | None
+    """Share of the GPUs' peak that the model's products use; None: no peak is known."""
+    padding: float
+    """Share of the computed tokens."""
+    host_bytes: int
+    """Peak of the largest worker."""
+    gpu_bytes: int
+    """Peak on the GPU; 0 on CPUs."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The trainers alone, on sequences as long as those that were sampled."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    """All updates of a step: the median."""
+    sequences: int = 0
+    """Of a step."""
+    tokens: int = 0
+    """Of these sequences, with their prompts."""
+    trainers: tuple[TrainerMeasures, ...] = ()
+    problem: str = ""
+    """Why nothing was measured; empty: it was."""
+
+
+def trainer_measures(role: str, workers: int, steps: Sequence[TrainedStep], peak: Peak) -> TrainerMeasures:
+    """The numbers of a role from the metrics of its updates."""
+
+    def of_steps(name: str) -> list[float]:
+        key = f"{role}/{name}"
+        return [fmean(u[key] for u in step.updates) for step in steps if all(key in u for u in step.updates)]
+
+    return TrainerMeasures(
+        role=role,
+        workers=workers,
+        tokens_per_s=workers * median(of_steps("tokens_per_s")),
+        mfu=median(shares) if (shares := of_steps("mfu")) else None,
+        padding=median(of_steps("padding")),
+        host_bytes=peak.host,
+        gpu_bytes=peak.gpu,
+    )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One version of the weights, from the policy to every engine."""
+
+    seconds: float
+    publish_s: float
+    verify_s: float
+    load_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TransferMeasures:
+    """Medians over the updates of the weights through one back-end."""
+
+    updates: int
+    nbytes: int
+    seconds: float
+    """From the policy's call to the acknowledgement of the last engine."""
+    publish_s: float
+    """The policy writes the weights, where engines read what it has written."""
+    transfer_s: float
+    """What the other parts leave: the way to the engines, and their pause."""
+    verify_s: float
+    """The slowest engine computes the digest of what it received."""
+    load_s: float
+    """The slowest engine loads it into its model."""
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """One back-end."""
+
+    backend: str
+    measures: TransferMeasures | None
+    problem: str = ""
+    """Why it was not measured; empty: it was."""
+
+
+def transfer_measures(transfers: Sequence[Transfer]) -> TransferMeasures:
+    """The numbers of a back-end; `transfers`: at least one."""
+    return TransferMeasures(
+        updates=len(transfers),
+        nbytes=transfers[-1].nbytes,
+        seconds=median(one.seconds for one in transfers),
+        publish_s=median(one.publish_s for one in transfers),
+        transfer_s=median(one.seconds - one.publish_s - one.verify_s - one.load_s for one in transfers),
+        verify_s=median(one.verify_s for one in transfers),
+        load_s=median(one.load_s for one in transfers),
+    )
+
+
+def by_backend(spec: RolloutSpec) -> dict[TransferBackend, RolloutSpec]:
+    """The spec with each back-end that its workers can use."""
+    backends: tuple[TransferBackend, ...] = get_args(TransferBackend)
+    candidates = {
+        name: spec.model_copy(update={"weight_sync": spec.weight_sync.model_copy(update={"backend": name})})
+        for name in backends
+    }
+    return {
+        name: candidate
+        for name, candidate in candidates.items()
+        if not any(field == _BACKEND for field, _ in find_problems(candidate))
+    }

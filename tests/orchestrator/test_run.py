@@ -1,0 +1,81 @@
+"""The start of a run: the data are checked while Ray and the workers start."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.bench.measured import GRPO
+from troupe.orchestrator import run as run_module
+from troupe.orchestrator.data.prompt_check import PromptCheck
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.hub.resolve import LocalFiles
+from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.run import RunRequest, open_run
+from troupe.orchestrator.spec.load import load_rollout_spec
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cluster whose workers have started when `workers` is set; `log` says what happened to it."""
+    state = SimpleNamespace(workers=asyncio.Event(), log=[])
+
+    class Launcher:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def open(self, *_: Any) -> Workers:
+            state.log.append("start workers")
+            await state.workers.wait()
+            return Workers({})
+
+    async def close(_: float) -> None:
+        state.log.append("close")
+
+    connected = SimpleNamespace(
+        watch=lambda _: None,
+        close=close,
+        abandon=lambda: state.log.append("abandon"),
+        events=SimpleNamespace(close=lambda: None, record=lambda *_, **__: None),
+        logs="logs",
+    )
+    monkeypatch.setattr(run_module, "WorkerLauncher", Launcher)
+    monkeypatch.setattr(run_module, "Cluster", SimpleNamespace(connect=lambda *_: connected))
+    return state
+
+
+async def started(checks: asyncio.Task[PromptCheck]) -> PromptCheck:
+    spec = load_rollout_spec(GRPO)
+    request = RunRequest(spec, Path(), False, None)
+    async with open_run(request, LocalFiles(spec, ()), Console(io.StringIO()), checks=checks):
+        return await checks
+
+
+async def test_data_that_cannot_be_used_end_the_start_of_the_workers(cluster: Any) -> None:
+    async def check() -> PromptCheck:
+        while "start workers" not in cluster.log:
+            await asyncio.sleep(0)
+        raise UsageError("no prompt can be used")
+
+    async with asyncio.timeout(5):
+        with pytest.raises(UsageError, match="no prompt can be used"):
+            await started(asyncio.create_task(check()))
+    assert cluster.log == ["start workers", "abandon"]
+
+
+async def test_workers_that_start_first_wait_for_the_check(cluster: Any) -> None:
+    async def check() -> PromptCheck:
+        while "start workers" not in cluster.log:
+            await asyncio.sleep(0)
+        cluster.workers.set()
+        await asyncio.sleep(0.05)
+        return PromptCheck(refused={"train": 3})
+
+    async with asyncio.timeout(5):
+        assert (await started(asyncio.create_task(check()))).refused == {"train": 3}
+    assert cluster.log == ["start workers", "close", "abandon"]
