@@ -32,7 +32,7 @@ from troupe.workers.training.host_states import HostStates, gradient_buffers, op
 from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
 from troupe.workers.training.resharding import opened, rank_file, rank_files
-from troupe.workers.training.shards import restrict_loading
+from troupe.workers.training.shards import restrict_loading, save_trained_only
 from troupe.workers.training.step_length import HeldStep
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ class TrainEngine:
                 config=deepspeed_config(config, self._stage, dtype, numbers),
             )
         restrict_loading(self._engine)
+        if adapter is not None:
+            save_trained_only(self._engine)
         if self._stage == 0 and dtype == torch.bfloat16:
             # DeepSpeed has stepped it once with gradients of 0. Counted, that step would make the moments of the next
             # steps too small, because AdamW corrects them by the number of steps.
@@ -383,7 +385,8 @@ class TrainEngine:
         if self.rank == 0:
             name, dtype, shape = min(self.weight_shapes(), key=lambda weight: math.prod(weight[2]))
             self._write_model(folder, source, {name: torch.zeros(shape, dtype=dtype)})
-            load_tokenizer(source.model_copy(update={"path": str(folder), "chat_template": None}))
+            if self._adapter is None:  # the folder of adapters has no configuration to load a tokenizer by
+                load_tokenizer(source.model_copy(update={"path": str(folder), "chat_template": None}))
 
     def _write_model(self, folder: Path, source: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
         """Write these weights with the configuration of the model, and what stands beside it in the model `source`.

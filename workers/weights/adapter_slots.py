@@ -66,10 +66,16 @@ def slot_problem(
         return f"the engine has no layer for the adapter of {_some(homeless)}"
     for name, layer in layers.items():
         for number, part in enumerate(parts[name]):
-            a, b = layer.lora_a_stacked[number][slot, 0], layer.lora_b_stacked[number][slot, 0]
+            a, b = (_memory(of, number, slot) for of in (layer.lora_a_stacked, layer.lora_b_stacked))
             if problem := _difference(part, a, b, adapters.get(part), scaling):
                 return problem
     return ""
+
+
+def _memory(stacked: torch.Tensor | Sequence[torch.Tensor], number: int, slot: int) -> torch.Tensor:
+    """Memory of one factor of an adapter; embeddings and output heads have one tensor and other shapes."""
+    memory = (stacked if isinstance(stacked, torch.Tensor) else stacked[number])[slot]
+    return memory[0] if memory.dim() == 3 else memory
 
 
 def _difference(name: str, a: torch.Tensor, b: torch.Tensor, expected: LayerAdapter | None, scaling: float) -> str:

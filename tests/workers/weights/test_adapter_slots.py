@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ PACKED = {QKV: ["layers.0.q", "layers.0.k"]}
 class Layer:
     """Memory of a layer of vLLM for two adapters."""
 
-    lora_a_stacked: tuple[torch.Tensor, ...]
-    lora_b_stacked: tuple[torch.Tensor, ...]
+    lora_a_stacked: Any
+    lora_b_stacked: Any
 
 
 def adapter(seed: int, inputs: int = 5, outputs: int = 4, rank: int = RANK) -> LayerAdapter:
@@ -101,6 +102,14 @@ def test_every_difference_is_named(fault: Callable[[dict[str, LayerAdapter]], di
 def test_an_adapter_of_a_layer_that_the_engine_does_not_have_is_named() -> None:
     strange = {**version(), "layers.0.query": adapter(5)}
     assert problem(engine(version()), strange) == "the engine has no layer for the adapter of layers.0.query"
+
+
+def test_an_embedding_has_other_memory_and_no_adapter() -> None:
+    layers: dict[str, Any] = dict(engine(version()))
+    layers["embed"] = Layer(torch.zeros(2, 9, RESERVED), torch.zeros(2, 1, 5, RESERVED))
+    assert problem(layers, version()) == ""
+    layers["embed"].lora_b_stacked[1, 0, 4, 1] = 1.0
+    assert problem(layers, version()) == "the engine has an adapter of embed, and the version has none"
 
 
 def test_a_version_with_parts_missing_or_of_another_rank_is_named() -> None:
