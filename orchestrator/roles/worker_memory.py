@@ -8,7 +8,7 @@ Everything is in bytes. What DeepSpeed holds is read from its source (0.19: `run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -464,7 +464,7 @@ def engine(
     return (memory, host), Cache(cache * ranks, cache // needed, config.max_model_len)
 
 
-_LAYERS = {
+_LAYERS: Mapping[str, Callable[[ModelSize], tuple[int, int]]] = {
     "q_proj": lambda size: (size.hidden, size.heads * size.head_dim),
     "k_proj": lambda size: (size.hidden, size.kv_heads * size.head_dim),
     "v_proj": lambda size: (size.hidden, size.kv_heads * size.head_dim),
