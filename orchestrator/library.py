@@ -162,21 +162,36 @@ def plan(
     return found
 
 
-def export(run: Outcome | str | Path, folder: str | Path, *, step: int | None = None, average: bool = False) -> Path:
+def export(
+    run: Outcome | str | Path,
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    average: bool = False,
+    merge: bool = False,
+) -> Path:
     """Write the policy of a run as a Hugging Face model folder, and return the folder.
+
+    Where the run trained adapters (`roles.policy.lora`), that is peft's folder of an adapter.
 
     Args:
         run: The run, or its folder.
         folder: The folder to write; it must not exist.
         step: Step of the checkpoint; None: the newest valid one.
         average: The moving average of the weights (`ema_decay`) instead of the weights.
+        merge: Add the adapters to the model below them, in float32 before rounding once, and write the whole model.
 
     Raises:
-        OSError: There is no such checkpoint, or the folder exists or cannot be written.
+        OSError: There is no such checkpoint, the folder exists or cannot be written, or the model below the adapters
+            has changed.
+        UsageError: There are no adapters to merge.
     """
-    from troupe.orchestrator.training.checkpoint import write_model
+    from troupe.orchestrator.training.checkpoint import has_adapters, write_merged, write_model
 
-    return write_model(model_of(run, step=step, average=average), Path(folder))
+    source = model_of(run, step=step, average=average)
+    if merge and not has_adapters(source):
+        raise UsageError(f"{source} is a whole model: there are no adapters to merge")
+    return write_merged(source, Path(folder)) if merge else write_model(source, Path(folder))
 
 
 def model_of(run: Outcome | str | Path, *, step: int | None = None, average: bool = False) -> Path:

@@ -196,7 +196,7 @@ class _Sampling:
 
     async def sample(self, version: int, groups: Sequence[GroupOrigin]) -> list[pa.Table]:
         """Samples these groups at the same time, as the scheduler does; the engines start with version 0."""
-        if version:
+        if version or self._spec.trains_adapters:
             await self._sync.push(version)
         self._context.console.message(f"sampling {len(groups)} group(s) with version {version}")
         return await asyncio.gather(*map(self._group, groups))

@@ -23,6 +23,7 @@ _REFUSED = {
     r"algorithm\.name": "the checkpoint's state belongs to the algorithm that wrote it",
     r"model\.path": "the weights are the checkpoint's; to train another model, start another run",
     r"model\.dtype": "the checkpoint's optimizer states are of the other type",
+    r"roles\.policy\.lora(\..*)?": "the checkpoint holds the weights that trained until then",
     r"roles\.critic": "the checkpoint was written with the other set of trainers",
     r"roles\.critic\.model(\..*)?": "the critic's weights are the checkpoint's; start another run",
     r"data\.max_length": "it decides which examples are trained on, and so their order",

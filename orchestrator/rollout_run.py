@@ -129,8 +129,9 @@ class RolloutRun:
                     texts.restore(found.state["source"]["texts"])
                 state = ControllerState.model_validate(found.state["memory"])
             await recovery.retry(lambda: self._load(found))
-            if self._handover is not None:
-                await recovery.retry(lambda: sync.push(done))  # engines that rest wake with weights
+        # Engines that rest wake with weights, and engines without adapters do not sample.
+        if spec.trains_adapters or (found is not None and self._handover is not None):
+            await recovery.retry(lambda: sync.push(done))
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(
             workers=self._workers,
@@ -176,6 +177,8 @@ class RolloutRun:
         auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.score_tokens)
         self._context.console.phase("audit", 0, 1)
         if found is None:
+            if controller is None and spec.trains_adapters:
+                await weight_sync(spec, policy, self._pool, self._context.cluster).push(0)
             report = await auditor.run(AuditedWeights("the initial weights", 0, model))
         else:
             await auditor.warm()

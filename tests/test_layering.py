@@ -71,11 +71,13 @@ OWNERS = {
     "deepspeed": ("workers.training",),
     "duckdb": ("orchestrator.reporting.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
+    "peft": ("workers.models.adapter",),
     "vllm": (
         "workers.rollout",
         "workers.measured_rollout",
         "workers.engine",
         "workers.weights.vllm_transfer",
+        "workers.weights.vllm_adapter",
         "workers.weights.reload",
     ),
 }

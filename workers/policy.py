@@ -35,6 +35,7 @@ from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chun
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
+from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.step_length import HeldStep
@@ -73,9 +74,12 @@ class PolicyWorker(TrainingRank):
             self._weight_store = WeightStore(config.weight_store, config.run_id)
         announce(Activity.MODEL)
         model = load_causal(config.model, partitioner_for(config.model, config.trainer))
+        adapter = None if config.lora is None else ModelAdapter(model, config.lora, config.model)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
-        self._train(module, model, model.dtype)
-        if config.reference_model is not None:
+        self._train(module, model, model.dtype, adapter)
+        if adapter is not None and config.reference_model == config.model:
+            self._base_of = adapter
+        elif config.reference_model is not None:
             frozen = load_causal(config.reference_model, partitioner_for(config.reference_model, config.trainer))
             self._refer_to(self._logprobs(frozen, entropy_grad=False), frozen)
         if config.device == "cuda":

@@ -36,10 +36,17 @@ from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, 
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineDead, engine_dead
+from troupe.workers.engine.probe import apart, probe_logprobs
 from troupe.workers.engine.process import engine_processes
 from troupe.workers.engine.rest import EngineMemory
 from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
-from troupe.workers.engine.settings import check_structured, engine_args, set_environment, structured_outputs
+from troupe.workers.engine.settings import (
+    adapter_request,
+    check_structured,
+    engine_args,
+    set_environment,
+    structured_outputs,
+)
 from troupe.workers.engine.tool_calls import tool_parser
 from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
 from troupe.workers.episodes.reader import TurnReader, read_row
@@ -52,6 +59,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -103,6 +111,8 @@ class RolloutWorker:
         self._serial = itertools.count()
         self._update_lock = asyncio.Lock()
         self._memory = EngineMemory(config.sleep, self._call)
+        self._adapter: LoRARequest | None = None
+        """The policy's adapters that the engine has loaded, if the policy trains adapters."""
         self._files_written: set[str] = set()
         self._kept = ("", "")
         """Path and digest of the weight file that this worker wrote whole; empty: there is none."""
@@ -276,7 +286,11 @@ class RolloutWorker:
                 await self._call(engine.start_weight_update())
                 await self._call(engine.update_weights(WeightTransferUpdateRequest(asdict(update))))
                 await self._call(engine.finish_weight_update(str(update.version)))
+                if self._config.lora is not None:
+                    await self._use_adapter(engine)
                 digest = await self._confirmed_digest(update.version, update.digest)
+                if self._config.lora is not None:
+                    self._adapter = adapter_request(update.version, digest)
                 await self._resume(update.version)
             except BaseException as error:
                 self._shut(f"the update to version {update.version} failed")
@@ -285,6 +299,22 @@ class RolloutWorker:
                 raise
         seconds = time.monotonic() - started
         return WeightAck(self._name, update.version, digest, seconds, peak=await self._peak())
+
+    async def _use_adapter(self, engine: AsyncLLM) -> None:
+        """Put the received adapters in place, the first time after a probe that samples with others.
+
+        Raises:
+            RuntimeError: What the engine computes does not depend on its adapters.
+        """
+        if self._adapter is None:
+            await self._call(engine.collective_rpc("troupe_use_probe"))
+            await self._call(engine.resume_generation())
+            probe = adapter_request(self._version, "probe")
+            adapted, plain = [await probe_logprobs(engine, lora) for lora in (probe, None)]
+            await self._call(engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
+            if not apart(adapted, plain):
+                raise RuntimeError("the engine computes the same log-probs with adapters and without")
+        await self._call(engine.collective_rpc("troupe_use_adapter"))
 
     async def write_weights(self, update: WeightUpdate, payload: Bytes | StoredBytes) -> None:
         """Write the weight file of `update` on this node, for all engines of the node.
@@ -596,7 +626,8 @@ class RolloutWorker:
         params = self._sampling_params(request, index, limits)
         final: RequestOutput | None = None
         try:
-            async for output in engine.generate(tokens_input(prompt_ids), params, request_id):
+            adapter = self._require_adapter()
+            async for output in engine.generate(tokens_input(prompt_ids), params, request_id, lora_request=adapter):
                 final = output
         except Exception as error:
             if engine.errored:
@@ -604,7 +635,19 @@ class RolloutWorker:
             raise
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{self._name}: vLLM ended {request_id} without a complete response")
+        if (final.lora_request is None) is not (self._config.lora is None):
+            raise RuntimeError(f"{self._name}: vLLM sampled {request_id} without the policy's adapters")
         return final
+
+    def _require_adapter(self) -> LoRARequest | None:
+        """The adapters of the current version; None: the engine holds all weights of the policy.
+
+        Raises:
+            EngineClosed: The policy has adapters, and the engine has not loaded any yet.
+        """
+        if self._config.lora is not None and self._adapter is None:
+            raise EngineClosed(self._name, "it has not loaded the policy's adapters yet")
+        return self._adapter
 
     def _sampling_params(self, request: GroupRequest, index: int, limits: TurnLimits | None = None) -> SamplingParams:
         from vllm import SamplingParams

@@ -138,7 +138,7 @@ def _point(load: Callable[[list[str]], RunSpec], settings: dict[str, Any], promp
         raise SpecError([_swept(problem, settings) for problem in error.problems]) from None
     if spec.rollouts is None:
         raise UsageError("the spec has no rollouts to measure: it trains on offline data")
-    rollouts = spec.rollouts
+    rollouts = spec.rollouts.without_adapters()  # without a policy there are none to load
     if prompts is not None:
         schedule = rollouts.schedule.model_copy(update={"prompts_per_step": prompts})
         rollouts = rollouts.model_copy(update={"schedule": schedule})

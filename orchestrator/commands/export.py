@@ -21,6 +21,9 @@ def export(
     average: Annotated[
         bool, typer.Option("--average", help="Export the moving average of the weights (ema_decay).")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write a whole model: adapters (roles.policy.lora) merged into it.")
+    ] = False,
     push: Annotated[
         str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload the model to the Hugging Face hub.")
     ] = None,
@@ -28,18 +31,23 @@ def export(
     yes: Annotated[bool, typer.Option("--yes", help="With --push: do not ask before uploading.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."""
+    """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM.
+
+    Of a run that trained adapters (roles.policy.lora), that is peft's folder of an adapter, or with --merge the whole
+    model.
+    """
     from troupe.orchestrator import library
-    from troupe.orchestrator.training.checkpoint import write_model
 
     if target is None and push is None:
         exit_with("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
+    if merge and push is not None:
+        exit_with("error: --merge writes a FOLDER; --push uploads what the checkpoint holds", USER_ERROR)
     if as_json and push is not None and not yes:
         exit_with("error: --json with --push needs --yes: nothing can be asked", USER_ERROR)
     source = library.model_of(run_folder, step=step, average=average)
     done: dict[str, str] = {"checkpoint": source.parent.name}
     if target is not None:
-        done["folder"] = str(write_model(source, target))
+        done["folder"] = str(library.export(run_folder, target, step=step, average=average, merge=merge))
         if not as_json:
             typer.echo(f"wrote {done['folder']}")
     if push is not None:

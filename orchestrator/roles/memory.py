@@ -10,11 +10,13 @@ from typing import Any
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
 from troupe.orchestrator.roles import shared_gpu
 from troupe.orchestrator.roles.worker_memory import (
+    WIDTHS,
     Cache,
     Part,
     Scoring,
     Training,
     WorkerMemory,
+    adapter_numbers,
     bucket_bytes,
     engine,
     scoring,
@@ -23,7 +25,7 @@ from troupe.orchestrator.roles.worker_memory import (
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config import ALL_LINEAR, ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.contract.weight_backends import BACKENDS
@@ -122,6 +124,9 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     if size is None:
         return (), None
     transfer = BACKENDS[config.transfer_backend].engine_buckets * bucket_bytes(size, config.model.dtype)
+    if config.lora is not None:  # every layer has memory for an adapter of its kind
+        every = config.lora.model_copy(update={"targets": ALL_LINEAR})
+        transfer += WIDTHS[config.model.dtype] * adapter_numbers(size, every, config.lora.reserved_rank)
     on_gpu = gpu if config.device == "cuda" else None
     shared = spec.roles.rollout.colocate_with == "policy"
 
@@ -246,6 +251,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
     size = sizes.of(config.model)
     if size is None:
         return (), None
+    of_base = config.lora is not None and config.reference_model == config.model  # the policy without its adapters
     backend = BACKENDS[config.transfer_backend]
     buffers = backend.sender_buckets if backend.every_rank_sends or seat.worker == "policy-0" else 0
     rank = Training(
@@ -258,9 +264,10 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         scaled=config.sampling.temperature != 1.0,
         entropy_grad=config.loss.entropy_coef > 0,
         kept_states=spec.algorithm.kl_states,
-        reference=_reference(config.reference_model, sizes),
+        reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
+        adapters=0 if config.lora is None else adapter_numbers(size, config.lora),
     )
     memories = training(seat.worker, rank)
     if spec.resolved_sleep == "none":

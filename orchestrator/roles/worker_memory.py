@@ -8,17 +8,19 @@ Everything is in bytes. What DeepSpeed holds is read from its source (0.19: `run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.workers.contract.config import (
+    ALL_LINEAR,
     CHUNK_LOGITS,
     GPU_BATCH_TOKENS,
     REDUCE_BUCKET,
     Dtype,
     EngineConfig,
+    LoraConfig,
     TrainerConfig,
 )
 from troupe.workers.contract.units import GIB, MIB
@@ -111,6 +113,8 @@ class Training:
     """Host memory of the process with its libraries and no model."""
     transfer: int = 0
     """Buffers for sending weights from device to device."""
+    adapters: int = 0
+    """Numbers of the adapters, which alone train; 0: all weights do."""
 
 
 def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
@@ -119,10 +123,14 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     device: Where = "gpu" if rank.gpu else "host"
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
     stage = trainer.stage_for(rank.ranks, rank.dtype == "float32")
-    for where, part in zero_states(size, width, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
+    trained = size
+    if rank.adapters:
+        trained = replace(size, backbone=rank.adapters, head=0, largest=rank.adapters)
+        parts[device].append(Part("base model", width * size.parameters))
+    for where, part in zero_states(trained, width, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
         parts[where].append(part)
     if trainer.ema_decay:
-        held = math.ceil(size.parameters / rank.ranks) if stage == 3 else size.parameters
+        held = math.ceil(trained.parameters / rank.ranks) if stage == 3 else trained.parameters
         parts[device].append(Part("average", 4 * held))
     if rank.reference is not None:
         frozen, dtype = rank.reference
@@ -454,6 +462,31 @@ def engine(
     cache = max(0, int(config.gpu_share * gpu) - sum(part.bytes for part in fixed))
     memory = WorkerMemory(worker, "gpu", (*fixed, Part("kv cache", cache), sent))
     return (memory, host), Cache(cache * ranks, cache // needed, config.max_model_len)
+
+
+_LAYERS: Mapping[str, Callable[[ModelSize], tuple[int, int]]] = {
+    "q_proj": lambda size: (size.hidden, size.heads * size.head_dim),
+    "k_proj": lambda size: (size.hidden, size.kv_heads * size.head_dim),
+    "v_proj": lambda size: (size.hidden, size.kv_heads * size.head_dim),
+    "o_proj": lambda size: (size.heads * size.head_dim, size.hidden),
+    "gate_proj": lambda size: (size.hidden, size.intermediate),
+    "up_proj": lambda size: (size.hidden, size.intermediate),
+    "down_proj": lambda size: (size.intermediate, size.hidden),
+}
+"""Inputs and outputs of the linear layers by their most frequent names."""
+
+
+def adapter_numbers(size: ModelSize, lora: LoraConfig, rank: int | None = None) -> int:
+    """Numbers of the adapters of a model. A layer of another name counts as one from the states to the feed-forward.
+
+    Args:
+        size: Size of the model.
+        lora: The adapters.
+        rank: Another rank than theirs.
+    """
+    names = tuple(_LAYERS) if lora.targets == ALL_LINEAR else lora.targets
+    sides = (_LAYERS[name](size) if name in _LAYERS else (size.hidden, size.intermediate) for name in names)
+    return size.layers * (rank or lora.rank) * sum(map(sum, sides))
 
 
 def bucket_bytes(size: ModelSize, dtype: Dtype) -> int:

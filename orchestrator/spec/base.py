@@ -115,6 +115,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         """What kind of model the run writes."""
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether the run writes adapters instead of whole models."""
+        return False
+
+    @property
     @abstractmethod
     def device(self) -> Device:
         """Device that the model is trained on."""

@@ -22,7 +22,7 @@ _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false",
 """Simple types of options, and their words in an error message."""
 
 _ONE_NODE = "an engine has the GPUs of tensor_parallel_size, on one node; set {role}.workers for more engines"
-_LORA = "Troupe trains and updates all weights; there are no adapters"
+_LORA = "Troupe sets it: set roles.policy.lora to train adapters"
 _MODEL = "set {model}.path"
 _REVISION = "set {model}.revision"
 _CACHE = "set {role}.gpu_memory_utilization (GPU) or {role}.kv_cache_gib (CPU)"

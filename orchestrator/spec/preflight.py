@@ -262,6 +262,14 @@ def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tupl
             yield field, f"{size} {why}"
 
 
+def has_experts(model: ModelConfig) -> bool:
+    """Whether layers of a model have experts, by its config.json; False where that does not say."""
+    try:
+        return shape_of(read_config(Path(model.path))).experts > 0
+    except (SizeUnknown, FieldUnknown):  # an architecture without these fields, or a folder that is not there
+        return False
+
+
 def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[str, str, int]]) -> Iterator[Finding]:
     """Models whose attention cannot be divided among the workers that share their rows, by their config.json.
 

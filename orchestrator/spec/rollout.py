@@ -196,7 +196,14 @@ class RolloutSpec(RunSpec, frozen=True):
         if self.roles.judge is not None:
             judge = self.roles.judge.tensor_parallel_size
             engines["roles.judge.model"] = ("roles.judge.tensor_parallel_size", judge)
-        return [*super().model_problems(models), *heads, *preflight.undivided_models(models, engines)]
+        adapters = [("roles.policy.lora", "is not supported for models with experts; train all weights")]
+        unfit = self.trains_adapters and "model" in models and preflight.has_experts(models["model"])
+        return [
+            *super().model_problems(models),
+            *heads,
+            *preflight.undivided_models(models, engines),
+            *(adapters if unfit else ()),
+        ]
 
     def _algorithm_problems(self) -> Iterator[Finding]:
         if section.is_custom(self.algorithm.name):
@@ -219,9 +226,11 @@ class RolloutSpec(RunSpec, frozen=True):
         ]
 
     def resolved_backend(self) -> TransferBackend:
-        """The weight-transfer back-end, `auto` resolved."""
+        """The weight-transfer back-end, `auto` resolved. Adapters are small: they take the way through memory."""
         if self.weight_sync.backend != "auto":
             return self.weight_sync.backend
+        if self.roles.policy.lora is not None:
+            return "shm"
         return automatic_backend(self.device, self.roles.rollout.colocate_with == "policy").name
 
     @property
@@ -247,7 +256,13 @@ class RolloutSpec(RunSpec, frozen=True):
             episode=self.episode_config(),
             turn_forms=section.corrects_sampler(self.algorithm) or not section.policy_loss(self.algorithm).has_ratio,
             sleep=self.resolved_sleep,
+            lora=self.roles.policy.lora,
         )
+
+    def without_adapters(self) -> RolloutSpec:
+        """The spec for engines that serve the model that training starts from, without a policy."""
+        policy = self.roles.policy.model_copy(update={"lora": None})
+        return self.model_copy(update={"roles": self.roles.model_copy(update={"policy": policy})})
 
     def episode_config(self) -> EpisodeConfig | None:
         """Bounds of an episode; None without an environment."""
@@ -290,6 +305,7 @@ class RolloutSpec(RunSpec, frozen=True):
             transfer_backend=self.resolved_backend(),
             weight_store=self.weight_sync.url,
             records_tokens=self.output.trajectories,
+            lora=role.lora,
         )
 
     def critic_config(self) -> CriticConfig | None:
@@ -328,6 +344,11 @@ class RolloutSpec(RunSpec, frozen=True):
     def trains(self) -> Literal["policy"]:
         """What kind of model the run writes."""
         return "policy"
+
+    @property
+    def trains_adapters(self) -> bool:
+        """See `RunSpec.trains_adapters`."""
+        return self.roles.policy.lora is not None
 
     @property
     def rollouts(self) -> RolloutSpec:

@@ -20,6 +20,7 @@ from troupe.orchestrator.spec.checks import (
     trainer_problems,
 )
 from troupe.orchestrator.spec.engine_options import refused_options
+from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EngineRole, ReasoningGymSource
@@ -466,4 +467,5 @@ _CHECKS = (
     _alarm,
     _optimizers,
     environment_problems,
+    lora_problems,
 )

@@ -17,6 +17,7 @@ from troupe.workers.contract.config import (
     EvalSampling,
     Frozen,
     GreedyOrTemperature,
+    LoraConfig,
     ModelConfig,
     RewardConfig,
     Sleep,
@@ -127,6 +128,9 @@ class PolicyRole(TrainerRole):
     share_prompts: bool = True
     """Train the samples of a group behind one copy of their prompt where they are packed and it saves work; the result
     is the same to float tolerance."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the model's weights; null: train all weights. The engines load the adapters
+    of each version, and a reference that is colocated with the policy is the same model without them."""
 
 
 class CriticRole(TrainerRole):

@@ -215,7 +215,7 @@ def _no_such(name: str, path: FieldPath, earlier: list[str]) -> str:
 def _unfit(
     spec: RunSpec, borrowed: Mapping[FieldPath, str], earlier: Mapping[str, PlannedRun]
 ) -> Iterator[tuple[FieldPath, str]]:
-    """Models of the wrong kind: a reward model in place of a language model, or the reverse."""
+    """Models of the wrong kind: a reward model in place of a language model, or the reverse, or only adapters."""
     trains_reward_model = spec.trains == "reward_model"
     for path, name in borrowed.items():
         is_reward_model = earlier[name].spec.trains == "reward_model" if name in earlier else False
@@ -224,6 +224,8 @@ def _unfit(
         either = path[:2] in (("roles", "reward"), ("roles", "critic")) or trains_reward_model
         if is_reward_model and not either:
             yield path, f"stage {name} trains a reward model; here a language model is needed"
+        if name in earlier and earlier[name].spec.trains_adapters:
+            yield path, f"stage {name} trains adapters (roles.policy.lora), which no stage can start from yet"
 
 
 def _prefixed(problem: Problem, stage: str) -> Problem:

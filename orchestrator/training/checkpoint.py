@@ -25,6 +25,7 @@ from typing import Any
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.workers.isolation.probe import ProbeFailed, ask
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,10 @@ MODEL = "model"
 """Folder of a checkpoint that holds the policy as a Hugging Face model."""
 AVERAGE = "model-average"
 """Folder of a checkpoint that holds the moving average of its weights, if the run keeps one."""
+_ADAPTERS = "adapter_config.json"
+"""File of a folder that holds adapters."""
+_MERGE = "troupe.workers.training.merging:merge"
+_MERGE_S = 3600.0
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -341,6 +346,32 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
     if not source.is_dir():
         raise CheckpointError(errno.ENOENT, f"the checkpoint has no folder {model}", str(source))
     return source
+
+
+def has_adapters(model: Path) -> bool:
+    """Whether the folder of a checkpoint's model holds adapters instead of a whole model."""
+    return (model / _ADAPTERS).is_file()
+
+
+def write_merged(source: Path, target: Path) -> Path:
+    """Writes adapters, merged with the model below them, to a new folder, which appears when it is complete.
+
+    Raises:
+        CheckpointError: `target` exists or cannot be written, or the model below has changed.
+    """
+    scratch = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        ask(_MERGE, {"adapter": str(source), "target": str(scratch)}, _MERGE_S)
+        os.rename(scratch, target)
+    except ProbeFailed as error:
+        raise CheckpointError(errno.EINVAL, f"cannot be merged: {error.raised or error}", str(source)) from error
+    except OSError as error:
+        raise CheckpointError(error.errno, error.strerror, str(target)) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
 
 
 def write_model(source: Path, target: Path) -> Path:

@@ -6,6 +6,7 @@ every field is described and checked in one place.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -240,6 +241,46 @@ class TrainerConfig(OptimizerConfig):
         """
         alone = ranks == 1 and float32 and not self.offload_optimizer
         return 0 if alone and self.zero_stage < 3 else self.zero_stage
+
+
+ALL_LINEAR = "all-linear"
+"""`lora.targets` of every linear layer but the output head."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM reserves memory for; a rank in between takes the memory of the next one."""
+
+
+class LoraConfig(Frozen):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): only they train, and the model itself stays as it was loaded.
+
+    A target's weight W becomes W + scaling * B A, where A has `rank` rows and starts at random, and B has `rank`
+    columns and starts at 0."""
+
+    rank: int = Field(default=16, ge=1, le=ADAPTER_RANKS[-1])
+    """Rank of the adapters (peft's `r`)."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """Numerator of the scaling, alpha / rank."""
+    targets: tuple[str, ...] | Literal["all-linear"] = ALL_LINEAR
+    """Layers that have an adapter, by the last part of their name, such as `[q_proj, v_proj]`; `all-linear`: every
+    linear layer but the output head."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of an adapter's inputs that is dropped in training. Only 0 is supported: with dropout, the log-probs of an
+    update would not be those of the policy that sampled."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases train besides. Only `none` is supported: vLLM loads no biases with an adapter."""
+    rslora: bool = False
+    """Divide alpha by the square root of the rank instead of the rank (rsLoRA, arXiv 2312.03732)."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that train whole, besides the adapters. None are supported: vLLM loads none with an adapter."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def reserved_rank(self) -> int:
+        """Rank that an engine reserves memory for."""
+        return next(rank for rank in ADAPTER_RANKS if rank >= self.rank)
 
 
 class RewardFunctionConfig(Frozen):
@@ -496,6 +537,8 @@ class RolloutConfig(Frozen):
     """What the engine releases while it rests."""
     kv_cache_bytes: int | None = None
     """KV cache of each GPU, where others share it; None: what vLLM finds free (`gpu_memory_utilization`)."""
+    lora: LoraConfig | None = None
+    """The policy's adapters, which the engine loads beside the model; None: it loads all weights."""
 
 
 class PolicyConfig(Frozen):
@@ -523,6 +566,8 @@ class PolicyConfig(Frozen):
     """Train the samples of a group behind one copy of their prompt, where the model supports it."""
     records_tokens: bool = False
     """Keep log-probs and entropies of the updates until they are taken."""
+    lora: LoraConfig | None = None
+    """Train adapters; None: train all weights."""
 
 
 class CriticConfig(Frozen):

@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.contract.config import GPU_BATCH_TOKENS, RolloutConfig, StructuredConfig
+from troupe.workers.contract.config import GPU_BATCH_TOKENS, LoraConfig, RolloutConfig, StructuredConfig
 from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, private_semaphores, temporary_folder
 from troupe.workers.engine.process import import_ahead
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
+ADAPTER_BACKEND = "troupe_adapter"
+"""vLLM's name for the engine of `troupe.workers.weights.vllm_adapter`, which loads adapters."""
+ADAPTER_ID = 1
+"""vLLM's number for the policy's adapters: an engine has no others."""
 _EXTENSION = "troupe.workers.weights.vllm_transfer.EngineExtension"
+_ADAPTER_EXTENSION = "troupe.workers.weights.vllm_adapter.AdapterExtension"
+_NO_PATH = "/nowhere/adapters-are-loaded-by-the-weight-update"
+"""vLLM looks for an adapter there that it does not have, and the request fails."""
 _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK_TOKENS = 32
 """Tokens in one block of the KV cache. Samples of a group share the full blocks of their prompt. The default of vLLM's
@@ -75,20 +83,40 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         enable_prefix_caching=engine.enable_prefix_caching,
         hf_overrides={"head_dtype": "float32"} if config.model.computes_float32_logits else {},
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after temperature and top-p
-        weight_transfer_config=WeightTransferConfig(backend=receiver_name(config.transfer_backend)),
-        worker_extension_cls=_EXTENSION,
+        weight_transfer_config=WeightTransferConfig(
+            backend=receiver_name(config.transfer_backend) if config.lora is None else ADAPTER_BACKEND
+        ),
+        worker_extension_cls=_EXTENSION if config.lora is None else _ADAPTER_EXTENSION,
         # Without white space between the parts of JSON: a response could be nothing else.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
         enable_log_requests=False,
         use_tqdm_on_load=False,
         disable_log_stats=False,  # the timings of each sample come from them
-        **(_device_args(config) | config.engine_options),
+        **(_device_args(config) | _adapter_args(config.lora) | config.engine_options),
     )
 
 
 def receiver_name(backend: TransferBackend) -> str:
     """vLLM's name for the receiver of a weight-transfer back-end."""
     return f"troupe_{backend}"
+
+
+def adapter_request(version: int, digest: str) -> LoRARequest:
+    """vLLM's reference to the policy's adapters, which every request for a sample must carry.
+
+    vLLM's prefix cache knows adapters by their name: with another name for every version, no request reads what an
+    earlier version has computed.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"policy-{version}-{digest}", ADAPTER_ID, _NO_PATH)
+
+
+def _adapter_args(lora: LoraConfig | None) -> dict[str, Any]:
+    """Arguments of an engine that samples with adapters."""
+    if lora is None:
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.reserved_rank}
 
 
 def structured_outputs(config: StructuredConfig | None) -> StructuredOutputsParams | None:

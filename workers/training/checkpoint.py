@@ -32,17 +32,19 @@ from troupe.workers.training.shards import read_shard
 class ReshardingLoader:
     """Loads weights, optimizer and counters into a DeepSpeed engine, resharded for its group. Collective."""
 
-    def __init__(self, engine: Any, stage: int, dtype: torch.dtype) -> None:
+    def __init__(self, engine: Any, stage: int, dtype: torch.dtype, *, whole: bool = True) -> None:
         """Set the engine to load into.
 
         Args:
             engine: DeepSpeed's engine.
             stage: Its ZeRO stage.
             dtype: Type of its weights.
+            whole: Whether all weights were saved, and not only those that train.
         """
         self._engine = engine
         self._stage = stage
         self._dtype = dtype
+        self._whole = whole
 
     def load(self, folder: Path, ranks: int) -> None:
         """Load what another group wrote.
@@ -72,7 +74,7 @@ class ReshardingLoader:
         # The same steps as in DeepSpeed's own loading.
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()
-        self._engine.load_module_state_dict(model)
+        self._engine.load_module_state_dict(model, strict=self._whole)
         if self._stage == 0:
             optimizer.load_state_dict(unflattened(state[keys.adam], now))
         else:

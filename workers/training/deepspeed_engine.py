@@ -20,6 +20,7 @@ from torch import nn
 from troupe.workers.contract.config import Device, ModelConfig, TrainerConfig
 from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
 from troupe.workers.data.turn_ends import name_end
+from troupe.workers.models.adapter_files import as_bytes, as_text
 from troupe.workers.models.capabilities import check_deterministic
 from troupe.workers.models.cpu import return_freed
 from troupe.workers.models.modeling import ModelModule
@@ -28,9 +29,10 @@ from troupe.workers.training import masters
 from troupe.workers.training.checkpoint import ReshardingLoader, reshard_average
 from troupe.workers.training.group import import_deepspeed
 from troupe.workers.training.host_states import HostStates, gradient_buffers, optimizer_states
+from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
 from troupe.workers.training.resharding import opened, rank_file, rank_files
-from troupe.workers.training.shards import restrict_loading
+from troupe.workers.training.shards import restrict_loading, save_trained_only
 from troupe.workers.training.step_length import HeldStep
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ _ADAM = ("betas", "eps", "weight_decay")
 """Settings of a parameter group of AdamW that the configuration decides; the learning rate is set at every update."""
 
 _GENERATION = "generation_config.json"
+_BASE = "base"
+"""Digest of the model that adapters were trained on, in a rank's own file."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +86,7 @@ class TrainEngine:
         total_updates: int,
         device: Device,
         dtype: torch.dtype,
+        adapter: ModelAdapter | None = None,
     ) -> None:
         """Put a module under DeepSpeed; the process must have joined its group.
 
@@ -92,6 +97,8 @@ class TrainEngine:
             total_updates: Optimizer updates that the learning-rate schedule spans.
             device: Device of this rank.
             dtype: Type of the weights.
+            adapter: The adapters in the model, which alone are trained, published, averaged and saved; None: all
+                weights are.
 
         Raises:
             ValueError: the model is random in training mode.
@@ -102,6 +109,7 @@ class TrainEngine:
         self._updates = 0
         self._dtype = dtype
         self._model = model
+        self._adapter = adapter
         self._stage = config.stage_for(dist.get_world_size(), dtype == torch.float32)
         if config.gradient_checkpointing:
             # ZeRO-3 frees a parameter between forward and backward, which non-reentrant checkpointing rejects.
@@ -113,7 +121,7 @@ class TrainEngine:
         check_deterministic(module, model, device)
         if device == "cpu":
             return_freed()
-        numbers = sum(math.prod(whole_shape(parameter)) for parameter in module.parameters())
+        numbers = sum(math.prod(whole_shape(parameter)) for parameter in module.parameters() if parameter.requires_grad)
         # One of DeepSpeed's optimizers prints its memory use while it is built.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine, *_ = self._deepspeed.initialize(
@@ -122,6 +130,8 @@ class TrainEngine:
                 config=deepspeed_config(config, self._stage, dtype, numbers),
             )
         restrict_loading(self._engine)
+        if adapter is not None:
+            save_trained_only(self._engine)
         if self._stage == 0 and dtype == torch.bfloat16:
             # DeepSpeed has stepped it once with gradients of 0. Counted, that step would make the moments of the next
             # steps too small, because AdamW corrects them by the number of steps.
@@ -221,7 +231,7 @@ class TrainEngine:
         return masters.digest(masters.own_part(self._engine, self._stage, self.rank))
 
     def weight_digests(self) -> dict[str, str]:
-        """Digest of each whole parameter, in the optimizer's precision; only on rank 0. Collective."""
+        """Digest of each whole parameter that trains, in the optimizer's precision; only on rank 0. Collective."""
         self._states.move_back()
         weights = masters.whole(self._model)
         return {name: masters.digest((weight,)) for name, weight in weights if self.rank == 0}
@@ -234,8 +244,12 @@ class TrainEngine:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter and saved buffer, tied ones once. Collective.
 
-        The tensors are live: copy those that must outlast the next update or, under ZeRO-3, the next item.
+        The tensors are live: copy those that must outlast the next update or, under ZeRO-3, the next item. With
+        adapters, they are the adapters' and their description, under the names of peft.
         """
+        if self._adapter is not None:
+            yield from self._adapter.published()
+            return
         for name, parameter in self._model.named_parameters():
             if self.gathers:
                 with self._deepspeed.zero.GatheredParameters([parameter]):
@@ -249,10 +263,13 @@ class TrainEngine:
         """This rank's part of every parameter, live."""
         if self._stage == 3:
             return [getattr(parameter, "ds_tensor").data for parameter in self._model.parameters()]  # noqa: B009
-        return [parameter.data for parameter in self._model.parameters()]
+        whole = self._adapter is None
+        return [parameter.data for parameter in self._model.parameters() if whole or parameter.requires_grad]
 
     def weight_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, type, whole shape) of every item of `named_weights`, in the same order, without gathering."""
+        if self._adapter is not None:
+            return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._adapter.published()]
         saved = self._model.state_dict().keys()
         buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in saved]
         return [
@@ -261,8 +278,11 @@ class TrainEngine:
 
     def save(self, directory: str) -> None:
         """Write everything needed for a bitwise resume: weights, optimizer, schedule position, random state."""
-        self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False)
+        frozen = self._adapter is not None
+        self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
         state = {"updates": torch.tensor([self._updates]), "torch_rng": torch.get_rng_state()}
+        if self._adapter is not None:
+            state |= {_BASE: as_bytes(self._adapter.base)}
         state |= {f"average.{number}": average for number, average in enumerate(self._average)}
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state()
@@ -295,6 +315,8 @@ class TrainEngine:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if self._average and "average.0" not in state:
             raise ValueError(f"{own} holds no moving average of the weights: ema_decay was 0 when it was written")
+        if self._adapter is not None:
+            self._require_base(own, state)
         if resized:
             averages = reshard_average(files, self._model, self._average, self._stage)
         else:
@@ -309,9 +331,10 @@ class TrainEngine:
             )
         configured = [{name: group[name] for name in _ADAM} for group in self._engine.optimizer.param_groups]
         if sharded != (self._stage > 0) or (sharded and resized):
-            ReshardingLoader(self._engine, self._stage, self._dtype).load(folder, len(files))
+            loader = ReshardingLoader(self._engine, self._stage, self._dtype, whole=self._adapter is None)
+            loader.load(folder, len(files))
         else:
-            path, _ = self._engine.load_checkpoint(directory, tag=_TAG)
+            path, _ = self._engine.load_checkpoint(directory, tag=_TAG, load_module_strict=self._adapter is None)
             if path is None:
                 raise FileNotFoundError(f"{directory} holds no DeepSpeed checkpoint")
         # The checkpoint's groups replace the optimizer's, with the settings of the time.
@@ -325,8 +348,18 @@ class TrainEngine:
             torch.cuda.set_rng_state(state["cuda_rng"])
         return len(files)
 
+    def _require_base(self, file: Path, state: dict[str, torch.Tensor]) -> None:
+        """Raise ValueError unless the adapters of a checkpoint were trained on the files of this model."""
+        adapter = self._adapter
+        trained_on = as_text(state[_BASE]) if _BASE in state else "no adapters"
+        if adapter is not None and trained_on != adapter.base:
+            raise ValueError(f"{file} belongs to another base model: digest {trained_on}, now {adapter.base}")
+
     def export(self, directory: str, source: ModelConfig) -> None:
-        """Write a Hugging Face folder (safetensors, configuration) with the tokenizer of the model `source`."""
+        """Write a Hugging Face folder (safetensors, configuration) with the tokenizer of the model `source`.
+
+        With adapters: the folder of peft that holds them.
+        """
         weights = {}
         for name, tensor in self.named_weights():
             if dist.get_rank() == 0:
@@ -352,13 +385,18 @@ class TrainEngine:
         if self.rank == 0:
             name, dtype, shape = min(self.weight_shapes(), key=lambda weight: math.prod(weight[2]))
             self._write_model(folder, source, {name: torch.zeros(shape, dtype=dtype)})
-            load_tokenizer(source.model_copy(update={"path": str(folder), "chat_template": None}))
+            if self._adapter is None:  # the folder of adapters has no configuration to load a tokenizer by
+                load_tokenizer(source.model_copy(update={"path": str(folder), "chat_template": None}))
 
     def _write_model(self, folder: Path, source: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
         """Write these weights with the configuration of the model, and what stands beside it in the model `source`.
 
         A `generation_config.json` is copied: transformers loads one that it then refuses to write.
         """
+        if self._adapter is not None:
+            self._adapter.write(folder, source.path, weights)
+            copy_tokenizer(source, folder)
+            return
         given = Path(source.path) / _GENERATION
         carried = self._model.can_generate() and given.is_file()
         with _default_generation(self._model) if carried else contextlib.nullcontext():

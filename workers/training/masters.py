@@ -53,10 +53,12 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def whole(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter. Collective."""
+    """(Hugging Face name, whole tensor) of every parameter that trains. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         full = safe_get_full_fp32_param(parameter)
         # Without ZeRO and in float32 the optimizer changes the parameter itself.
         yield name, parameter.detach() if full is None else full.detach()

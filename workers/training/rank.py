@@ -40,6 +40,7 @@ from troupe.workers.training.group import (
     rendezvous_store,
     sequence_group,
 )
+from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.throughput import UpdateMeter
 from troupe.workers.training.zero3 import FrozenModule, place_frozen
 
@@ -64,6 +65,8 @@ class TrainingRank(ABC):
         self._engine: TrainEngine | None = None
         self._sequence: SequenceGroup | None = None
         self._reference: FrozenModule | None = None
+        self._base_of: ModelAdapter | None = None
+        """Adapters whose base model is the colocated reference."""
 
     @property
     def engine(self) -> TrainEngine:
@@ -96,12 +99,14 @@ class TrainingRank(ABC):
     def build(self) -> WorkerHealth:
         """Load the models, the trained one into DeepSpeed; the process must have joined its group."""
 
-    def _train(self, module: ModelModule, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Put a model into DeepSpeed."""
+    def _train(
+        self, module: ModelModule, model: PreTrainedModel, dtype: torch.dtype, adapter: ModelAdapter | None = None
+    ) -> None:
+        """Put a model into DeepSpeed. `adapter`: what trains of it; None: all of it."""
         self._sequence = sequence_group(self._trainer.sequence_parallel_size)
         self._packs = adapt(module, model, self._device, self._trainer.packing, self._sequence)
         announce(Activity.TRAINER)
-        self._engine = TrainEngine(module, model, self._trainer, self._total_updates, self._device, dtype)
+        self._engine = TrainEngine(module, model, self._trainer, self._total_updates, self._device, dtype, adapter)
 
     def _refer_to(self, module: ModelModule, model: PreTrainedModel) -> None:
         """Keep a frozen reference beside the trained model."""
@@ -112,9 +117,14 @@ class TrainingRank(ABC):
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
         """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
 
+        With adapters, the reference may be the trained model without them.
+
         Raises:
             RuntimeError: the worker has no colocated reference.
         """
+        if self._base_of is not None:
+            with self._base_of.off():
+                return score_plan(self.engine.module, plan, tables, "ref_logprobs", self.engine.device)
         if self._reference is None:
             raise RuntimeError(f"{self._name} has no colocated reference")
         return score_plan(self._reference.module, plan, tables, "ref_logprobs", self.engine.device)
@@ -175,7 +185,7 @@ class TrainingRank(ABC):
 
     def release(self) -> None:
         """Release the models; the process stays in its group. Safe to call more than once."""
-        self._reference = None
+        self._reference = self._base_of = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None

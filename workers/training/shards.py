@@ -53,6 +53,20 @@ def restrict_loading(engine: Any) -> None:
     engine.checkpoint_engine = RestrictedCheckpointEngine(engine._config)
 
 
+def save_trained_only(engine: Any) -> None:
+    """Let a DeepSpeed engine save the parameters that train only.
+
+    Its own option leaves frozen parameters out under one name, and saves those that are tied under the other.
+    """
+    state_of, module = engine.module_state_dict, engine.module
+
+    def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        return {name: tensor for name, tensor in state_of(*args, **kwargs).items() if name in names}
+
+    engine.module_state_dict = trained
+
+
 def _reason(error: Exception) -> str:
     """What torch says in one line, without its advice to load the file unsafely."""
     first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -29,6 +29,7 @@ from troupe.orchestrator.roles.worker_memory import (
     Training,
     WorkerMemory,
     activations,
+    adapter_numbers,
     engine,
     head,
     kv_bytes,
@@ -40,7 +41,7 @@ from troupe.orchestrator.roles.worker_memory import (
 )
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
+from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
 
 SMALL = ModelSize(
@@ -230,6 +231,21 @@ def test_average_reference_and_kept_distributions() -> None:
     (sharded,) = training("policy-0", replace(full, trainer=full.trainer.model_copy(update={"zero_stage": 3})))
     parts = {p.name: p.bytes for p in sharded.parts}
     assert (parts["average"], parts["reference"]) == (WHOLE, WHOLE // 2)
+
+
+def test_adapters_train_in_place_of_the_weights() -> None:
+    """The weights count once, and gradients, optimizer and average are the adapters'."""
+    lora = LoraConfig(rank=4, targets=("q_proj", "down_proj"))
+    queries, hidden, inner = SEVEN_B.heads * SEVEN_B.head_dim, SEVEN_B.hidden, SEVEN_B.intermediate
+    numbers = adapter_numbers(SEVEN_B, lora)
+    assert numbers == SEVEN_B.layers * 4 * (hidden + queries + inner + hidden)
+    assert adapter_numbers(SEVEN_B, LoraConfig(rank=4)) > numbers == adapter_numbers(SEVEN_B, lora, 8) // 2
+    whole = told(zero_stage=2, ema_decay=0.5)
+    parts = {part.name: part.bytes for part in training("policy-0", replace(whole, adapters=numbers))[0].parts}
+    assert parts["base model"] == 2 * SEVEN_B.parameters
+    assert (parts["weights"], parts["optimizer"], parts["average"]) == (2 * numbers, 3 * numbers, 4 * numbers)
+    before = {part.name: part.bytes for part in training("policy-0", whole)[0].parts}
+    assert parts["activations"] == before["activations"]
 
 
 def test_under_zero_3_a_rank_loads_its_share_and_at_most_two_whole_tensors() -> None:

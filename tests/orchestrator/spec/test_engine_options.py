@@ -64,7 +64,7 @@ def test_options_reach_the_configurations_of_engine_and_judge(tmp_path: Path) ->
         (FIRST, "{logprobs_mode: raw_logprobs}", "those of the distribution that is sampled"),
         (FIRST, "{weight_transfer_config: {backend: nccl}}", "set weight_sync.backend"),
         (FIRST, "{enable_sleep_mode: true}", "set roles.rollout.sleep"),
-        (FIRST, "{enable_lora: true}", "there are no adapters"),
+        (FIRST, "{enable_lora: true}", "set roles.policy.lora to train adapters"),
         (FIRST, "{enable_chunked_prefill: true}", "Troupe turns it off on the CPU"),
         (JUDGE, "{generation_config: vllm}", "set roles.judge"),
         (FIRST, "priority", f"{FIRST}: expected a section, got 'priority'"),

@@ -85,7 +85,10 @@ def problem(folder: Path, text: str, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("lora_rank=8", "lora_rank: unknown field (Troupe trains all weights; for less memory set roles.policy."),
+        (
+            "lora_rank=8",
+            "lora_rank: unknown field (did you mean 'roles.policy.lora.rank' and 'roles.policy.lora.alpha' and",
+        ),
         ("total_epochs=3", "total_epochs: unknown field (did you mean 'schedule.steps'? steps, not passes over the"),
         ("sampling.top_p=0.9", "sampling.top_p: unknown field (training samples from the whole distribution, which is"),
         ("lr=1e-6", "lr: unknown field (did you mean 'roles.policy.learning_rate'?)"),

@@ -1,0 +1,53 @@
+"""A whole run with adapters, on real Ray, vLLM and DeepSpeed: it learns, heals, and exports what it trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import ROOT
+from tests.real.commands import Run, equal_steps, kill_each, ledger_balances, replayed, run_troupe, running
+from troupe.orchestrator.reporting.run_folder import RunFolder
+
+pytestmark = [pytest.mark.real, pytest.mark.long]
+
+SPEC = ROOT / "deploy" / "specs" / "tiny-lora.yaml"
+
+
+def test_a_run_with_adapters_learns_heals_and_exports(tmp_path: Path, tiny_model: Path) -> None:
+    """SIGKILL of the rollout worker, whose successor loads the model and the newest adapters, and of the policy."""
+    overrides = ("schedule.max_staleness=1", "audit.at_start=true", "roles.policy.ema_decay=0.5")
+    with running(Run(tmp_path, SPEC, *overrides, name="lora")) as run:
+        kill_each(run, (3, "RolloutWorker"), (6, "PolicyWorker"))
+        assert run.wait() == 0, run.output
+        assert run.leftover_processes() == []
+        assert run.weight_files == []
+    metrics = run.metrics
+    assert all(ledger_balances(line) for line in metrics)
+    rewards = [line["reward/mean"] for line in metrics]
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.2, rewards
+    assert metrics[0]["kl_ref"] < 1e-6 < metrics[-1]["kl_ref"]
+    assert max(line["policy/rollout_logprob_gap_max"] for line in metrics if not line["staleness/max"]) < 1e-3
+    published = [event for event in RunFolder(run.out).events() if event["event"] == "weights"]
+    assert max(event["bytes"] for event in published) < (tiny_model / "model.safetensors").stat().st_size / 4
+    assert len({event["digest"] for event in published}) >= 15
+    assert equal_steps(replayed(run.out, 5)) == [5]
+    run_troupe(tmp_path, "export", str(run.out), str(tmp_path / "adapter"))
+    run_troupe(tmp_path, "export", str(run.out), str(tmp_path / "whole"), "--merge")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (8, 64)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    models = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(ids).logits
+        for name in ("adapter", "whole")
+    ]
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(*models, rtol=0, atol=1e-3)
+    assert not torch.allclose(models[0], base, atol=1e-2)
+    assert load_file(run.out / "checkpoints/step-000015/model-average/adapter_model.safetensors")

@@ -1,0 +1,332 @@
+"""Adapters on real DeepSpeed: ZeRO 0-2, one and two ranks, float32 and bfloat16, compared with plain peft and torch.
+
+The groups run one after another, and each loads the checkpoints of the group before: from one rank to two and back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.real.models import save_llama
+from tests.real.ranks import rank_context, wait_for_ranks
+from tests.real.test_trainer import MANY_BATCHES, TWO_RANKS, batch, equal, rank_plan, weights_of
+from troupe.workers.contract.config import (
+    AdvantageConfig,
+    LoraConfig,
+    ModelConfig,
+    PolicyConfig,
+    PolicyLossConfig,
+    Rendezvous,
+    SamplingConfig,
+    TrainerConfig,
+)
+from troupe.workers.models.adapter_files import DESCRIPTION, Description
+from troupe.workers.models.base_files import base_digest
+from troupe.workers.policy import PolicyWorker
+from troupe.workers.training.shards import read_shard
+from troupe.workers.weights.file import read_weights
+
+pytestmark = pytest.mark.real
+
+CASES = [(stage, dtype) for stage in range(3) for dtype in ("float32", "bfloat16")]
+LORA = LoraConfig(rank=3, alpha=6, rslora=True)
+TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+GROUPS = {"first": 1, "second": 2, "last": 1}
+"""Ranks of the groups, which run in this order; the last one only continues from the second one's checkpoints."""
+TIMEOUT_S = 300.0
+UPDATES = 3
+
+
+def config(model: str, stage: int, dtype: str, lora: LoraConfig = LORA) -> PolicyConfig:
+    """A policy with adapters, and their base model as its reference."""
+    source = ModelConfig(path=model, dtype=dtype)  # pyright: ignore[reportArgumentType]
+    return PolicyConfig(
+        model=source,
+        trainer=TrainerConfig(
+            learning_rate=1e-2,
+            adam_eps=1e-2,
+            max_grad_norm=0.5,
+            zero_stage=stage,  # pyright: ignore[reportArgumentType]
+            gradient_checkpointing=stage == 1,
+            threads=1,
+            ema_decay=0.5,
+        ),
+        loss=PolicyLossConfig(kl_coef=0.1),
+        advantage=AdvantageConfig(estimator="group"),
+        sampling=SamplingConfig(temperature=0.9, max_tokens=8),
+        run_id="lora-test",
+        reference_model=source,
+        total_updates=20,
+        seed=1,
+        device="cpu",
+        share_prompts=True,
+        lora=lora,
+    )
+
+
+def logprobs(table: pa.Table) -> list[list[float]]:
+    """The scores of all rows, by prompt."""
+    column = next(name for name in table.column_names if name.endswith("_logprobs"))
+    rows = zip(table["prompt_uid"].to_pylist(), table[column].to_pylist(), strict=True)
+    return [scores for _, scores in sorted(rows, key=lambda row: str(row[0]))]
+
+
+def tensors(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+    """The adapters, without their description."""
+    return {name: tensor for name, tensor in weights_of(worker).items() if name != DESCRIPTION}
+
+
+def frozen(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+    """What does not train."""
+    parameters = worker.engine.module.named_parameters()
+    return {name: parameter.detach().clone() for name, parameter in parameters if not parameter.requires_grad}
+
+
+class Scenario:
+    """All cases on one rank."""
+
+    def __init__(self, rank: int, world: int, model: str, out: Path) -> None:
+        self.rank, self.model, self.out = rank, model, out
+        self.plan = rank_plan(TWO_RANKS if world == 2 else MANY_BATCHES, rank)
+        self.facts: dict[str, Any] = {}
+
+    def build(self, stage: int, dtype: str) -> PolicyWorker:
+        worker = PolicyWorker(config(self.model, stage, dtype), "policy")
+        worker.build()
+        return worker
+
+    def case(self, stage: int, dtype: str) -> None:
+        """Score, update, save, update on; repeat from the checkpoint."""
+        name, table = f"{stage}-{dtype}", batch()
+        worker = self.build(stage, dtype)
+        base, start = frozen(worker), tensors(worker)
+        policy, reference = self.scores(worker)
+        facts: dict[str, Any] = {"equal at start": policy == reference}
+        worker.update(self.plan, table)
+        digest = worker.digest()
+        checkpoint = self.out / f"checkpoint-{name}"
+        worker.save(str(checkpoint))
+        for _ in range(UPDATES - 1):
+            worker.update(self.plan, table)
+        end, end_digest = tensors(worker), worker.digest()
+        # A changes by less than bfloat16 has room for: its gradient is multiplied by B, which starts at 0.
+        facts["changed"] = all(not torch.equal(start[key], end[key]) for key in end if "lora_B" in key)
+        facts["base unchanged"] = equal(base, frozen(worker))
+        policy_end, reference_end = self.scores(worker)
+        facts["reference unchanged"] = reference_end == reference
+        facts["policy changed"] = policy_end != policy
+        facts["digests"] = [digest != end_digest, sorted(worker.weight_digests())]
+        facts["saved"] = self.saved(checkpoint)
+        facts["logprobs"] = policy_end
+        worker.export(str(self.out / f"export-{name}"))
+        worker.export_average(str(self.out / f"average-{name}"))
+        published = worker.publish_weights(3)
+        if published is not None:
+            received = {key: tensor.clone() for key, tensor in read_weights(published)}
+            described = Description.of(received.pop(DESCRIPTION))
+            facts["published"] = [equal(received, end), described.base, described.config["r"], published.nbytes]
+        worker.release()
+        facts["resumed"] = self.resumed(stage, dtype, checkpoint, end, end_digest)
+        facts["shortened"] = self.shortened(stage, dtype)
+        self.facts[name] = facts
+
+    def scores(self, worker: PolicyWorker) -> tuple[list[list[float]], list[list[float]]]:
+        """Log-probs of this rank's rows under the policy and under its reference."""
+        return logprobs(worker.compute_logprobs(self.plan, batch())[1]), logprobs(
+            worker.reference_logprobs(self.plan, batch())[1]
+        )
+
+    def saved(self, checkpoint: Path) -> list[str]:
+        """Names of the weights in the checkpoint's model file."""
+        file = checkpoint / "state" / "mp_rank_00_model_states.pt"
+        return sorted(read_shard(file, mapped=True)["module"])
+
+    def resumed(
+        self, stage: int, dtype: str, checkpoint: Path, end: dict[str, torch.Tensor], digest: str
+    ) -> list[bool]:
+        """Whether the remaining updates give the same weights again."""
+        worker = self.build(stage, dtype)
+        worker.load(str(checkpoint))
+        for _ in range(UPDATES - 1):
+            worker.update(self.plan, batch())
+        same = [equal(end, tensors(worker)), worker.digest() == digest]
+        worker.release()
+        return same
+
+    def shortened(self, stage: int, dtype: str) -> list[bool]:
+        """Whether a step that is shortened to nothing is undone."""
+        worker = self.build(stage, dtype)
+        worker.hold_distributions(self.plan, batch(), 1, weights=True)
+        before = tensors(worker)
+        worker.update(self.plan, batch())
+        moved = not equal(before, tensors(worker))
+        divergence = worker.shorten_step(0.0)
+        undone = [moved, equal(before, tensors(worker)), divergence[0] == 0.0]
+        worker.release()
+        return undone
+
+    def resharded(self, stage: int, dtype: str, before: Path) -> None:
+        """The remaining updates, from the checkpoint of a group of another size."""
+        worker = self.build(stage, dtype)
+        self.facts[f"resharded-{stage}-{dtype}"] = worker.load(str(before / f"checkpoint-{stage}-{dtype}"))
+        for _ in range(UPDATES - 1):
+            worker.update(self.plan, batch())
+        worker.export(str(self.out / f"resharded-{stage}-{dtype}"))
+        worker.release()
+
+    def refusals(self) -> None:
+        """A checkpoint of adapters of another base model, and targets that the model does not have."""
+        other = self.out / "other-base"
+        shutil.copytree(self.model, other)
+        settings = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps(settings | {"bos_token_id": 7}))
+        worker = PolicyWorker(config(str(other), 1, "float32"), "policy")
+        worker.build()
+        try:
+            worker.load(str(self.out / "checkpoint-1-float32"))
+        except ValueError as error:
+            self.facts["other base"] = str(error)
+        worker.release()
+        lora = LORA.model_copy(update={"targets": ("q_proj", "query")})
+        try:
+            PolicyWorker(config(self.model, 1, "float32", lora), "policy").build()
+        except ValueError as error:
+            self.facts["other targets"] = str(error)
+
+
+def rank_main(rank: int, world: int, model: str, out: Path, before: Path | None, addresses: Any) -> None:
+    """Entry of the process of one rank."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
+    try:
+        worker = PolicyWorker(config(model, 0, "float32"), "policy")
+        if rank == 0:
+            address_and_port = worker.rendezvous()
+            for _ in range(world):
+                addresses.put(address_and_port)
+        address, port = addresses.get(timeout=60)
+        worker.join(Rendezvous(address=address, port=port, rank=rank, world_size=world))
+        scenario = Scenario(rank, world, model, out)
+        last = out.name.startswith("last")
+        for stage, dtype in CASES:
+            if not last:
+                scenario.case(stage, dtype)
+            if before is not None:
+                scenario.resharded(stage, dtype, before)
+        if before is None:
+            scenario.refusals()
+        worker.close()
+        (out / f"facts-{rank}.json").write_text(json.dumps(scenario.facts))
+    except BaseException:
+        (out / f"error-{rank}.txt").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied two-layer Llama."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    save_llama(folder, vocab_size=4096, **sizes, tie_word_embeddings=True, initializer_range=0.1)
+    (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def groups(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Output folders of the groups, in order."""
+    context = rank_context()
+    folders: list[Path] = []
+    for name, world in GROUPS.items():
+        out, addresses = tmp_path_factory.mktemp(name), context.Queue()
+        before = folders[-1] if folders else None
+        ranks = [
+            context.Process(target=rank_main, args=(rank, world, str(model), out, before, addresses))
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        wait_for_ranks(ranks, out, TIMEOUT_S)
+        folders.append(out)
+    return folders
+
+
+def facts(folder: Path, rank: int = 0) -> dict[str, Any]:
+    return json.loads((folder / f"facts-{rank}.json").read_text())
+
+
+@pytest.mark.parametrize(("stage", "dtype"), CASES)
+def test_only_the_adapters_train_and_are_saved(groups: list[Path], model: Path, stage: int, dtype: str) -> None:
+    """At first the policy is its base bit for bit, so that a divergence from the base is exactly 0."""
+    for folder, world in zip(groups[:2], GROUPS.values(), strict=False):
+        for rank in range(world):
+            found = facts(folder, rank)[f"{stage}-{dtype}"]
+            for said in ("equal at start", "changed", "base unchanged", "reference unchanged", "policy changed"):
+                assert found[said], (said, world, rank)
+            assert found["resumed"] == [True, True]
+            assert found["shortened"] == [True, True, True]
+            assert found["saved"] and all(".lora_" in name for name in found["saved"])
+            different, digests = found["digests"]
+            assert different and (rank > 0 or all(".lora_" in name for name in digests))
+            assert bool(digests) == (rank == 0)
+        received, base, rank_of_adapter, nbytes = facts(folder)[f"{stage}-{dtype}"]["published"]
+        assert (received, base, rank_of_adapter) == (True, base_digest(model), LORA.rank)
+        assert nbytes < (model / "model.safetensors").stat().st_size / 10
+
+
+@pytest.mark.parametrize(("stage", "dtype"), CASES)
+def test_groups_of_any_size_train_the_same_adapters(groups: list[Path], stage: int, dtype: str) -> None:
+    """Also where the first update was made by a group of another size."""
+    expected = load_file(groups[0] / f"export-0-{dtype}" / "adapter_model.safetensors")
+    tolerance = 1e-5 if dtype == "float32" else 4e-3
+    exports = [folder / f"export-{stage}-{dtype}" for folder in groups[:2]]
+    exports += [folder / f"resharded-{stage}-{dtype}" for folder in groups[1:]]
+    for folder in exports:
+        found = load_file(folder / "adapter_model.safetensors")
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance, msg=f"{folder} {name}")
+    assert [facts(folder)[f"resharded-{stage}-{dtype}"] for folder in groups[1:]] == [1, 2]
+
+
+def test_an_export_loads_in_peft_and_computes_what_the_trainer_does(groups: list[Path], model: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = groups[0] / "export-0-float32"
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, folder).eval()
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(model)
+    assert set(settings["target_modules"]) == TARGETS
+    rows = sorted(batch().to_pylist(), key=lambda row: row["prompt_uid"])
+    for row, expected in zip(rows, facts(groups[0])["0-float32"]["logprobs"], strict=True):
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        with torch.no_grad():
+            logits = loaded(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / 0.9
+        chosen = torch.tensor(row["response_ids"], dtype=torch.int64)[:, None]
+        found = torch.log_softmax(logits, -1).gather(-1, chosen)[:, 0]
+        torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-4)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert sum(".lora_" in name for name, _ in whole.named_parameters()) == 2 * 2 * len(TARGETS)
+    average = load_file(groups[0] / "average-0-float32" / "adapter_model.safetensors")
+    current = load_file(folder / "adapter_model.safetensors")
+    assert average.keys() == current.keys() and not equal(average, current)
+
+
+def test_a_checkpoint_on_another_base_and_unknown_targets_are_refused(groups: list[Path], model: Path) -> None:
+    found = facts(groups[0])
+    assert f"belongs to another base model: digest {base_digest(model)}, now " in found["other base"]
+    assert (
+        "roles.policy.lora.targets: LlamaForCausalLM has no linear layer query; there are: down_"
+        in found["other targets"]
+    )

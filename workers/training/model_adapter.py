@@ -1,0 +1,69 @@
+"""A model's adapters as the trainer publishes, saves and exports them.
+
+What is published describes itself: beside the tensors stands a description with peft's configuration and the digest of
+the model below, so that the digest of a version covers all three.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.models.adapter import Adapter
+from troupe.workers.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE_DIGEST,
+    DESCRIPTION,
+    Description,
+    as_bytes,
+)
+from troupe.workers.models.base_files import base_digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ModelAdapter(Adapter):
+    """The adapters of the model that a rank trains."""
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, source: ModelConfig) -> None:
+        """See `Adapter`.
+
+        Args:
+            model: The model.
+            config: The adapters.
+            source: The folder that the model was loaded from.
+
+        Raises:
+            OSError: The folder cannot be read.
+            ValueError: A target names no linear layer of the model.
+        """
+        super().__init__(model, config)
+        self.base = base_digest(source.path)
+        """Digest of the model's files."""
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, live tensor) of everything that a version consists of, the description first."""
+        description = Description(base=self.base, config=self.peft_config(""))
+        yield DESCRIPTION, as_bytes(description.to_json())
+        yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
+
+    def write(self, folder: Path, base: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write peft's folder of an adapter, which transformers, peft and vLLM load.
+
+        Args:
+            folder: The folder; it is made.
+            base: Folder of the model below.
+            weights: What `published` yields, on the CPU.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor for name, tensor in weights.items() if name != DESCRIPTION}
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_DIGEST: self.base})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(self.peft_config(base), indent=2) + "\n")
