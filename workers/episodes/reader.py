@@ -60,8 +60,8 @@ class TurnReader:
         included, up to the token that ends the turn. A turn that was cut has no calls: some parsers complete the
         arguments of a call that does not end.
         """
-        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
         own = without_end(self.tokenizer, ids)
+        text = str(self.tokenizer.decode(own, skip_special_tokens=True))
         raw = str(self.tokenizer.decode(own, skip_special_tokens=False))
         message: Message = {"role": "assistant", "content": text}
         history: Message = {"role": "assistant", "content": sampled_text(self.tokenizer, own)}
