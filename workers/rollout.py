@@ -144,9 +144,10 @@ class RolloutWorker:
         check_structured(self._config.sampling.structured)
         self._tokenizer = load_chat_tokenizer(self._config.model)
         if self._config.episode is not None:
-            self._reader = TurnReader(self._tokenizer, tool_parser(self._config.episode.tool_parser, self._tokenizer))
+            parser, other = self._config.episode.tool_parser, deepcopy(self._tokenizer)
+            self._reader = TurnReader(self._tokenizer, tool_parser(parser, self._tokenizer))
             thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizing-long")
-            self._long = LongReader(TurnReader(deepcopy(self._tokenizer)), thread)
+            self._long = LongReader(TurnReader(other, tool_parser(parser, other)), thread)
         try:
             with engine_processes(self._config.device):
                 self._engine = AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=self._stat_loggers)

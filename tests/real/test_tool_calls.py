@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.real.call_forms import FORMS, OTHERS, READ_NO_TEXT, TOKENS
+from troupe.workers.engine import tool_calls
 from troupe.workers.engine.tool_calls import tool_parser
-from troupe.workers.environments.tools import CUT, MALFORMED, unread_call
+from troupe.workers.environments.tools import CUT, MALFORMED, Tools, unread_call
 from troupe.workers.episodes.reader import MalformedCall, TurnReader
 
 pytestmark = pytest.mark.real
@@ -23,63 +26,64 @@ PYTHON = {
         "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
     },
 }
-_XML = "<tool_call>\n<function=python>\n<parameter=code>\nprint(1)\n</parameter>\n</function>\n</tool_call>"
-WHOLE = {
-    "hermes": '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>',
-    "qwen3_coder": _XML,
-    "qwen3_xml": _XML,
-    "glm45": "<tool_call>python\n<arg_key>code</arg_key>\n<arg_value>print(1)</arg_value>\n</tool_call>",
-    "minimax_m2": (
-        '<minimax:tool_call>\n<invoke name="python">\n<parameter name="code">print(1)</parameter>\n</invoke>\n'
-        "</minimax:tool_call>"
-    ),
-    "granite": '<|tool_call|>[{"name": "python", "arguments": {"code": "print(1)"}}]',
-}
-"""A call in the form of each parser."""
 
 
 @pytest.fixture(scope="module")
 def tokenizer(demo_model: Path) -> PreTrainedTokenizerBase:
-    """A tokenizer with a chat template."""
-    return AutoTokenizer.from_pretrained(demo_model)
+    """A tokenizer with the tokens that parsers require."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo_model)
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in TOKENS])
+    return tokenizer
 
 
-def read(tokenizer: PreTrainedTokenizerBase, parser: str, text: str, *, cut: bool) -> dict[str, Any]:
-    """The turn as an environment gets it."""
-    reader = TurnReader(tokenizer, tool_parser(parser, tokenizer))
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    message, history = reader.read(ids, [PYTHON], cut=cut)
-    assert ("tool_calls" in history) == ("tool_calls" in message)
-    return message | {"finish_reason": "length" if cut else "stop"}
+def read(tokenizer: PreTrainedTokenizerBase, parser: str, *texts: str, cut: bool) -> list[dict[str, Any]]:
+    """Turns as an environment gets them."""
+    reader, messages = TurnReader(tokenizer, tool_parser(parser, tokenizer)), []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        message, history = reader.read(ids, [PYTHON], cut=cut)
+        assert ("tool_calls" in history) == ("tool_calls" in message)
+        messages.append(message | {"finish_reason": "length" if cut else "stop"})
+    return messages
 
 
-@pytest.mark.parametrize("parser", WHOLE)
-def test_no_tool_runs_from_a_turn_that_was_cut(tokenizer: PreTrainedTokenizerBase, parser: str) -> None:
-    """Wherever a call is cut, and also behind its end: some parsers complete the arguments on their own."""
-    whole = WHOLE[parser]
-    message = read(tokenizer, parser, whole, cut=False)
+@pytest.mark.parametrize("parser", FORMS)
+def test_no_turn_that_was_cut_calls_a_tool_or_is_the_answer(tokenizer: PreTrainedTokenizerBase, parser: str) -> None:
+    """Wherever a call is cut, and also behind its end: some parsers complete the arguments, others see no call."""
+    whole = FORMS[parser]
+    (message,) = read(tokenizer, parser, whole, cut=False)
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["python"]
     assert "print(1)" in message["tool_calls"][0]["function"]["arguments"]
-    for end in range(len(whole) // 2, len(whole) + 1, 3):
-        message = read(tokenizer, parser, whole[:end], cut=True)
-        assert "tool_calls" not in message
+    ends = (whole.index("print(1)") + 6, len(whole) - 1, len(whole))
+    for message in read(tokenizer, parser, *(whole[:end] for end in ends), cut=True):
+        assert "tool_calls" not in message and unread_call(message) == CUT
 
 
-@pytest.mark.parametrize("parser", ["qwen3_coder", "qwen3_xml", "glm45", "minimax_m2"])
-def test_a_policy_is_told_that_its_call_was_cut(tokenizer: PreTrainedTokenizerBase, parser: str) -> None:
-    whole = WHOLE[parser]
-    message = read(tokenizer, parser, whole[: whole.index("print(1)") + 6], cut=True)
-    assert unread_call(message) == CUT
+def test_a_cut_turn_is_never_the_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    (message,) = read(tokenizer, "hermes", "The answer is 4.", cut=True)
+    environment: Any = Tools(tools=["calculator"], function="last_number")
+    observation = asyncio.run(environment.step(message))
+    assert (observation.done, observation.reward, observation.messages[0]["content"]) == (False, None, CUT)
 
 
 def test_a_whole_answer_is_no_call(tokenizer: PreTrainedTokenizerBase) -> None:
-    for cut in (True, False):
-        assert unread_call(read(tokenizer, "hermes", "The answer is 4.", cut=cut)) is None
+    (message,) = read(tokenizer, "hermes", "The answer is 4.", cut=False)
+    assert unread_call(message) is None
     assert unread_call({"content": "<tool_call>{", "finish_reason": "stop"}) == MALFORMED
     assert unread_call({"content": "", "unread_call": "malformed", "finish_reason": "stop"}) == MALFORMED
 
 
-@pytest.mark.parametrize("parser", ["cohere_command3", "cohere_command4", "openai"])
+@pytest.mark.parametrize("parser", ["hermes", "jamba", "lfm2", "deepseek_v3"])
+def test_a_call_that_is_not_whole_is_told_where_its_tag_is_a_special_token(
+    tokenizer: PreTrainedTokenizerBase, parser: str
+) -> None:
+    """The text that the environment gets has no special tokens."""
+    whole = FORMS[parser]
+    (message,) = read(tokenizer, parser, whole[: whole.index("print(1)")], cut=False)
+    assert unread_call(message) == MALFORMED
+
+
+@pytest.mark.parametrize("parser", sorted(READ_NO_TEXT))
 def test_a_parser_that_reads_no_text_is_refused(tokenizer: PreTrainedTokenizerBase, parser: str) -> None:
     with pytest.raises(ValueError, match=f"tool parser {parser} does not read the text of a turn"):
         tool_parser(parser, tokenizer)
@@ -91,28 +95,32 @@ def test_a_turn_is_read_without_the_whole_vocabulary(
     """It takes longer than the rest, and a parser is created for every turn."""
     parse, read = tool_parser("qwen3_coder", tokenizer), []
     monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: read.append(self) or {})
-    assert parse is not None and len(parse(_XML, [PYTHON])[1]) == 1
+    assert parse is not None and len(parse(FORMS["qwen3_coder"], [PYTHON])[1]) == 1
     assert read == []
 
 
+def test_a_turn_that_repeats_itself_is_read_within_a_bound(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one takes 20 s without it, and twice as long a turn eight times that."""
+    monkeypatch.setattr(tool_calls, "_MOST_CPU_S", 0.2, raising=False)
+    parse = tool_parser("glm45", tokenizer)
+    assert parse is not None
+    with pytest.raises(MalformedCall, match=r"not done after 0\.2 s of processor time"):
+        parse("<tool_call>python\n" + "<arg_key>code</arg_key>\n<arg_value>" * 160, [PYTHON])
+
+
 def test_every_parser_reads_whatever_a_policy_writes(tokenizer: PreTrainedTokenizerBase) -> None:
-    """What a parser raises is a malformed call; nothing else leaves it."""
+    """What a parser raises is a malformed call; nothing else leaves it. Each sees its own form, and others'."""
     from vllm.tool_parsers import ToolParserManager
 
     chance, tried, malformed = random.Random(7), 0, 0
-    texts = [*WHOLE.values(), '<|action_start|><|plugin|>{"name": "python", "parameters": {"code": "1"}}<|action_end|>']
-    texts += [
-        "<|python_tag|>[python(code='1')]",
-        '[TOOL_CALLS][{"name": "python", "arguments": {}}]',
-        "[python(code=1)]",
-    ]
-    for name in sorted(ToolParserManager.list_registered()):
-        try:
-            parse = tool_parser(name, tokenizer)
-        except ValueError:
-            continue
+    names = set(ToolParserManager.list_registered()) - READ_NO_TEXT
+    assert names == FORMS.keys() | OTHERS
+    for name in sorted(names):
+        parse = tool_parser(name, tokenizer)
         assert parse is not None
-        for text in texts:
+        for text in (*[FORMS.get(name, FORMS["hermes"])] * 3, *chance.sample(list(FORMS.values()), 3)):
             for _ in range(6):
                 start, end = sorted(chance.sample(range(len(text) + 1), 2))
                 mutated = text[:start] + chance.choice(["", "{", "null", "\ud83d", text]) + text[end:]
@@ -123,4 +131,4 @@ def test_every_parser_reads_whatever_a_policy_writes(tokenizer: PreTrainedTokeni
                     malformed += 1
                     continue
                 assert all(isinstance(call["function"]["name"], str) for call in calls), (name, mutated)
-    assert tried > 1000 and malformed > 0
+    assert tried > 1500 and malformed > 0

@@ -12,6 +12,12 @@ from troupe.workers.contract.valid_text import valid_json, valid_text
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` (text), and for tools `tool_calls`, `tool_call_id` and `name`."""
 
+CALL_MARKERS = (
+    *("<tool_call", "<|tool_call", "<｜tool▁call", ":tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function="),
+    *("<function_call>", "<start_function_call>", "<|action_start|>", "<｜DSML｜", "functools["),
+)
+"""Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""
+
 OK = "ok"
 """Status of an episode that came to its end."""
 _LAST_TURN = "; the last turn: "

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from troupe.workers.data.control_tokens import MARK, unmarked_control_tokens
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -19,22 +21,26 @@ ALLOW_SPECIAL = "allow_special"
 """The setting of a tokenizer (`init_kwargs`) with which special tokens in texts become their ids."""
 CUT = "\ufdd0"
 """Stands inside the text of a special token that is none: a noncharacter of Unicode, which no text has."""
-MARK = "\ufdd1"
-"""Stands for a text, or behind one, to see what a template writes behind it; templates do not trim it."""
 _ANCHORS = ("\n", "x", "0")
 """Texts before which a text is tokenized that follows another: some tokenizers put a space before a first text."""
 
-_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Any, re.Pattern[str]]] = WeakKeyDictionary()
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Finds the texts of special tokens, the longest first; without any, nothing."""
+    """Finds the texts of special tokens, the longest first; without any, nothing.
+
+    They are the tokens that are marked as special, and others that the chat template writes around turns or that the
+    model's folder names as ends (`troupe.workers.data.control_tokens`).
+    """
+    state = (tokenizer.chat_template, tokenizer.name_or_path, len(tokenizer))
     known = _known.get(tokenizer)
-    if known is None or known[0] != len(tokenizer):
-        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        texts = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+    if known is None or known[0] != state:
+        marked = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        all_texts = {*marked, *tokenizer.all_special_tokens, *unmarked_control_tokens(tokenizer)} - {""}
+        texts = sorted(all_texts, key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-        known = _known[tokenizer] = (len(tokenizer), pattern)
+        known = _known[tokenizer] = (state, pattern)
     return known[1]
 
 

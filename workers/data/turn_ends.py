@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from troupe.workers.contract.config import ModelConfig
-from troupe.workers.data.plain_text import MARK, special_tokens
+from troupe.workers.data.control_tokens import CONFIGS, MARK, configured_ends
+from troupe.workers.data.plain_text import special_tokens
 from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, load_tokenizer, render_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONFIGS = ("generation_config.json", "config.json")
-"""Files of a model's folder that may name tokens at which sampling stops; the first one that exists, as in vLLM."""
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-_MOST = 1 << 31
-"""Ids of tokens are below. Some configurations have -1 for no token."""
 _ASKED = {"role": "user", "content": "x"}
 
 
@@ -82,7 +79,7 @@ def name_end(model: ModelConfig, folder: Path) -> None:
         return
     if not ends.unnamed:
         return
-    generation = folder / _CONFIGS[0]
+    generation = folder / CONFIGS[0]
     if generation.is_file():
         _change(generation, {"eos_token_id": sorted(ends.ids)})
     for name in _TOKENIZER_SETTINGS:
@@ -97,7 +94,7 @@ def _change(file: Path, fields: dict[str, Any]) -> None:
 
 def _find(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
     eos: Any = tokenizer.eos_token_id
-    named = {*_configured(Path(tokenizer.name_or_path)), *([] if eos is None else [int(eos)])}
+    named = {*configured_ends(Path(tokenizer.name_or_path)), *([] if eos is None else [int(eos)])}
     last = _behind_a_turn(tokenizer, [], named)
     closing: Any = tokenizer.convert_tokens_to_ids(last)
     ids = frozenset({*named, *closing[-1:]})
@@ -110,24 +107,6 @@ def _find(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
         written=tuple(sorted(written, key=len, reverse=True)),
         unnamed="".join(last[-1:]) if named.isdisjoint(closing) else "",
     )
-
-
-def _configured(folder: Path) -> list[int]:
-    """The ids that a model's folder names as ends of a sequence."""
-    for name in _CONFIGS:
-        if (folder / name).is_file():
-            try:
-                found: Any = json.loads((folder / name).read_bytes())
-            except ValueError:
-                return []  # vLLM refuses such a folder
-            return _ids(found) if isinstance(found, Mapping) else []
-    return []
-
-
-def _ids(config: Mapping[str, Any]) -> list[int]:
-    text = config.get("text_config")
-    found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
-    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int and 0 <= one < _MOST]
 
 
 def _behind_a_turn(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from troupe.workers.engine.time_limit import within
 from troupe.workers.episodes.reader import MalformedCall, ParseCalls
 
 if TYPE_CHECKING:
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 
 _TRIED = {"type": "function", "function": {"name": "tried", "parameters": {"type": "object", "properties": {}}}}
 """A tool with which a parser is tried out."""
+_MOST_CPU_S = 20.0
+"""A call that takes longer to read is malformed. Some take minutes for a turn that repeats itself; for a call of
+13,000 tokens, the slowest takes 5 s."""
 
 
 def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCalls | None:
@@ -45,7 +49,7 @@ def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCa
         # A parser keeps state of one response.
         parser = parser_class(reader, request.tools)
         try:
-            found = parser.extract_tool_calls(text, request)
+            found = within(_MOST_CPU_S, parser.extract_tool_calls, text, request)
         except NotImplementedError:
             raise
         except Exception as error:  # a parser can raise anything on text that a policy makes up

@@ -27,8 +27,8 @@ class Environment(ABC):
                 the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`;
                 `finish_reason` is `stop` or `length`, and `usage` has `prompt_tokens` and `completion_tokens`;
                 `logprobs`, if the observation asked for them, has the text and the log-prob of every token.
-                A turn with a call that is not run has no `tool_calls` but `unread_call`: `cut` if the turn was cut at
-                its token limit, `malformed` if the parser cannot read the call.
+                Where tools are offered, a turn whose calls are not run has `unread_call`: `cut` if the turn was cut
+                at its token limit, with or without a call, `malformed` if the parser cannot read the call.
         """
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027  most environments hold nothing

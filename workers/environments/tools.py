@@ -7,32 +7,30 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from troupe.workers.contract.environments import Message, Observation, Row, cut
+from troupe.workers.contract.environments import CALL_MARKERS, Message, Observation, Row, cut
 from troupe.workers.environments.base import Environment
 from troupe.workers.environments.functions import Tool, ToolCallError, load_tools
 from troupe.workers.environments.mcp_servers import McpServer, read_config, server_of
 from troupe.workers.environments.reward_environment import RewardFunction
 
-MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
-"""Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""
 MALFORMED = "The tool call could not be read. Write it as JSON with a name and arguments."
-CUT = "The turn was cut at its token limit in a tool call, so no tool was called. Write a shorter turn."
+CUT = "The turn was cut at its token limit. It calls no tool, and it is not the answer. Write a shorter turn."
 
 
 def unread_call(message: Message) -> str | None:
-    """What a policy is told whose turn has a call that is not run; None for a turn without one."""
-    unread = message.get("unread_call")
-    if unread is None and not any(marker in message["content"] for marker in MARKERS):
-        return None
-    return CUT if unread == "cut" or message.get("finish_reason") == "length" else MALFORMED
+    """What a policy is told whose turn was cut, or has a call that cannot be read; None for any other turn."""
+    if message.get("finish_reason") == "length":
+        return CUT
+    begun = "unread_call" in message or any(marker in message["content"] for marker in CALL_MARKERS)
+    return MALFORMED if begun else None
 
 
 class Tools(Environment):
     """Offers tools, runs the calls of every turn, and answers with their results.
 
-    An episode ends with the first turn without a call. Its text is the answer: `function` scores it, or, without one,
-    the reward functions of `roles.reward`. What a tool raises, an unknown tool and wrong arguments are answered as
-    the tool's error, so that the policy can try again.
+    An episode ends with the first turn without a call that was not cut. Its text is the answer: `function` scores it,
+    or, without one, the reward functions of `roles.reward`. What a tool raises, an unknown tool and wrong arguments are
+    answered as the tool's error, so that the policy can try again.
     """
 
     def __init__(
@@ -88,8 +86,9 @@ class Tools(Environment):
             fine = self._failed == before
             return Observation(results, reward=self._call_reward if fine and self._call_reward else None)
         if (problem := unread_call(message)) is not None:
-            self._failed += 1
-            self._calls += 1
+            if problem == MALFORMED:
+                self._failed += 1
+                self._calls += 1
             return Observation([{"role": "user", "content": problem}])
         info = {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
         reward = None if self._reward is None else await self._reward.value(message["content"], self._row)

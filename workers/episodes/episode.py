@@ -33,6 +33,8 @@ _CALL_MARGIN_S = 10.0
 _NO_WORKER_PAUSE_S = 0.5
 _LONG_CHARS = 100_000
 """Characters of a long conversation: rendering and tokenizing one of these takes about 0.1 s."""
+_LONG_TURN = 512
+"""Tokens of a long turn: parsers of tool calls take seconds for some, and less than 0.1 s for shorter ones."""
 _MESSAGE_CHARS = 50
 """What a message counts besides its content."""
 
@@ -126,7 +128,7 @@ class EpisodeRunner:
     form_problem: Callable[[StructuredConfig], str] = lambda form: ""
     """Why a turn cannot have this form; empty: it can."""
     long: LongReader | None = None
-    """Reads long conversations, so that other episodes do not wait for them; None: all are read on one thread."""
+    """Reads long conversations and turns, so that other episodes do not wait for them; None: one thread reads all."""
 
     async def play(self, key: str, row: Row, sample: SampleTurn) -> Played:
         """Play one episode. A failure of the environment is a status; errors of the engine are raised.
@@ -238,8 +240,10 @@ class EpisodeRunner:
         state.played.prompt_tokens += segment.tokens
         state.played.turns.append(turn)
         segment.sampled(turn)
-        read = partial(self.reader.read, turn.ids, tools, cut=turn.finish_reason == "length")
-        return await self._run(read)
+        long = self.long is not None and len(turn.ids) > _LONG_TURN
+        reader = self.long.reader if long and self.long is not None else self.reader
+        read = partial(reader.read, turn.ids, tools, cut=turn.finish_reason == "length")
+        return await self._run(read, long=long)
 
     async def _told(self, message: Message, asked: _Asked, turn: SampledTurn) -> Message:
         """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from troupe.workers.contract.environments import Message, Row
+from troupe.workers.contract.environments import CALL_MARKERS, Message, Row
 from troupe.workers.contract.valid_text import valid_json, valid_text
 from troupe.workers.data.plain_text import as_text, sampled_text
 from troupe.workers.data.turn_ends import without_end
@@ -20,7 +20,7 @@ ParseCalls = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[dict[s
 """From the text of a turn and the tools offered to the text without calls, and the calls. Raises MalformedCall."""
 
 UnreadCall = Literal["cut", "malformed"]
-"""Why no call of a turn is run: it was cut at its token limit, or the parser cannot read it."""
+"""Why no call of a turn is run: the turn was cut at its token limit, or the parser cannot read the call."""
 
 
 class MalformedCall(ValueError):
@@ -57,26 +57,29 @@ class TurnReader:
         """From the tokens of a turn to the message for the environment and the one for the history.
 
         The environment gets the text without special tokens. The history shows what was sampled, special tokens
-        included, up to the token that ends the turn. A turn that was cut has no calls: some parsers complete the
-        arguments of a call that does not end.
+        included, up to the token that ends the turn. The calls of a turn that was cut are not read: some parsers
+        complete the arguments of a call that does not end, and others see no call in it.
         """
-        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
         own = without_end(self.tokenizer, ids)
+        text = str(self.tokenizer.decode(own, skip_special_tokens=True))
         raw = str(self.tokenizer.decode(own, skip_special_tokens=False))
         message: Message = {"role": "assistant", "content": text}
         history: Message = {"role": "assistant", "content": sampled_text(self.tokenizer, own)}
         if self.parse is not None and tools:
-            unread: UnreadCall | None = None
-            try:
-                rest, calls = self.parse(raw, tools)
-            except MalformedCall:
-                rest, calls, unread = text, [], "malformed"
-            if cut and (calls or unread):
-                calls, unread = [], "cut"
+            rest, calls = ("", []) if cut else self._calls(self.parse, raw, tools)
             if calls:
                 calls = valid_json(calls)  # the arguments of a call are JSON, which can hold half a character
                 message |= {"content": valid_text(rest), "tool_calls": calls}
                 history["tool_calls"] = as_text(self.tokenizer, calls)
-            if unread is not None:
+            elif cut or calls is None or any(marker in raw for marker in CALL_MARKERS):
+                unread: UnreadCall = "cut" if cut else "malformed"
                 message["unread_call"] = unread
         return message, history
+
+    @staticmethod
+    def _calls(parse: ParseCalls, raw: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]] | None]:
+        """The text without calls and the calls of a turn; None: the parser cannot read them."""
+        try:
+            return parse(raw, tools)
+        except MalformedCall:
+            return "", None

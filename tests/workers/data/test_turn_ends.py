@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AddedToken, AutoTokenizer, GenerationConfig
 
 from tests.tokenizers import new_tokenizer
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, StructuredConfig
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.data.chat import encode_prompt
-from troupe.workers.data.examples import encode_response
+from troupe.workers.data.examples import encode_response, encode_turns
 from troupe.workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer
 from troupe.workers.data.turn_ends import name_end, turn_ends
 from troupe.workers.episodes.check import _random, _scripted
+from troupe.workers.episodes.conversation import Conversation
+from troupe.workers.episodes.reader import TurnReader
 from troupe.workers.episodes.turns import TurnLimits
 from troupe.workers.rollout import RolloutWorker
 
@@ -51,6 +53,29 @@ def test_offline_data_and_env_check_end_a_turn_with_it(base: Path) -> None:
     assert tokenizer.decode(next(_scripted(tokenizer, ["2"]))) == f"2{END}"
     turns = _random(tokenizer, random.Random(0))
     assert {tokenizer.decode(next(turns)[-1:]) for _ in range(20)} == {END, TEXT_END}
+
+
+def test_an_end_that_the_tokenizer_does_not_mark_as_special_is_one(base: Path) -> None:
+    """The engine stops at it, an episode has one end, and offline training has that of the template."""
+    tokenizer: Any = load_chat_tokenizer(ModelConfig(path=str(base)))
+    (base / "config.json").unlink()  # its embedding has no row for another token
+    tokenizer.add_tokens([AddedToken("<|turn_end|>", special=False, normalized=False)])
+    tokenizer.chat_template = tokenizer.chat_template.replace(END, "<|turn_end|>")
+    ends = turn_ends(tokenizer)
+    assert ends.ids == {tokenizer.eos_token_id, ends.own} and ends.unnamed == "<|turn_end|>"
+    asked = [{"role": "user", "content": "1 + 1?"}]
+    for end in ("<|turn_end|>", TEXT_END):
+        ids = tokenizer(f"2{end}", add_special_tokens=False)["input_ids"]
+        message, history = TurnReader(tokenizer).read(ids, None, cut=False)
+        conversation = Conversation(tokenizer, asked)
+        conversation.add_response(ids, history)
+        added = conversation.add_messages(asked)
+        assert message["content"] == history["content"] == "2"
+        assert tokenizer.decode(added.ids).startswith("\n<|im_start|>user")
+    turns = [{"role": "assistant", "content": "2"}, *asked, {"role": "assistant", "content": "3"}]
+    ids, _ = encode_turns(tokenizer, json.dumps(asked), encode_prompt(tokenizer, json.dumps(asked), 100), turns)
+    whole = tokenizer.apply_chat_template([*asked, *turns], tokenize=False)
+    assert whole.rstrip().endswith(tokenizer.decode(ids)) and ids[-1] == ends.own
 
 
 def test_an_end_in_the_configuration_of_the_model_counts_where_there_is_no_other(base: Path) -> None:

@@ -50,6 +50,8 @@ class Real:
     """Further ends, in the generation configuration."""
     special: tuple[str, ...] = ()
     """Further special tokens, not named by the tokenizer."""
+    unmarked: tuple[str, ...] = ()
+    """Added tokens that the published tokenizer does not mark as special."""
     opening: str = ""
     """What the policy samples before its answer."""
     roles: tuple[str, ...] = ("user", "tool")
@@ -68,7 +70,7 @@ _GLM = ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>")
 _PHI = ("<|user|>", "<|system|>")
 _COHERE = ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>")
 _CHAT = ("<|im_start|>",)
-_DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>")
+_DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")
 REAL = {
     "qwen2_5": Real("qwen2_5", "<|im_end|>", ("<|endoftext|>",), _CHAT),
     "qwen3": Real("qwen3", "<|im_end|>", ("<|endoftext|>",), _CHAT),
@@ -83,16 +85,14 @@ REAL = {
     "deepseek_v3": Real(
         "deepseekv3",
         "<｜end▁of▁sentence｜>",
-        (),
-        _DEEPSEEK,
+        unmarked=_DEEPSEEK,
         opening="hm\n</think>\n\n",
         roles=("user",),
     ),
     "deepseek_r1": Real(
         "deepseek_r1_distill",
         "<｜end▁of▁sentence｜>",
-        (),
-        _DEEPSEEK,
+        unmarked=_DEEPSEEK,
         opening="hm\n</think>\n\n",
         roles=("user",),
     ),
@@ -131,6 +131,7 @@ def real_tokenizer(name: str, smollm2: Path) -> Any:
     tokenizer = new_tokenizer(smollm2)
     tokenizer.add_special_tokens({"eos_token": real.eos, "bos_token": "<bos>"})
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in (*real.special, *real.ends)])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in real.unmarked])
     tokenizer.chat_template = real.text
     tokenizer.name_or_path = str(folder)
     ids = tokenizer.convert_tokens_to_ids([real.eos, *real.ends])

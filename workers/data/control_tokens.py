@@ -1,0 +1,77 @@
+"""Tokens that say who speaks and what ends a turn, and that the tokenizer does not mark as special.
+
+DeepSeek's `<｜User｜>` and Cohere's `<|USER_TOKEN|>` are such tokens: the chat template writes
+them around turns.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "\ufdd1"
+"""Stands for a text, or behind one, to see what a template writes behind it; templates do not trim it."""
+CONFIGS = ("generation_config.json", "config.json")
+"""Files of a model's folder that may name tokens at which sampling stops; the first one that exists, as in vLLM."""
+_MOST = 1 << 31
+"""Ids of tokens are below. Some configurations have -1 for no token."""
+_CONVERSATIONS = (
+    ("user",),
+    ("system", "user"),
+    ("user", "assistant"),
+    ("user", "assistant", "user"),
+    ("user", "assistant", "tool"),
+)
+"""Roles of conversations that are rendered; a template refuses those that it does not know."""
+_OF_A_TURN = re.compile(r"think|thought|reason|tool|call|func|arg", re.IGNORECASE)
+"""Tags inside a turn, which data and environments write as well: they stay tokens."""
+_MARKUP = re.compile(r"\S*[^\w\s]\S*")
+"""Line breaks, spaces and plain words may be added tokens, too; a template has them for other reasons."""
+
+
+def unmarked_control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Added tokens that the template writes around turns or that end a sequence, and that are not marked as special."""
+    decoder = tokenizer.added_tokens_decoder
+    unmarked = {token.content for token in decoder.values() if not token.special} - {""}
+    ends = {decoder[one].content for one in configured_ends(Path(tokenizer.name_or_path)) if one in decoder}
+    if not unmarked:
+        return set()
+    found = re.compile("|".join(map(re.escape, sorted(unmarked, key=len, reverse=True))))
+    written = {text for rendering in _renderings(tokenizer) for text in found.findall(rendering)}
+    around = {text for text in written if _MARKUP.fullmatch(text) and not _OF_A_TURN.search(text)}
+    return around | (ends & unmarked)
+
+
+def configured_ends(folder: Path) -> list[int]:
+    """The ids that a model's folder names as ends of a sequence."""
+    for name in CONFIGS:
+        if (folder / name).is_file():
+            try:
+                found: Any = json.loads((folder / name).read_bytes())
+            except ValueError:
+                return []  # vLLM refuses such a folder
+            return _ids(found) if isinstance(found, Mapping) else []
+    return []
+
+
+def _ids(config: Mapping[str, Any]) -> list[int]:
+    text = config.get("text_config")
+    found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
+    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int and 0 <= one < _MOST]
+
+
+def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
+    """What the template writes around texts, in all conversations that it knows."""
+    for roles in _CONVERSATIONS:
+        messages = [{"role": role, "content": MARK} for role in roles]
+        try:
+            opened = roles[-1] != "assistant"
+            yield str(tokenizer.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False))
+        except Exception:  # a chat template can raise anything
+            continue
