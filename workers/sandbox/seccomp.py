@@ -85,8 +85,8 @@ _SOCKET_FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
 _MAP_ANONYMOUS = 0x20
 _MAP_SHARED_OR_HUGETLB = 0x40001
-"""Flags of mappings whose pages the memory of a process does not show: shared pages stay when a process unmaps all but a
-part of them, and huge pages come from a pool of the machine."""
+"""Flags of mappings whose pages the memory of a process does not show: shared pages stay when a process unmaps all but
+a part of them, and huge pages come from a pool of the machine."""
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables above, and the kernel's name of the architecture."""

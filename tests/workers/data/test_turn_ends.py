@@ -77,9 +77,7 @@ REFUSED = {"do_sample": False, "temperature": 0.9}
 
 
 @pytest.mark.parametrize("given", [json.dumps(REFUSED).encode(), b"{not json", b"[]", b"null", b"", b"\xff\xfe{"])
-def test_an_export_names_the_end_whatever_the_generation_settings_are(
-    base: Path, tmp_path: Path, given: bytes
-) -> None:
+def test_an_export_names_the_end_whatever_the_generation_settings_are(base: Path, tmp_path: Path, given: bytes) -> None:
     """What transformers refuses to write stays; what is not a JSON object is of no use to a tool, and is replaced."""
     (base / "generation_config.json").write_bytes(given)
     (export := tmp_path / "export").mkdir()
