@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -64,6 +65,14 @@ def test_the_user_is_a_number_and_not_root(image: str) -> None:
     assert of(image, "USER")[-1] == f"{USER}:{USER}"
     assert instructions(image)[-1][0] == "CMD"
     assert of(image, "WORKDIR")[-1] == WORKSPACE
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_has_an_init(image: str) -> None:
+    """Without one, nobody reaps the processes of a driver that was killed, and its workers stay as zombies."""
+    assert any("apt-get install" in run and "tini" in shlex.split(run) for run in of(image, "RUN"))
+    (entry,) = of(image, "ENTRYPOINT")
+    assert json.loads(entry) == ["/usr/bin/tini", "--"]
 
 
 @pytest.mark.parametrize("image", IMAGES)

@@ -358,7 +358,7 @@ class EpisodeConfig(Frozen):
     episode_timeout_s: float = Field(default=300.0, gt=0.0)
     """Longest episode, the policy's turns included; a longer one fails the sample."""
     max_observation_chars: int = Field(default=20_000, ge=1)
-    """A longer message of the environment is cut here, and says so. The prompt of the data in it does not count."""
+    """A longer message of the environment is cut, and says so. What it shows of the data's prompt does not count."""
     truncated_turns: Literal["end", "continue"] = "end"
     """After a turn that was cut at `sampling.max_tokens`. `end`: the environment gets it, and the episode ends with
     the finish reason `length`; `continue`: the episode continues after an end of turn that the policy did not

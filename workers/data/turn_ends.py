@@ -88,7 +88,12 @@ def name_end(model: ModelConfig, folder: Path) -> None:
 
 
 def _change(file: Path, fields: dict[str, Any]) -> None:
-    content = json.loads(file.read_bytes()) | fields
+    """Set fields of the JSON object in a file. A file without one, which no tool can use, is replaced."""
+    try:
+        found: Any = json.loads(file.read_bytes())
+    except ValueError:
+        found = None
+    content = {**(found if isinstance(found, dict) else {}), **fields}
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -27,6 +27,7 @@ from troupe.workers.contract.environments import Message, Observation, Row, read
 from troupe.workers.contract.naming import import_attribute, locate
 from troupe.workers.environments.base import Environment
 from troupe.workers.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
+from troupe.workers.environments.chat_options import check_options
 from troupe.workers.rewards.steps import as_number
 
 HOST = "127.0.0.1"
@@ -39,12 +40,6 @@ MAX_CHOICES = 16
 _SHUTDOWN_S = 0.5
 _NOT_TOLD = ("finish_reason", "usage", "unread_call", "logprobs")
 """Fields of a turn that do not belong to the message of a response."""
-_REFUSED = {
-    "top_logprobs": "only the log-prob of the sampled token is known",
-    "logit_bias": "it would change the distribution that is trained",
-    "presence_penalty": "it would change the distribution that is trained",
-    "frequency_penalty": "it would change the distribution that is trained",
-}
 
 
 @dataclass
@@ -61,6 +56,8 @@ class Choice:
     """Whether the response has the log-probs of its tokens."""
     forced: bool | str
     """Whether the response must be calls of tools, or the name of the tool that it must call."""
+    one_call: bool
+    """Whether the agent takes at most one call of a tool from the response."""
     answer: asyncio.Future[Message] = field(repr=False)
 
     @property
@@ -78,8 +75,11 @@ class Choice:
         )
 
     def read(self, message: Message, prefix: str) -> Message:
-        """The response with the calls that the request forced, whose names begin with a prefix."""
-        if not self.forced or message.get("tool_calls") or message.get("finish_reason") == "length":
+        """The response with the calls that the request forced, whose names begin with a prefix, or with its first."""
+        calls = message.get("tool_calls") or ()
+        if self.one_call and len(calls) > 1:
+            return message | {"tool_calls": calls[:1]}
+        if not self.forced or calls or message.get("finish_reason") == "length":
             return message
         calls = forced_calls(message["content"], self.forced, prefix)
         return message | {"content": "", "tool_calls": calls} if calls else message
@@ -144,7 +144,9 @@ class Agent(Environment):
         ]
         if responses:
             choice, response = responses[0]
-            self._known = [] if "refused" in response else [*choice.messages, plain(response)]
+            # The tokens of a turn with a call that the agent did not get are not those of its history.
+            known = "refused" not in response and not _has_fewer_calls(response, message)
+            self._known = [*choice.messages, plain(response)] if known else []
         for choice, response in responses:
             if not choice.answer.done():
                 choice.answer.set_result(response)
@@ -289,6 +291,10 @@ class Agent(Environment):
         return None
 
 
+def _has_fewer_calls(response: Message, turn: Message) -> bool:
+    return len(response.get("tool_calls") or ()) < len(turn.get("tool_calls") or ())
+
+
 def _given_up(request: web.Request) -> bool:
     """Whether the client has closed the connection."""
     return request.transport is None or request.transport.is_closing()
@@ -305,9 +311,7 @@ def read_request(body: Any) -> list[Choice]:
     """The responses that a request asks for. Raises ValueError, TypeError or KeyError for what is not supported."""
     if not isinstance(body, dict):
         raise TypeError("the request is not a JSON object")
-    for name, why in _REFUSED.items():
-        if body.get(name):
-            raise ValueError(f"{name}: {why}")
+    check_options(body)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise ValueError("messages: expected a list of messages")
@@ -323,12 +327,23 @@ def read_request(body: Any) -> list[Choice]:
     tools, tool_choice = body.get("tools") or [], body.get("tool_choice") or "auto"
     read_tools(tools)
     forced = forced_tool(tools, tool_choice)
-    schema = forced_schema(tools, forced) if forced else response_schema(body.get("response_format"))
+    one_call = body.get("parallel_tool_calls") is False
+    schema = forced_schema(tools, forced, one_call) if forced else response_schema(body.get("response_format"))
     offered = tools if tools and tool_choice != "none" else None
     loop = asyncio.get_running_loop()
-    logprobs = body.get("logprobs") is True
     return [
-        Choice(messages, offered, stops, longest, schema, logprobs, forced, loop.create_future()) for _ in range(count)
+        Choice(
+            messages=messages,
+            tools=offered,
+            stop=stops,
+            max_tokens=longest,
+            schema=schema,
+            logprobs=body.get("logprobs") is True,
+            forced=forced,
+            one_call=one_call,
+            answer=loop.create_future(),
+        )
+        for _ in range(count)
     ]
 
 
@@ -345,6 +360,8 @@ def plain(message: Any) -> Message:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str | None):
         raise TypeError("messages: content: expected text or a list of objects with a type")
+    if message.get("function_call"):
+        raise ValueError("messages: function_call is not supported, only tool_calls, which have replaced it")
     result: Message = {"role": message["role"], "content": content or ""}
     calls = message.get("tool_calls")
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):

@@ -29,8 +29,14 @@ def forced_tool(tools: Sequence[Mapping[str, Any]], choice: Any) -> bool | str:
             raise ValueError(f"tool_choice: expected auto, none, required or a function, got {choice!r:.60}")
 
 
-def forced_schema(tools: Sequence[Mapping[str, Any]], forced: bool | str) -> dict[str, Any]:
-    """JSON schema of a response that calls one named tool, as its arguments, or any tools, as a list of calls."""
+def forced_schema(tools: Sequence[Mapping[str, Any]], forced: bool | str, one_call: bool = False) -> dict[str, Any]:
+    """JSON schema of a response that calls one named tool, as its arguments, or any tools, as a list of calls.
+
+    Args:
+        tools: Tools of the request.
+        forced: Name of the tool; True: any tools.
+        one_call: The list has one call.
+    """
     functions = [tool["function"] for tool in tools]
     definitions: dict[str, Any] = {}
     calls = []
@@ -41,7 +47,8 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], forced: bool | str) -> dic
         definitions |= parameters.pop("$defs", {})  # references begin at the top of a schema
         properties = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
         calls.append({"type": "object", "properties": properties, "required": list(properties)})
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    schema |= {"maxItems": 1} if one_call else {}
     return schema | ({"$defs": definitions} if definitions else {})
 
 

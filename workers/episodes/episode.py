@@ -18,11 +18,11 @@ from troupe.workers.contract.environments import (
     Message,
     Observation,
     Row,
-    cut,
     failed_status,
 )
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.episodes.conversation import Added, Conversation, ConversationError
+from troupe.workers.episodes.observed_text import cut_observation
 from troupe.workers.episodes.turns import SampledTurn, Segment
 from troupe.workers.isolation.text import one_line
 
@@ -341,13 +341,11 @@ class EpisodeRunner:
         return self._bounded(state, reply.observation)
 
     def _bounded(self, state: _OpenEpisode, observation: Observation) -> Observation:
-        """The observation with its messages cut to the bound. A prompt of the data in a message does not count."""
+        """The observation with its messages cut to the bound. What they show of the data's prompt does not count."""
         messages: list[Message] = []
         for message in observation.messages:
-            content = message["content"]
-            prompt = max((len(text) for text in state.prompts if text in content), default=0)
-            shown = cut(content, self.config.max_observation_chars + prompt)
-            if shown != content:
+            shown = cut_observation(message["content"], self.config.max_observation_chars, state.prompts)
+            if shown != message["content"]:
                 state.played.cut_observations += 1
             messages.append(message | {"content": shown})
         return replace(observation, messages=messages, also=[self._bounded(state, one) for one in observation.also])

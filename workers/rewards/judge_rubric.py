@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -137,28 +137,42 @@ def _played(messages: str, conversation: str) -> str:
     An environment can show the prompt, a part of it, other messages before it, or something else.
     """
     prompt, turns = json.loads(messages), json.loads(conversation)
-    said: list[str] = []
+    said, read = list[str](), 0
     for place, turn in enumerate(turns):
-        found = next((at for at, asked in enumerate(prompt) if _behind(turn, asked) is not None), None)
-        if found is not None:
-            rest = _behind(turn, prompt[found]) or ""
-            said += [_turn(turn | {"content": rest})] if rest else []
-            prompt = prompt[found + 1 :]
-        elif turn["role"] == "assistant":  # the first turn of the policy
-            said += map(_turn, turns[place:])
+        found = next((at for at in range(read, len(prompt)) if _behind(turn, prompt[at]) is not None), None)
+        if turn["role"] == "assistant" and (found is None or not _is_example(prompt, found, turns, place)):
+            said += map(_turn, turns[place:])  # from the first turn of the policy
             break
-        else:
+        if found is None:
             said.append(_turn(turn))
+            continue
+        rest = _behind(turn, prompt[found])
+        said += [_turn(turn | {"content": rest})] if rest else []
+        read = found + 1
     return "\n\n".join(said)
 
 
 def _behind(turn: Message, asked: Message) -> str | None:
     """What a message says behind one of the prompt, in paragraphs of its own; None if it does not begin with it."""
-    content, known = str(turn["content"]), str(asked["content"])
+    content, known = str(turn["content"]).strip(), str(asked["content"]).strip()
     if turn["role"] != asked["role"] or not content.startswith(known):
         return None
     rest = content[len(known) :]
     return rest.strip() if not rest or rest.startswith("\n\n") else None
+
+
+def _is_example(prompt: Sequence[Message], at: int, turns: Sequence[Message], place: int) -> bool:
+    """Whether the turn at `place` is the prompt's answer `at`, not the same answer of the policy.
+
+    Then it is between the messages that the prompt has it between.
+    """
+    for step in (-1, 1):
+        if not 0 <= at + step < len(prompt):
+            continue
+        beside, asked = turns[place + step : place + step + 1] if place + step >= 0 else [], prompt[at + step]
+        if not any(turn["role"] == asked["role"] and asked["content"].strip() in turn["content"] for turn in beside):
+            return False
+    return True
 
 
 def _turn(turn: Message) -> str:

@@ -41,15 +41,15 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442
 _MNT_DETACH = 2
 _AT_RECURSIVE = 0x8000
-_SHARED_MEMORY = " /dev/zero (deleted)"
-"""What the kernel names shared memory that no file holds (`MAP_SHARED | MAP_ANONYMOUS`)."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _CAPABILITY_VERSION = 0x20080522
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "nix/store", "etc/ld.so.cache", "etc/alternatives")
 """What a program sees of the host, read-only, besides the interpreter: programs and libraries."""
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+"""The host's device behind each of the sandbox. A shared mapping of `zero` is memory that belongs to no process; `full`
+reads as the same zeros and cannot be mapped."""
 
 # PyDLL keeps the interpreter lock during a call: after a clone there is no other thread that could give it back.
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -260,9 +260,9 @@ def _make_root(request: dict[str, Any]) -> None:
 
 
 def _make_devices() -> None:
-    for name in _DEVICES:
+    for name, source in _DEVICES.items():
         os.close(os.open(f"/new/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o644))
-        _mount(f"/old/dev/{name}", f"/new/dev/{name}", None, _MS_BIND)
+        _mount(f"/old/dev/{source}", f"/new/dev/{name}", None, _MS_BIND)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"/new/dev/{name}")
     os.symlink("/proc/self/fd", "/new/dev/fd")
@@ -292,30 +292,17 @@ def _watch(program: int, limit: int) -> bool:
 
 
 def _used_memory() -> int:
-    """Memory of all processes but this one, in bytes: their private memory, and what they share without a file, once.
+    """Private memory of all processes but this one, in bytes.
 
-    Shared memory counts with its size: it stays where a process has given up its pages, or only inherited them.
+    Shared memory is in files, within the limit of the disk: the filter refuses every other.
     """
-    pages, shared_memory = 0, dict[str, int]()
+    pages = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{name}/statm", encoding="ascii") as file:
-                    _, resident, shared, *_ = map(int, file.read().split())
+            with contextlib.suppress(OSError), open(f"/proc/{name}/statm", encoding="ascii") as file:
+                _, resident, shared, *_ = map(int, file.read().split())
                 pages += max(0, resident - shared)
-                _add_shared_memory(name, shared_memory)
-    return pages * os.sysconf("SC_PAGE_SIZE") + sum(shared_memory.values())
-
-
-def _add_shared_memory(process: str, sizes: dict[str, int]) -> None:
-    """Add the shared memory that a process maps to the `sizes` in bytes, by its number. Raises OSError."""
-    with open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.rstrip().endswith(_SHARED_MEMORY):
-                continue
-            addresses, _, offset, _, number, _ = line.split(maxsplit=5)
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            sizes[number] = max(sizes.get(number, 0), int(offset, 16) + end - start)
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _become_program(request: dict[str, Any], status: int, drops_user: bool) -> NoReturn:

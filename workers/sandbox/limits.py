@@ -12,7 +12,7 @@ class SandboxLimits:
     timeout_s: float = 5.0
     """Wall-clock seconds, the start of the interpreter included. Then everything in the sandbox is killed."""
     memory_mib: int = 512
-    """Address space of a process, and memory of all processes together: private, and shared without a file."""
+    """Address space of a process, and private memory of all processes together."""
     disk_mib: int = 64
     """Size of the writable file system, which is in memory, and of a file in it."""
     files: int = 4096

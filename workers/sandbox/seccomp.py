@@ -2,8 +2,9 @@
 
 The filter is the second wall: namespaces, limits and missing capabilities stop most of these calls already. It keeps
 code away from parts of the kernel that have a history of faults and that Python programs do not need, and closes what
-namespaces and limits leave open: memory that belongs to no process (memfd, System V segments), and sockets of other
-kinds than internet and Unix ones, such as vsock, which reaches the host of a virtual machine.
+namespaces and limits leave open: memory that belongs to no process (memfd, System V segments, shared mappings without a
+file), and sockets of other kinds than internet and Unix ones, such as vsock, which reaches the host of a virtual
+machine.
 """
 
 from __future__ import annotations
@@ -77,18 +78,22 @@ _DENIED: dict[str, tuple[int, int | None]] = {
     "modify_ldt": (154, None),
     "uselib": (134, None),
 }
-_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
+_CLONE, _CLONE3, _SOCKET, _MMAP = (56, 220), (435, 435), (41, 198), (9, 222)
 _NEW_NAMESPACES = 0x7E020080
 """The CLONE_NEW... flags: namespaces for mounts, cgroups, host names, IPC, users, processes, network and time."""
 _SOCKET_FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
+_MAP_ANONYMOUS = 0x20
+_MAP_SHARED_OR_HUGETLB = 0x40001
+"""Flags of mappings whose pages the memory of a process does not show: shared pages stay when a process unmaps all but
+a part of them, and huge pages come from a pool of the machine."""
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables above, and the kernel's name of the architecture."""
 _X32 = 0x40000000
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _RETURN, _EQUAL, _AT_LEAST, _ANY_BIT = 0x20, 0x06, 0x15, 0x35, 0x45
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40
 """Offsets in the kernel's `struct seccomp_data`, little-endian."""
 
 
@@ -117,6 +122,12 @@ def build_filter(machine: str | None = None) -> bytes:
         (_EQUAL, 0, 4, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         *((_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _FAIL | errno.EPERM), (_RETURN, 0, 0, _ALLOW)),
+    ]
+    steps += [
+        (_EQUAL, 0, 5, _MMAP[column]),
+        (_LOAD, 0, 0, _FOURTH_ARGUMENT),
+        *((_ANY_BIT, 0, 2, _MAP_ANONYMOUS), (_ANY_BIT, 0, 1, _MAP_SHARED_OR_HUGETLB)),
+        *((_RETURN, 0, 0, _FAIL | errno.EPERM), (_RETURN, 0, 0, _ALLOW)),
     ]
     families = len(_SOCKET_FAMILIES)
     steps += [(_EQUAL, 0, families + 2, _SOCKET[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT)]

@@ -98,6 +98,26 @@ def test_an_export_names_the_end_that_its_model_was_trained_to_write(base: Path,
     assert turn_ends(tokenizer).unnamed == ""
 
 
+REFUSED = {"do_sample": False, "temperature": 0.9}
+
+
+@pytest.mark.parametrize("given", [json.dumps(REFUSED).encode(), b"{not json", b"[]", b"null", b"", b"\xff\xfe{"])
+def test_an_export_names_the_end_whatever_the_generation_settings_are(base: Path, tmp_path: Path, given: bytes) -> None:
+    """What transformers refuses to write stays; what is not a JSON object is of no use to a tool, and is replaced."""
+    (base / "generation_config.json").write_bytes(given)
+    (export := tmp_path / "export").mkdir()
+    model = ModelConfig(path=str(base))
+    shutil.copy(base / "generation_config.json", export)
+    copy_tokenizer(model, export)
+    ends = turn_ends(load_chat_tokenizer(model))
+    assert ends.unnamed == END
+    name_end(model, export)
+    named = json.loads((export / "generation_config.json").read_bytes())
+    assert named == {**(REFUSED if given == json.dumps(REFUSED).encode() else {}), "eos_token_id": sorted(ends.ids)}
+    tokenizer: Any = AutoTokenizer.from_pretrained(export)
+    assert (tokenizer.eos_token, turn_ends(tokenizer).unnamed) == (END, "")
+
+
 @pytest.mark.parametrize("chosen", [None, "none"])
 def test_an_export_of_a_model_that_names_its_end_is_left_as_it_is(
     tiny_model: Path, base: Path, tmp_path: Path, chosen: str | None

@@ -97,6 +97,15 @@ def tools(row: Row, client: OpenAI) -> float:
     return float(last.choices[0].message.content == "answer 1")
 
 
+def one_call_at_a_time(row: Row, client: OpenAI) -> float:
+    messages, settings = list[Any](row.messages), dict[str, Any](model="any", tools=[ADD], parallel_tool_calls=False)
+    message = client.chat.completions.create(messages=messages, **settings).choices[0].message
+    calls: list[Any] = list(message.tool_calls or ())
+    messages += [message, *({"role": "tool", "tool_call_id": call.id, "content": "5"} for call in calls)]
+    client.chat.completions.create(messages=messages, **settings)
+    return float(len(calls))
+
+
 def choices(row: Row, client: OpenAI) -> float:
     done = client.chat.completions.create(model="any", messages=list(row.messages), n=3)  # pyright: ignore
     return float([choice.message.content for choice in done.choices] == ["answer 0", "answer 1", "answer 2"])

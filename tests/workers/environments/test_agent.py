@@ -12,11 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.workers.environments.agents import ADD
 from tests.workers.environments.started import started
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.environment import EnvironmentWorker
-from troupe.workers.environments.agent import plain
+from troupe.workers.environments.agent import Choice, plain, read_request
 from troupe.workers.environments.chat_forms import forced_calls, forced_schema
 
 HERE = "tests.workers.environments.agents"
@@ -145,6 +146,61 @@ def test_requests_can_force_calls_and_the_form_of_a_response() -> None:
         {"json_schema": {"type": "object"}},
     ]
     assert [asked.restart for asked in played.asked[:3]] == [True, False, False], "forced calls are in the history"
+
+
+def test_an_agent_that_asks_for_one_call_gets_one() -> None:
+    """What follows has a prompt of its own: the tokens of the turn have a call that the history does not."""
+    calls = [
+        {"id": f"c{number}", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {number}}}'}}
+        for number in (5, 6)
+    ]
+    played = play(extra={"tool_calls": calls}, function=f"{HERE}:one_call_at_a_time")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
+    assert [asked.restart for asked in played.asked] == [True, True]
+    history = played.asked[1].messages
+    assert [message["role"] for message in history] == ["user", "assistant", "tool"]
+    assert history[1]["tool_calls"] == calls[:1]
+
+
+def test_one_call_of_any_tool_is_a_list_of_one() -> None:
+    (choice,) = asyncio.run(read({"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}))
+    assert choice.schema is not None and (choice.schema["minItems"], choice.schema["maxItems"]) == (1, 1)
+    (choice,) = asyncio.run(read({"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": True}))
+    assert choice.schema is not None and "maxItems" not in choice.schema
+
+
+async def read(options: dict[str, Any]) -> list[Choice]:
+    return read_request({"model": "any", "messages": list(ROW.messages), **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"functions": [ADD["function"]]}, "functions: use tools and tool_choice"),
+        ({"function_call": {"name": "add"}}, "function_call: use tools"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "add"}}]}, "messages: function_call"),
+        ({"guided_json": {"type": "object"}}, "guided_json: use response_format"),
+        ({"guided_regex": "[0-9]"}, "guided_regex: use response_format"),
+        ({"structured_outputs": {"regex": "[0-9]"}}, "structured_outputs: use response_format"),
+        ({"best_of": 4}, "best_of: every sampled response is trained"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: it would change the distribution"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: it would change the distribution"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs: the endpoint has no such option"),
+        ({"min_tokens": 5}, "min_tokens: the endpoint has no such option"),
+        ({"modalities": ["text", "audio"]}, "modalities: the endpoint has no such option"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls: expected true or false, got 'no'"),
+        ({"logprobs": 5}, "logprobs: expected true or false, got 5"),
+    ],
+)
+def test_an_option_is_never_ignored_where_a_response_depends_on_it(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        asyncio.run(read(options))
+
+
+def test_options_without_effect_and_neutral_values_are_accepted() -> None:
+    neutral = {"functions": None, "best_of": 1, "repetition_penalty": 1.0, "function_call": "none", "logit_bias": {}}
+    ignored = {"temperature": 0.0, "top_p": 0.9, "seed": 5, "user": "me", "store": False, "metadata": {"a": "b"}}
+    assert len(asyncio.run(read({**neutral, **ignored, "modalities": ["text"], "n": 2}))) == 2
 
 
 def test_definitions_of_forced_tools_are_where_references_begin() -> None:

@@ -80,6 +80,7 @@ def test_an_episode_is_shown_turn_by_turn() -> None:
     assert user["content"] == "assistant: Hm.\n\nuser: Again.\n\nassistant: Hello."
 
 
+_EXAMPLES = [("user", "Greet Bo."), ("assistant", "Hm."), ("user", "Greet me.")]
 _PLAYED = [("assistant", "Hm."), ("user", "Greet me."), ("assistant", "Hello.")]
 SHOWN: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]], list[tuple[str, str]]]] = {
     "a system message before the prompt": (
@@ -99,6 +100,16 @@ SHOWN: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]], list[tuple[
         [("user", "Greet Bo."), ("assistant", "Hi Bo."), ("user", "Greet me.")],
         [],
     ),
+    "examples in the row, with the policy's answer": (_EXAMPLES, _EXAMPLES, []),
+    "examples in the row that the environment does not show": (_EXAMPLES, [("user", "Greet me.")], []),
+    "examples in the row, and a question in other words": (
+        _EXAMPLES,
+        [("user", "Please: Greet me.")],
+        [("user", "Please: Greet me.")],
+    ),
+    "examples in the row, and another question": (_EXAMPLES, [("user", "Greet Bo!")], [("user", "Greet Bo!")]),
+    "examples in the row, of which it shows the first question": (_EXAMPLES[:2] * 2, [("user", "Greet Bo.")], []),
+    "a question that is trimmed": ([("user", "Greet me.\n")], [("user", "Greet me.")], []),
     "an observation behind the prompt": (
         [("user", "Greet me.")],
         [("user", "Greet me.\n\nThe door is shut.")],

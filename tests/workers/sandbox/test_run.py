@@ -268,11 +268,11 @@ def test_an_unsupported_architecture_is_refused(monkeypatch: pytest.MonkeyPatch)
 # The filter
 
 
-def judge(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> int:
+def judge(machine: str, number: int, argument: int = 0, architecture: int | None = None, flags: int = 0) -> int:
     """What the filter answers to a system call: an interpreter of the few instructions that it uses."""
     program = seccomp.build_filter(machine)
     known = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
-    fields = {0: number, 4: known if architecture is None else architecture, 16: argument}
+    fields = {0: number, 4: known if architecture is None else architecture, 16: argument, 40: flags}
     position, loaded = 0, 0
     while True:
         at = position * 8
@@ -306,5 +306,10 @@ def test_the_filter_denies_what_it_names_and_allows_the_rest(machine: str) -> No
     assert judge(machine, clone, 0x003D0F00 | signal.SIGCHLD) == allowed  # a thread
     for flag in (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert judge(machine, clone, flag | signal.SIGCHLD) == denied
+    mmap_call = (9, 222)[column]
+    for flags in (0x22, 0x4022, 0x20022, 0x1, 0x2, 0x3, 0x40002):  # private, with options; of a file
+        assert judge(machine, mmap_call, flags=flags) == allowed, hex(flags)
+    for flags in (0x21, 0x8021, 0x40022, 0x40021, 0x23):  # shared without a file; huge pages
+        assert judge(machine, mmap_call, flags=flags) == denied, hex(flags)
     assert judge(machine, 0, architecture=0x40000003) == killed  # a 32-bit call
     assert judge("x86_64", 0x40000000 | 101) == killed  # a call of the x32 kind
