@@ -40,7 +40,7 @@ class Receiver:
         self.buckets = buckets_of(shapes, info["bucket_bytes"])
         self.group = None
         if "port" in info:
-            self.group = TransferGroup("gloo", connect_store(info["address"], info["port"]), 1, 2, CPU)
+            self.group = TransferGroup(connect_store(info["address"], info["port"]), 1, 2, CPU)
 
     def start(self) -> None:
         """Begin."""

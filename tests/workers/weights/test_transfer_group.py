@@ -90,11 +90,11 @@ def _silent_pair(monkeypatch: pytest.MonkeyPatch) -> tuple[TransferGroup, Transf
     joined: list[TransferGroup] = []
 
     def receive() -> None:
-        joined.append(TransferGroup("nccl", connect_store(ADDRESS, store.port), 1, 2, cpu, bound_s=20))
+        joined.append(TransferGroup(connect_store(ADDRESS, store.port), 1, 2, cpu, bound_s=20))
 
     receiver = threading.Thread(target=receive)
     receiver.start()
-    sender = TransferGroup("nccl", store, 0, 2, cpu)
+    sender = TransferGroup(store, 0, 2, cpu)
     receiver.join()
     return sender, joined[0]
 
@@ -139,7 +139,7 @@ def test_a_communicator_that_is_not_freed_keeps_nobody(monkeypatch: pytest.Monke
     monkeypatch.setattr(transfer_group, "_ABORT_S", 0.1)
     silent = SilentGroup(abort_ends=False)
     monkeypatch.setattr(transfer_group, "_group", lambda *_: silent)
-    group = TransferGroup("nccl", open_store(ADDRESS), 0, 1, torch.device("cpu"))
+    group = TransferGroup(open_store(ADDRESS), 0, 1, torch.device("cpu"))
     leaving = threading.Thread(target=group.leave, daemon=True)
     leaving.start()
     leaving.join(10)
