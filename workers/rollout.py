@@ -29,13 +29,14 @@ from troupe.workers.contract.messages import (
     SampleSummary,
     WeightAck,
     WeightUpdate,
+    WorkerGone,
     WorkerHealth,
 )
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.engine.errors import EngineClosed, EngineDead, engine_dead
+from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep, engine_dead
 from troupe.workers.engine.probe import apart, probe_logprobs
 from troupe.workers.engine.process import engine_processes
 from troupe.workers.engine.rest import EngineMemory
@@ -72,6 +73,8 @@ T = TypeVar("T")
 INITIAL_VERSION = 0
 _PROCESS_FAILED = "Engine core initialization failed"
 """Beginning of the error with which vLLM's client refers to one in the engine's process."""
+_ONE_OF_MANY_FAILED = "Worker failed with error"
+"""Beginning of the error that vLLM raises for the first of an engine's processes that failed in a call."""
 _TURN_S = 0.5
 """Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
@@ -106,6 +109,8 @@ class RolloutWorker:
         self._engine: AsyncLLM | None = None
         self._state = _State.CLOSED
         self._closed_because = "it was not started"
+        self._out_of_step = ""
+        """Why the engine's processes no longer answer the same call; empty: they do."""
         self._version = INITIAL_VERSION
         self._running: set[asyncio.Task[Any]] = set()
         self._serial = itertools.count()
@@ -275,6 +280,7 @@ class RolloutWorker:
             WeightDigestMismatch: the loaded weights are not the published ones; names this worker.
             EngineClosed: the update failed for another reason.
             EngineDead: the engine's process has ended.
+            EngineOutOfStep: the update failed in one of several processes of the engine.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -295,7 +301,7 @@ class RolloutWorker:
                 await self._resume(update.version)
             except BaseException as error:
                 self._shut(f"the update to version {update.version} failed")
-                if isinstance(error, Exception) and not isinstance(error, EngineDead):
+                if isinstance(error, Exception) and not isinstance(error, WorkerGone):
                     raise await self._update_failure(update, error) from error
                 raise
         seconds = time.monotonic() - started
@@ -476,6 +482,8 @@ class RolloutWorker:
             raise EngineClosed(self._name, self._closed_because)
         if self._engine.errored:
             raise engine_dead(self._name)
+        if self._out_of_step:
+            raise EngineOutOfStep(self._name, self._out_of_step)
         return self._engine
 
     def _open_engine(self) -> AsyncLLM:
@@ -494,8 +502,13 @@ class RolloutWorker:
                     self._live_engine()
             return task.result()
         except Exception as error:
+            if isinstance(error, WorkerGone):
+                raise
             if self._engine is not None and self._engine.errored:
                 raise engine_dead(self._name) from error
+            if _ONE_OF_MANY_FAILED in str(error):
+                self._out_of_step = str(error)
+                raise EngineOutOfStep(self._name, self._out_of_step) from error
             raise
         finally:
             task.cancel()

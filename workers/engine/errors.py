@@ -37,6 +37,20 @@ class EngineDead(WorkerGone):
         return f"{words}; its log: {socket.gethostname()}:{log}" if log else words
 
 
+class EngineOutOfStep(WorkerGone):
+    """One of several processes of an engine failed in a call; the worker must be replaced.
+
+    vLLM raises the first failure and leaves the answers of the processes after it in their queues. Later calls then get
+    what these have answered to the call before, among it the digests of an earlier update.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+
+    def __str__(self) -> str:
+        return "{} must be replaced, because one of its engine's processes failed in a call: {}".format(*self.args)
+
+
 def engine_dead(name: str) -> EngineDead:
     """The error for an engine whose process has ended, with what the log says."""
     logs = own_logs()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, Sleep
+from troupe.workers.contract.messages import WorkerGone
 from troupe.workers.engine.rest import GONE, MemoryState, StaleWake
 from troupe.workers.rollout import RolloutWorker, _State
 from troupe.workers.weights.file import WeightDigestMismatch
@@ -197,3 +198,22 @@ async def test_an_engine_without_sleep_resumes_as_before_and_does_not_rest() -> 
     assert (vllm.samples_from, vllm.calls) == ("digest-8", [])
     with pytest.raises(ValueError, match="none does not rest"):
         await worker.rest()
+
+
+async def test_an_engine_with_several_processes_is_replaced_after_a_failed_call() -> None:
+    """Its next digests would be those of the call before: vLLM leaves answers behind the first failure unread."""
+    vllm = Vllm()
+    worker = opened("none", vllm)
+
+    async def fail() -> None:
+        raise Exception(
+            "Call to start_weight_update method failed: Worker failed with error 'rank 1: the sender has left'"
+        )
+
+    vllm.start_weight_update = fail
+    with pytest.raises(WorkerGone, match=r"rollout-0 must be replaced, .* the sender has left"):
+        await worker.transfer_start()
+    with pytest.raises(WorkerGone, match="rollout-0 must be replaced"):
+        await worker.health()
+    with pytest.raises(WorkerGone, match="rollout-0 must be replaced"):
+        await worker.transfer_start()
