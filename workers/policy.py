@@ -267,7 +267,8 @@ class PolicyWorker(TrainingRank):
             if row.publisher is None:
                 raise RuntimeError(f"{self._name}: {row.name} writes no file")
             weights = RankWeights(engine.named_weights, engine.weight_shapes(), engine.rank, engine.gathers)
-            self._publisher = resolve(row.publisher)(weights, self._config.run_id)
+            publisher: WeightPublisher = resolve(row.publisher)(weights, self._config.run_id)
+            self._publisher = publisher
         return self._publisher
 
     def _logprobs(self, model: Any, entropy_grad: bool) -> CausalLogprobs:
