@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,21 @@ CUT = "\ufdd0"
 _ANCHORS = ("\n", "x", "0")
 """Texts before which a text is tokenized that follows another: some tokenizers put a space before a first text."""
 
-_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Any, re.Pattern[str]]] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Special:
+    """The special tokens of a tokenizer."""
+
+    state: Any
+    """What they were found for."""
+    pattern: re.Pattern[str]
+    """Finds them in a text."""
+    beginnings: frozenset[str]
+    """What could become one together with the text behind it."""
+    longest: int
+
+
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, _Special] = WeakKeyDictionary()
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -33,15 +48,20 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     They are the tokens that are marked as special, and others that the chat template writes around turns or that the
     model's folder names as ends (`troupe.workers.data.control_tokens`).
     """
+    return _special(tokenizer).pattern
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
     state = (tokenizer.chat_template, tokenizer.name_or_path, len(tokenizer))
     known = _known.get(tokenizer)
-    if known is None or known[0] != state:
+    if known is None or known.state != state:
         marked = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         all_texts = {*marked, *tokenizer.all_special_tokens, *unmarked_control_tokens(tokenizer)} - {""}
         texts = sorted(all_texts, key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-        known = _known[tokenizer] = (state, pattern)
-    return known[1]
+        beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+        known = _known[tokenizer] = _Special(state, pattern, beginnings, max(map(len, texts), default=0))
+    return known
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
@@ -51,7 +71,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
     """
     if isinstance(value, str):
         text = _clean(value)
-        return text if tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True else _cut(special_tokens(tokenizer), text)
+        return text if tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True else _cut(_special(tokenizer), text)
     if isinstance(value, dict):
         return {as_text(tokenizer, name): as_text(tokenizer, part) for name, part in value.items()}
     return [as_text(tokenizer, part) for part in value] if isinstance(value, list | tuple) else value
@@ -68,13 +88,15 @@ def restored(value: Any) -> Any:
 
 def sampled_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of sampled tokens, as a message: special tokens that were sampled are some, and text is text."""
-    special = special_tokens(tokenizer)
+    special = _special(tokenizer)
     whole = _decoded(tokenizer, ids)
-    if not special.search(whole) or tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True:
+    if tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True:
         return whole
+    if not special.pattern.search(whole):
+        return _cut(special, whole)
     parts, text = list[str](), list[int]()
     for token in ids:
-        if special.fullmatch(own := _decoded(tokenizer, [token])):
+        if special.pattern.fullmatch(own := _decoded(tokenizer, [token])):
             parts += [_cut(special, _decoded(tokenizer, text)), own]
             text = []
         else:
@@ -91,13 +113,17 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [*ids, *(token for part in others for token in _following(tokenizer, part))]
 
 
-def _cut(special: re.Pattern[str], text: str) -> str:
-    """The text with a cut behind the first character of every special token, also of those that overlap."""
+def _cut(special: _Special, text: str) -> str:
+    """The text with a cut behind the first character of every special token, also of those that overlap.
+
+    There is a cut behind the text, too, where what follows it could complete a special token.
+    """
     place = 0
-    while found := special.search(text, place):
+    while found := special.pattern.search(text, place):
         place = found.start() + 2
         text = f"{text[: place - 1]}{CUT}{text[place - 1 :]}"
-    return text
+    last = (text[-length:] for length in range(1, min(special.longest, len(text)) + 1))
+    return f"{text}{CUT}" if any(end in special.beginnings for end in last) else text
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from tests.workers.episodes.test_conversation import tokenizer_of
 from tests.workers.episodes.test_episode import Script, reply
 from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import Message, Row
-from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
+from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played, SampleTurn
 from troupe.workers.episodes.reader import TurnReader
 from troupe.workers.episodes.turns import SampledTurn
 
@@ -56,3 +57,45 @@ def test_other_episodes_do_not_wait_for_one_with_many_messages() -> None:
     whole, waited = times["long"] - started, times["short"] - started - 0.1
     assert waited < whole / 3, (waited, whole)
     assert long_one.segments == alone.segments and len(alone.segments[0].response_ids) > 20_000
+
+
+class SlowReader(TurnReader):
+    """Takes until a short turn was read for a long one."""
+
+    read_other = threading.Event()
+
+    def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
+        if len(ids) < 100:
+            self.read_other.set()
+        assert self.read_other.wait(10)
+        return super().read(ids, tools, cut=cut)
+
+
+def test_other_episodes_do_not_wait_for_the_reading_of_a_long_turn() -> None:
+    """A parser can take seconds for its calls."""
+    tokenizer = tokenizer_of("llama3")
+
+    def sampling(tokens: int) -> SampleTurn:
+        async def sample(
+            number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any
+        ) -> SampledTurn:
+            return SampledTurn([40] * tokens, [-0.5] * tokens, [{"version": 0, "start": 0, "end": tokens}], "stop")
+
+        return sample
+
+    async def play(name: str, tokens: int) -> Played:
+        script = Script([reply(done=True)], [reply(USER)])
+        runner = EpisodeRunner(EpisodeConfig(), 1000, 10**9, SlowReader(tokenizer), short, lambda: script, long=reader)
+        return await runner.play(name, Row((USER,)), sampling(tokens))
+
+    async def both() -> list[Played]:
+        long_one = asyncio.create_task(play("long", 1000))
+        await asyncio.sleep(0.1)
+        return [await play("short", 10), await long_one]
+
+    with ThreadPoolExecutor(1) as short, ThreadPoolExecutor(1) as thread:
+        reader = LongReader(SlowReader(deepcopy(tokenizer)), thread)
+        assert [(played.status, len(played.turns[0].ids)) for played in asyncio.run(both())] == [
+            ("ok", 10),
+            ("ok", 1000),
+        ]
