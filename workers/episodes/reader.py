@@ -57,9 +57,9 @@ class TurnReader:
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         """From the tokens of a turn to the message for the environment and the one for the history.
 
-        The environment gets the text without special tokens other than the tags of thoughts. The history shows what was sampled, special tokens
-        included, up to the token that ends the turn. A turn that was cut has no calls: some parsers complete the
-        arguments of a call that does not end.
+        The environment gets the text without special tokens other than the tags of thoughts. The history shows what
+        was sampled, special tokens included, up to the token that ends the turn. A turn that was cut has no calls: some
+        parsers complete the arguments of a call that does not end.
         """
         text = response_text(self.tokenizer, ids)
         own = without_end(self.tokenizer, ids)
