@@ -208,7 +208,7 @@ def test_a_draw_that_no_hypothesis_describes_is_unexplained(name: str, seed: int
     assert cause.about.startswith(("temperature", "top_p"))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize("temperature", [0.4, 0.5, 1.0, 1.4])
 def test_a_temperature_that_the_logprobs_hide_is_named_by_the_samples(temperature: float, seed: int) -> None:
     world = World(seed, tokens=1000, drawn=lambda logits: boltzmann(logits, temperature))
