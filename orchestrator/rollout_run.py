@@ -236,6 +236,11 @@ class RolloutRun:
         timeout_s = self._spec.schedule.train_timeout_s
         texts = self._context.cluster.put(pool.table)
         summary, table = await policy.cut_texts(texts, source.max_tokens, timeout_s=timeout_s)
+        if summary.refused:
+            count = f"data.ptx: {summary.refused} of {pool.table.num_rows} texts cannot be used: {summary.problems[0]}"
+            if self._spec.failures.on_bad_row == "stop" or not summary.tokens:
+                raise DataError(count)
+            self._context.console.message(count)
         if not summary.tokens:
             raise DataError("data.ptx: no text has two tokens or more: there is nothing to train on")
         return TextOrder(Pieces(table, summary.tokens, pool.digest), source.texts_per_step, self._spec.seed)

@@ -8,10 +8,11 @@ import socket
 import time
 from collections.abc import Awaitable
 
-from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
 from troupe.workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
+from troupe.workers.rewards.thoughts import environment_with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import resident_peak
 
 _CLOSE_TIMEOUT_S = 2.0
@@ -25,10 +26,22 @@ class EnvironmentWorker:
     `episode_timeout_s` ends: its engine may have died.
     """
 
-    def __init__(self, config: EnvironmentConfig, name: str) -> None:
+    def __init__(self, config: EnvironmentConfig, name: str, policy: ModelConfig | None = None) -> None:
+        """Set up the worker.
+
+        Args:
+            config: The environment.
+            name: Name of the worker.
+            policy: The model that acts; its chat template may open the thought of every turn, which reward functions
+                have to know.
+
+        Raises:
+            OSError, ValueError: the policy's tokenizer cannot be loaded.
+        """
         self._config = config
         self._name = name
-        self._processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib, config.env)
+        args = environment_with_opened_thoughts(config, policy).args
+        self._processes = EnvironmentProcesses(config.name, args, config.memory_limit_mib, config.env)
         self._free: list[SeatProcess] = []
         self._taken: dict[str, SeatProcess] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}

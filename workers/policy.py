@@ -31,6 +31,7 @@ from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.texts import cut_texts, text_batches
+from troupe.workers.data.tokenizer import load_tokenizer
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
@@ -103,11 +104,7 @@ class PolicyWorker(TrainingRank):
 
     def cut_texts(self, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
         """See `troupe.workers.data.texts.cut_texts`. Not collective: one rank cuts the texts for all."""
-        from transformers import AutoTokenizer
-
-        model = self._config.model
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        return cut_texts(tokenizer, texts, max_tokens)
+        return cut_texts(load_tokenizer(self._config.model), texts, max_tokens)
 
     def update(
         self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0, texts: pa.Table | None = None

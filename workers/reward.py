@@ -21,6 +21,7 @@ from troupe.workers.contract.environments import OK, cause_of
 from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
+from troupe.workers.data.response_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
 from troupe.workers.rewards.environment import EnvironmentReward
 from troupe.workers.rewards.judge import JudgeReward
@@ -301,7 +302,7 @@ class RewardWorker:
         """Decode tokens as the rollout worker does."""
         if self._tokenizer is None:
             raise RuntimeError(f"{self.name}: the policy's tokenizer is not loaded; call start() first")
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return response_text(self._tokenizer, ids)
 
     def _loaded_model(self) -> RewardModel:
         if self._model is None:

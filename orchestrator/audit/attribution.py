@@ -8,7 +8,9 @@ Two tests, on the same hypotheses:
   flatter, as a temperature does. So a cause is named only where it explains nearly all of the gap, or all but rounding.
 - The samples. Where the sampler's numbers are right, its tokens may still be drawn from something else (top-p that the
   log-probs do not show). The likelihood ratio of a hypothesis to the scorer, over all sampled tokens, exceeds e^x with
-  a probability of at most e^-x where the scorer is right (Markov's inequality), whatever the hypothesis.
+  a probability of at most e^-x where the scorer is right (Markov's inequality), whatever the hypothesis. That it is
+  likelier than the scorer does not make it true: a cause is named only where the tokens are distributed as it says. The
+  probability of all tokens more probable than the sampled one, which is uniform then, shows it.
 
 How large a gap rounding explains is measured, not assumed: the scorer itself runs in the run's data type.
 """
@@ -52,6 +54,10 @@ _STRAY = 0.01
 border of a truncated distribution."""
 _TRIED_BY_SAMPLES = 65
 """Temperatures under which the samples are tried."""
+_MISFIT = 2.2
+"""Kuiper's statistic, times the root of the number of tokens, above which the tokens are not distributed as a
+hypothesis says: by chance in one of 400 tests."""
+_TRUNCATIONS = ("top_p", "top_k")
 _TEMPERATURE_STEP = 0.02
 """Relative difference of temperatures that counts as one."""
 _PRESENT = 0.5
@@ -128,6 +134,7 @@ def of_engine(found: TokenScores, engine: str) -> TokenScores:
         rounded=found.rounded[kept],
         hypotheses={key: column[kept] for key, column in found.hypotheses.items()},
         tempered=found.tempered[kept],
+        above=found.above[kept],
         engine=(engine,) * int(kept.sum()),
     )
 
@@ -153,14 +160,19 @@ def fit_temperature(numbers: Floats, found: TokenScores) -> tuple[float, Floats]
 
 
 def _at_temperature(found: TokenScores, temperature: float) -> Floats:
-    """The scorer's log-probs at a temperature, from a cubic through the four nearest temperatures that it tried."""
+    """The scorer's log-probs at a temperature."""
+    return _interpolated(found, found.tempered, temperature)
+
+
+def _interpolated(found: TokenScores, table: Floats, temperature: float) -> Floats:
+    """The table's values at a temperature, from a cubic through the four nearest temperatures that the scorer tried."""
     logs, place = np.log(found.temperatures), np.log(temperature)
     first = min(max(int(np.searchsorted(logs, place)) - 2, 0), len(logs) - 4)
     points = range(first, first + 4)
-    total = np.zeros(len(found.tempered))
+    total = np.zeros(len(table))
     for point in points:
         weight = np.prod([(place - logs[other]) / (logs[point] - logs[other]) for other in points if other != point])
-        total += weight * found.tempered[:, point]
+        total += weight * table[:, point]
     return total
 
 
@@ -267,21 +279,76 @@ def _nearest(numbers: Floats, found: TokenScores) -> str:
     return "the best candidates: " + ", ".join(f"{cause.kind} {cause.about} {cause.share:.0%}" for cause in best)
 
 
+@dataclass(frozen=True)
+class _Draw:
+    """A way to draw the tokens."""
+
+    cause: Cause
+    logprobs: Floats
+    above: Floats
+    """Probability of all tokens more probable than the sampled one."""
+
+
 def _of_samples(found: TokenScores) -> list[Cause]:
-    """Causes that only the choice of the tokens shows, the likeliest first."""
-    ratios = {key: _log_ratio(column, found.scorer) for key, column in found.hypotheses.items()}
-    own = _own_temperature(found)
-    for temperature in np.geomspace(found.temperatures[0], found.temperatures[-1], _TRIED_BY_SAMPLES):
-        if abs(temperature / own - 1.0) > _TEMPERATURE_STEP:
-            column = _at_temperature(found, float(temperature))
-            ratios[f"temperature:{temperature:.2g}"] = _log_ratio(column, found.scorer)
-    if not ratios:
+    """The cause that only the choice of the tokens shows."""
+    tried = [(_log_ratio(draw.logprobs, found.scorer), draw) for draw in _draws(found)]
+    likelier = sorted([one for one in tried if one[0] >= _LOG_RATIO], key=lambda one: -one[0])
+    if not likelier:
         return []
-    key, ratio = max(ratios.items(), key=lambda item: item[1])
-    if ratio < _LOG_RATIO:
-        return []
-    kind, _, about = key.partition(":")
-    return [Cause(kind, about, 0.0, samples_only=True)]
+    best = likelier[0][1]
+    if _fits(best, found):
+        return [best.cause]
+    first: dict[str, str] = {}
+    for _, draw in likelier:
+        first.setdefault(draw.cause.kind, f"{draw.cause.kind} {draw.cause.about}")
+    return [Cause("unexplained", ", ".join(list(first.values())[:_CANDIDATES]), 0.0, samples_only=True)]
+
+
+def _draws(found: TokenScores) -> Iterator[_Draw]:
+    """Truncations and temperatures: other causes would show in the log-probs."""
+    own, above = _own_temperature(found), found.above[:, len(found.temperatures) // 2]
+    for key, column in found.hypotheses.items():
+        kind, _, about = key.partition(":")
+        if kind in _TRUNCATIONS:
+            possible = np.isfinite(column)
+            kept = np.exp(np.where(possible, found.scorer - column, 0.0))
+            places = np.where(possible, above / kept, 1.0)
+            yield _Draw(Cause(kind, about, 0.0, samples_only=True), column, places)
+    coarse = np.geomspace(found.temperatures[0], found.temperatures[-1], _TRIED_BY_SAMPLES)
+    ratios = [_log_ratio(_at_temperature(found, float(value)), found.scorer) for value in coarse]
+    best = min(max(int(np.argmax(ratios)), 1), len(coarse) - 2)
+    for value in map(float, np.geomspace(coarse[best - 1], coarse[best + 1], _TRIED_BY_SAMPLES)):
+        if abs(value / own - 1.0) > _TEMPERATURE_STEP:
+            cause = Cause("temperature", f"{value:.2g}", 0.0, samples_only=True)
+            yield _Draw(cause, _at_temperature(found, value), _interpolated(found, found.above, value))
+
+
+def _fits(draw: _Draw, found: TokenScores) -> bool:
+    """Whether the tokens are drawn in this way: all, those from narrow distributions, and those from wide ones.
+
+    A token's place in the distribution, counted from the most probable token, is then uniform.
+    """
+    drawn = np.random.default_rng(0).uniform(size=len(draw.above))
+    places = np.clip(draw.above + drawn * np.exp(draw.logprobs), 0.0, 1.0)
+    spread = _spread(found)
+    wide = spread > np.median(spread)
+    return all(_misfit(part) <= _MISFIT for part in (places, places[wide], places[~wide]))
+
+
+def _spread(found: TokenScores) -> Floats:
+    """Variance of the scorer's logits: how concave log-probs are in 1 / temperature, whichever token was sampled."""
+    middle = len(found.temperatures) // 2
+    before, own, after = 1.0 / found.temperatures[middle - 1 : middle + 2]
+    one, two, three = found.tempered[:, middle - 1 : middle + 2].T
+    return ((two - one) / (own - before) - (three - two) / (after - own)) / (after - before)
+
+
+def _misfit(places: Floats) -> float:
+    """Kuiper's statistic of places that are uniform on [0, 1] where they fit."""
+    count = len(places)
+    ordered, steps = np.sort(places), np.arange(count)
+    over, under = (steps + 1) / count - ordered, ordered - steps / count
+    return math.sqrt(count) * float(over.max() + under.max()) if count else 0.0
 
 
 def _log_ratio(hypothesis: Floats, scorer: Floats) -> float:

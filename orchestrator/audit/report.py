@@ -112,6 +112,11 @@ class AuditReport:
 
 def _causes(gap: Gap) -> str:
     first = gap.causes[0]
+    if first.kind == "unexplained" and first.samples_only:
+        return (
+            "the log-probs are right, but the tokens are not drawn from them, and no single cause explains how "
+            f"(the best candidates: {first.about})"
+        )
     if first.kind == "unexplained":
         return f"no single cause explains the gap of {gap.mean:.2g} nats ({first.about})"
     if first.samples_only:

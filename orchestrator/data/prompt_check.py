@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from troupe.orchestrator.data.prompts import Pool
 from troupe.orchestrator.data.summary import Pools
@@ -54,15 +56,19 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()
     # `data.eval`, the smaller one, comes first: where the time ends, less is left out.
-    messages = {name: _first(pools[name], "messages", most) for name in ("eval", "train") if name in pools}
+    messages: dict[str, list[str]] = {
+        name: _first(pools[name], "messages", most) for name in ("eval", "train") if name in pools
+    }
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
+    texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}
     try:
-        replies = iter(ask(_ENTRY, request | {"messages": [*chain(*messages.values())]}, _TIMEOUT_S))
+        replies = iter(ask(_ENTRY, request | texts, _TIMEOUT_S))
     except ProbeFailed as error:
         return PromptCheck((("model.path", error.raised or str(error)),))
-    unnamed, special = next(replies), next(replies)
+    unnamed, special, answers = (next(replies) for _ in range(3))
     notes = [f"the chat template ends a turn with {unnamed!r}, {_UNNAMED}"] if unnamed else []
     notes += [f"{special} of the first prompts have special tokens, {_READ_AS_TEXT}"] if special else []
+    notes += [f"{answers} of the first answers and texts have special tokens, {_READ_AS_TEXT}"] if answers else []
     template = "model.path" if spec.model.chat_template is None else "model.chat_template"
     found = {}
     for name, prompts in messages.items():
@@ -79,7 +85,23 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     )
 
 
-def _first(pool: Pool, column: str, most: int) -> list[str]:
+def _answers(pools: Pools, most: int) -> Iterator[str]:
+    """The answers of the first rows, and the texts of `data.ptx`, as JSON."""
+    for name in pools:
+        columns = pools[name].table.column_names
+        if "responses" in columns:  # JSON
+            yield from chain.from_iterable(_first(pools[name], "responses", most))
+        if "candidates" in columns:
+            yield from map(_json, chain.from_iterable(filter(None, _first(pools[name], "candidates", most))))
+        if "text" in columns:
+            yield from map(_json, _first(pools[name], "text", most))
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _first(pool: Pool, column: str, most: int) -> list[Any]:
     return pool.table.column(column).slice(0, most).to_pylist()
 
 

@@ -91,7 +91,7 @@ def _rollout(spec: RolloutSpec) -> WorkerSettings:
 
 def _environment(spec: RolloutSpec) -> WorkerSettings | None:
     config = spec.environment_config()
-    return None if config is None else WorkerSettings(config, 1, "cpu")
+    return None if config is None else WorkerSettings(config, 1, "cpu", extra=(spec.model,))
 
 
 def _judge(spec: RolloutSpec) -> WorkerSettings | None:

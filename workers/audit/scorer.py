@@ -83,7 +83,7 @@ def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
     rows = [_row(row) for row in rollouts]
     with torch.no_grad():
         model = _load(request, request.weights, torch.float32)
-        exact, hypotheses, tempered = _score(request, model, rows)
+        exact, hypotheses, tempered, above = _score(request, model, rows)
         if request.thorough:
             hypotheses |= _thorough(request, model, rows)
         rounded = _score_rounded(request, rows)
@@ -97,6 +97,7 @@ def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
         hypotheses=hypotheses,
         temperatures=_temperatures(request),
         tempered=tempered,
+        above=above,
         engine=tuple(row["engine"] for row in rollouts for kept in row["loss_mask"] if kept),
         prompts=prompts,
         prompt_differences=differences,
@@ -153,24 +154,32 @@ def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
     return (scaled.gather(-1, targets) - scaled.logsumexp(-1, keepdim=True))[:, 0]
 
 
+def _above(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[T] probability of all tokens more probable than `targets` [T, 1]."""
+    chances = (logits / temperature).softmax(-1)
+    return chances.masked_fill(logits <= logits.gather(-1, targets), 0.0).sum(-1)
+
+
 def _score(
     request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]
-) -> tuple[Floats, dict[str, Floats], Floats]:
-    """Log-probs in float32, under the hypotheses that need no separate pass, and at every temperature."""
+) -> tuple[Floats, dict[str, Floats], Floats, Floats]:
+    """Log-probs in float32, under the hypotheses that need no separate pass, and at every temperature; see `above`."""
     temperature, grid = request.temperature, _temperatures(request)
     exact: list[torch.Tensor] = []
     tempered: list[torch.Tensor] = []
+    above: list[torch.Tensor] = []
     others: dict[str, list[torch.Tensor]] = {}
     for row in rows:
         logits, states = _run(model, row)
         exact.append(_logprobs(logits, row.targets, temperature))
         tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
+        above.append(torch.stack([_above(logits, row.targets, float(value)) for value in grid], -1))
         for key, found in [
             *_truncated(logits, row.targets, temperature, _BORDER[request.model.dtype]),
             *_heads(request, model, logits, states, row.targets),
         ]:
             others.setdefault(key, []).append(found)
-    return _joined(exact), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered)
+    return _joined(exact), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered), _joined(above)
 
 
 def _joined(parts: list[torch.Tensor]) -> Floats:

@@ -72,6 +72,8 @@ class TokenScores:
     """[G], ascending; the run's own is among them."""
     tempered: Floats
     """[tokens, G]: as `scorer`, at each temperature."""
+    above: Floats
+    """[tokens, G]: probability of all tokens more probable than the sampled one, at each temperature."""
     engine: tuple[str, ...]
     """Name of the engine that sampled each token."""
     prompts: int

@@ -401,6 +401,10 @@ class TextSummary:
 
     tokens: tuple[int, ...]
     """Number of tokens of each piece."""
+    refused: int = 0
+    """Texts that the model cannot read."""
+    problems: tuple[str, ...] = ()
+    """Why, each with its origin; the first ones."""
 
 
 @dataclass(frozen=True)

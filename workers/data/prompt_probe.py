@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     """Facts about the tokenizer and the prompts.
 
-    First comes the end of a turn that the model's folder does not name (empty: none), then the number of prompts with
-    special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
+    First comes the end of a turn that the model's folder does not name (empty: none), then the numbers of prompts and
+    of answers with special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
 
     Args:
-        request: `model`, a ModelConfig as a dictionary, `messages` of every prompt (JSON), `longest`, which no
-            prompt's length reaches, and `seconds`, after which the remaining prompts are left out.
+        request: `model`, a ModelConfig as a dictionary, `messages` of every prompt and `answers` of the data (JSON),
+            `longest`, which no prompt's length reaches, and `seconds`, after which the remaining prompts are left out.
 
     Raises:
         ValueError: the tokenizer cannot be loaded or has no chat template.
@@ -38,7 +38,8 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]: this is how an import is blocked
     tokenizer = load_chat_tokenizer(model)
     yield turn_ends(tokenizer).unnamed
-    yield 0 if model.allow_special else sum(map(_has_special, repeat(tokenizer), request["messages"]))
+    for texts in (request["messages"], request["answers"]):
+        yield 0 if model.allow_special else sum(map(_has_special, repeat(tokenizer), texts))
     end = time.monotonic() + request["seconds"]
     for messages in request["messages"]:
         if time.monotonic() > end:
@@ -49,6 +50,6 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
             yield str(error)
 
 
-def _has_special(tokenizer: PreTrainedTokenizerBase, messages: str) -> bool:
-    found = special_tokens(tokenizer).search(messages)
-    return found is not None and as_text(tokenizer, text := json.loads(messages)) != text
+def _has_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    found = special_tokens(tokenizer).search(text)
+    return found is not None and as_text(tokenizer, value := json.loads(text)) != value

@@ -9,22 +9,29 @@ import pyarrow as pa
 
 from troupe.workers.contract.messages import TEXTS, RankPlan, TextSummary
 from troupe.workers.data.plain_text import as_text, text_ids
-from troupe.workers.data.tokenizer import before_a_text
+from troupe.workers.data.tokenizer import before_a_text, outside_embedding
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_REPORTED = 20
+
 
 def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
     """(summary, TEXTS table): every text as tokens with an end-of-sequence token, in pieces of at most `max_tokens`.
 
-    `texts`: columns `text` and `origin`. A last piece of one token predicts nothing and is omitted.
+    `texts`: columns `text` and `origin`. A last piece of one token predicts nothing and is omitted. A text with a token
+    outside the model's embedding is refused.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows: list[dict[str, Any]] = []
+    problems: list[str] = []
     for text in texts.to_pylist():
         ids = [*before_a_text(tokenizer), *text_ids(tokenizer, as_text(tokenizer, text["text"])), *end]
+        if why := outside_embedding(tokenizer, ids):
+            problems.append(f"{text['origin']}: {why}")
+            continue
         pieces = [ids[start : start + max_tokens] for start in range(0, len(ids), max_tokens)]
         rows += [
             {
@@ -38,7 +45,8 @@ def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: i
             for number, piece in enumerate(pieces)
             if len(piece) > 1
         ]
-    summary = TextSummary(tuple(1 + len(row["response_ids"]) for row in rows))
+    tokens = tuple(1 + len(row["response_ids"]) for row in rows)
+    summary = TextSummary(tokens, len(problems), tuple(problems[:MAX_REPORTED]))
     return summary, pa.Table.from_pylist(rows, schema=TEXTS)
 
 

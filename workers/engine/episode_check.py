@@ -12,6 +12,7 @@ from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.engine.tool_calls import tool_parser
 from troupe.workers.episodes.check import Rehearsal, describe, rehearse
 from troupe.workers.episodes.reader import read_row
+from troupe.workers.rewards.thoughts import environment_with_opened_thoughts
 
 
 def report(request: Mapping[str, Any]) -> Iterator[str]:
@@ -24,8 +25,9 @@ def report(request: Mapping[str, Any]) -> Iterator[str]:
     Raises:
         ValueError: the tokenizer, the parser or the environment cannot be loaded.
     """
-    config = EnvironmentConfig(**request["config"])
-    tokenizer = load_chat_tokenizer(ModelConfig(**request["model"]))
+    model = ModelConfig(**request["model"])
+    config = environment_with_opened_thoughts(EnvironmentConfig(**request["config"]), model)
+    tokenizer = load_chat_tokenizer(model)
     sizes = (request["max_tokens"], request["max_model_len"])
     rehearsal = Rehearsal(config, tokenizer, *sizes, tool_parser(config.tool_parser, tokenizer))
     seed, said = request["seed"], request["said"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from troupe.workers.contract.environments import CALL_MARKERS, Message, Row
 from troupe.workers.contract.valid_text import valid_json, valid_text
 from troupe.workers.data.plain_text import as_text, sampled_text
+from troupe.workers.data.response_text import response_text
 from troupe.workers.data.turn_ends import without_end
 from troupe.workers.episodes.conversation import Conversation
 
@@ -56,12 +57,12 @@ class TurnReader:
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         """From the tokens of a turn to the message for the environment and the one for the history.
 
-        The environment gets the text without special tokens. The history shows what was sampled, special tokens
-        included, up to the token that ends the turn. The calls of a turn that was cut are not read: some parsers
-        complete the arguments of a call that does not end, and others see no call in it.
+        The environment gets the text without special tokens other than the tags of thoughts. The history shows what
+        was sampled, special tokens included, up to the token that ends the turn. The calls of a turn that was cut are
+        not read: some parsers complete the arguments of a call that does not end, and others see no call in it.
         """
         own = without_end(self.tokenizer, ids)
-        text = str(self.tokenizer.decode(own, skip_special_tokens=True))
+        text = response_text(self.tokenizer, own)
         raw = str(self.tokenizer.decode(own, skip_special_tokens=False))
         message: Message = {"role": "assistant", "content": text}
         history: Message = {"role": "assistant", "content": sampled_text(self.tokenizer, own)}

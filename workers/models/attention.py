@@ -34,7 +34,8 @@ _LENGTHS = (24, 17)
 def choose_attention(path: str, trust_remote_code: bool) -> str | None:
     """The implementation to load the model of a folder with; None: transformers' default.
 
-    Both are tried on the device where the process trains.
+    Both are tried on the device where the process trains. A model that cannot be tried gets eager attention, which the
+    model's own code defines.
 
     Raises:
         OSError: the configuration is missing.
@@ -58,11 +59,11 @@ def choose_attention(path: str, trust_remote_code: bool) -> str | None:
             return None
         return _eager(path, model, distance)
     logger.warning(
-        "%s trains with transformers' default attention, which could not be compared with eager attention on a small "
-        "copy of the model: %s",
+        "%s runs with eager attention: transformers' default could not be compared with it on a small copy of the "
+        "model: %s",
         *(Path(path).name, reason),
     )
-    return None
+    return EAGER
 
 
 def _eager(path: str, model: PreTrainedModel, distance: float) -> str:
@@ -75,7 +76,7 @@ def _eager(path: str, model: PreTrainedModel, distance: float) -> str:
             "train it"
         )
     logger.warning(
-        "%s trains with eager attention: %s ignores a part of its attention, and its states are off by %.1g%%",
+        "%s runs with eager attention: %s ignores a part of its attention, and its states are off by %.1g%%",
         *(kind, default, 100.0 * distance),
     )
     return EAGER
@@ -100,9 +101,11 @@ def _compare(small: PreTrainedConfig, trust_remote_code: bool) -> tuple[PreTrain
 
 
 def _build(small: PreTrainedConfig, trust_remote_code: bool, **arguments: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    # Some reward models are encoders. The code of a model outside of transformers is found in its configuration.
+    has_head = type(small) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(small, "auto_map")
+    model: PreTrainedModel = (AutoModelForCausalLM if has_head else AutoModel).from_config(
         copy.deepcopy(small), dtype=torch.float32, trust_remote_code=trust_remote_code, **arguments
     )
     return model.eval()

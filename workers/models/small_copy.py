@@ -36,11 +36,16 @@ def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Small copies of a text model's configuration, the smallest first: an architecture may refuse its widths.
 
     A copy has a layer of every kind. Heads keep their size, and groups of them remain groups. Windows and chunks of
-    attention are `_SPAN` tokens long. The last copy keeps the width of the states and the number of heads, unless that
-    takes seconds.
+    attention are `_SPAN` tokens long. Later copies keep the width of the states and the number of heads, unless that
+    takes seconds, and have two layers of every kind: in a Zamba such layers share their weights.
     """
+    for count in (1, 2):
+        yield from _copies(config, count)
+
+
+def _copies(config: PreTrainedConfig, count: int) -> Iterator[PreTrainedConfig]:
     small = copy.deepcopy(config)
-    _cut_layers(small)
+    _cut_layers(small, count)
     for name, value in list(vars(small).items()):
         if isinstance(value, int | float) and not isinstance(value, bool):
             _cut_number(small, name, value)
@@ -66,8 +71,8 @@ def randomize(model: PreTrainedModel) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
-def _cut_layers(config: Any) -> None:
-    """Keep the first layer of every kind, and at least two."""
+def _cut_layers(config: Any, each: int) -> None:
+    """Keep the first `each` layers of every kind, and at least two layers."""
     count = config.num_hidden_layers
     by_layer = {
         name: list(value)
@@ -75,10 +80,10 @@ def _cut_layers(config: Any) -> None:
         if isinstance(value, list | tuple) and len(value) == count
     }
     kinds = [values for values in by_layer.values() if len({str(value) for value in values}) <= _KINDS]
-    first: dict[tuple[str, ...], int] = {}
+    first: dict[tuple[str, ...], list[int]] = {}
     for layer in range(count):
-        first.setdefault(tuple(str(values[layer]) for values in kinds), layer)
-    kept = sorted(first.values())[:_MOST_LAYERS]
+        first.setdefault(tuple(str(values[layer]) for values in kinds), []).append(layer)
+    kept = sorted(layer for layers in first.values() for layer in layers[:each])[:_MOST_LAYERS]
     kept = sorted({*kept, *range(min(count, _LEAST_LAYERS))}) if len(kept) < _LEAST_LAYERS else kept
     for name, values in by_layer.items():
         setattr(config, name, [values[layer] for layer in kept])

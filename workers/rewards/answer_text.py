@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-_THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]")
-_THOUGHT_START = re.compile(r"<(?:think|thinking|thought|reasoning)>|\[THINK\]")
+from troupe.workers.contract.thought_tags import ENDS, STARTS
+
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -21,9 +21,9 @@ def visible(response: str, *, opens_thought: bool = False) -> str:
 
     With `opens_thought` the chat template opens the thought, so that a response without the end of one was cut inside.
     """
-    ends = list(_THOUGHT_END.finditer(response))
+    ends = list(ENDS.finditer(response))
     text = response[ends[-1].end() :] if ends else response
-    cut = _THOUGHT_START.search(text)
+    cut = STARTS.search(text)
     if cut is not None:
         return text[: cut.start()]
     return "" if opens_thought and not ends else text
@@ -31,12 +31,12 @@ def visible(response: str, *, opens_thought: bool = False) -> str:
 
 def has_thought(text: str) -> bool:
     """Whether a text has the tag that begins a thought."""
-    return _THOUGHT_START.search(text) is not None
+    return STARTS.search(text) is not None
 
 
 def in_thought(text: str) -> bool:
     """Whether a text ends inside a thought."""
-    starts, ends = (list(tag.finditer(text)) for tag in (_THOUGHT_START, _THOUGHT_END))
+    starts, ends = (list(tag.finditer(text)) for tag in (STARTS, ENDS))
     return bool(starts) and (not ends or starts[-1].start() > ends[-1].start())
 
 

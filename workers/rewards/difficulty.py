@@ -9,6 +9,9 @@ import reasoning_gym
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from troupe.workers.data.response_text import response_text
+from troupe.workers.models.attention import choose_attention
+from troupe.workers.rewards.answer_text import in_thought
 from troupe.workers.rewards.gym import reasoning_gym as score
 
 _SEED = 20_011
@@ -29,7 +32,8 @@ def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(request["model"], padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(request["model"], dtype=dtype)
+    attention = choose_attention(request["model"], trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(request["model"], dtype=dtype, attn_implementation=attention)
     model.to(device).eval()
     torch.manual_seed(_SEED)
     for level in request["levels"]:
@@ -47,10 +51,11 @@ def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
                 num_return_sequences=request["samples"],
                 pad_token_id=tokenizer.pad_token_id,
             )
-        texts = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        width, opens = batch["input_ids"].shape[1], in_thought(prompts[0])
+        texts = [response_text(tokenizer, ids) for ids in tokens[:, width:].tolist()]
         size = request["samples"]
         right = [
-            sum(_is_right(text, entry, request["task"]) for text in texts[number * size : (number + 1) * size])
+            sum(_is_right(text, entry, request["task"], opens) for text in texts[number * size : (number + 1) * size])
             for number, entry in enumerate(entries)
         ]
         yield right
@@ -65,5 +70,5 @@ def _prompt(tokenizer: Any, question: str) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def _is_right(text: str, entry: dict[str, Any], task: str) -> bool:
-    return score(text, entry["answer"], {"recipe": task, "entry": entry}) >= 1.0
+def _is_right(text: str, entry: dict[str, Any], task: str, opens_thought: bool) -> bool:
+    return score(text, entry["answer"], {"recipe": task, "entry": entry}, opens_thought=opens_thought) >= 1.0

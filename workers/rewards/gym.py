@@ -112,8 +112,11 @@ def is_credit_for_containing(score: float, given: str, expected: str) -> bool:
     return score < 1.0 and any(right in left and math.isclose(score, len(right) / len(left)) for left, right in pairs)
 
 
-def reasoning_gym(response: str, answer: str, metadata: dict[str, Any]) -> float:
+def reasoning_gym(response: str, answer: str, metadata: dict[str, Any], *, opens_thought: bool = False) -> float:
     """Score of the response's final answer, behind its thought, by the scorer of the task's family.
+
+    A thought that does not end, or with `opens_thought` (the chat template opens it) a response without the end of one,
+    has no answer.
 
     `metadata["recipe"]` is the family, and `metadata["entry"]` the generated item: question, answer and metadata.
 
@@ -124,7 +127,7 @@ def reasoning_gym(response: str, answer: str, metadata: dict[str, Any]) -> float
     entry: Entry = metadata["entry"]
     family: str = metadata["recipe"]
     expected: str | None = entry["answer"]
-    given = final_answer(visible(response), expected)
+    given = final_answer(visible(response, opens_thought=opens_thought), expected)
     kind = _EVALUATED.get(family)
     if kind and (expected is None or given != expected.strip()) and not is_formula(given, strings=kind == "python"):
         return 0.0

@@ -12,7 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from troupe.workers.contract.config import Device, ModelConfig
+from troupe.workers.data.response_text import response_text
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
+from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.capabilities import takes_segments
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.modeling import torch_dtype
@@ -41,7 +43,12 @@ class RewardModel:
             raise ValueError(f"{config.path}: a reward model needs exactly one label, got {labels}")
         self.tokenizer: Any = load_tokenizer(config)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            config.path, dtype=torch_dtype(config.dtype), use_safetensors=True, output_loading_info=True, **source
+            config.path,
+            dtype=torch_dtype(config.dtype),
+            use_safetensors=True,
+            output_loading_info=True,
+            attn_implementation=choose_attention(config.path, config.trust_remote_code),
+            **source,
         )
         if missing := sorted(report["missing_keys"]):
             raise ValueError(f"{config.path}: not a reward model: no weights for {', '.join(missing[:5])}")
@@ -123,7 +130,7 @@ class RewardModel:
 
     def _reads(self, ids: Sequence[int], text: str) -> bool:
         known = max(ids, default=0) < self.vocab_size
-        return known and self.tokenizer.decode(ids, skip_special_tokens=True) == text
+        return known and response_text(self.tokenizer, ids) == text
 
     def _scores_packed_rows(self) -> bool:
         """Whether the head's output at the last tokens of a packed row is the classifier's; tested by running it."""

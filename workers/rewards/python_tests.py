@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from troupe.workers.rewards.answer_text import visible
 from troupe.workers.rewards.assertions import Assertions, parse_assertions
 from troupe.workers.sandbox.limits import SandboxLimits
 from troupe.workers.sandbox.run import run_python
@@ -109,11 +110,12 @@ def python_tests(
     tolerance: float = 0.0,
     prelude: str = "",
     packages: bool = False,
+    opens_thought: bool = False,
 ) -> float:
     """1 if the response's program passes all test cases, else 0; with `partial`, the share of the cases that pass.
 
-    The program is the last ```python block of the response, or the whole response. `docs/guides/sandbox.md` describes
-    the forms of test cases.
+    The program is the last ```python block behind the thought, or all that stands there.
+    `docs/guides/sandbox.md` describes the forms of test cases.
 
     Args:
         style: `stdin`: each case runs the program and compares what it prints; `function`: each case calls a function;
@@ -127,6 +129,7 @@ def python_tests(
         tolerance: Largest relative or absolute difference of numbers that count as equal.
         prelude: Code before the program, such as imports that the prompt promises.
         packages: Whether the program may import installed packages.
+        opens_thought: Whether the chat template opens the thought: a response without its end was cut inside.
 
     Raises:
         ValueError: the test cases cannot be used.
@@ -137,7 +140,8 @@ def python_tests(
     if min(timeout_s, total_s) <= 0 or tolerance < 0 or max_cases < 0:
         raise ValueError("timeout_s and total_s must be positive, tolerance and max_cases not negative")
     given = _read_tests((metadata.get("right_answers") or answer) if tests == "answer" else metadata[tests])
-    code = f"{prelude}\n{extract_code(response)}" if prelude else extract_code(response)
+    program = extract_code(visible(response, opens_thought=opens_thought))
+    code = f"{prelude}\n{program}" if prelude else program
     limits = SandboxLimits(timeout_s, memory_mib, output_kib=_RESULTS_KIB, packages=packages)
     if _is_function_style(given, style):
         setup, cases = _function_cases(given, metadata, tolerance)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
+from troupe.workers.contract.config import EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.rewards.answer_text import has_thought, in_thought
 
 OPENS_THOUGHT = "opens_thought"
 """Argument of the reward functions that have to know."""
-_FUNCTIONS = ("numeric", "last_number")
+_FUNCTIONS = ("last_number", "numeric", "python_tests", "reasoning_gym")
+_ENVIRONMENTS = {"retry": "last_number", "tools": None}
+"""Built-in environments that score answers with a reward function (their arguments `function` and `args`), and the
+function that they take by default."""
 _FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 
@@ -19,11 +24,24 @@ def with_opened_thoughts(function: RewardFunctionConfig, policy: ModelConfig | N
     Raises:
         OSError, ValueError: the policy's tokenizer cannot be loaded.
     """
-    if function.name not in _FUNCTIONS or OPENS_THOUGHT in function.args or policy is None:
-        return function
-    if not template_opens_thought(policy):
+    if policy is None or not _has_to_know(function.name, function.args) or not template_opens_thought(policy):
         return function
     return function.model_copy(update={"args": {**function.args, OPENS_THOUGHT: True}})
+
+
+def environment_with_opened_thoughts(environment: EnvironmentConfig, policy: ModelConfig | None) -> EnvironmentConfig:
+    """As `with_opened_thoughts`, for the reward function of a built-in environment."""
+    if policy is None or environment.name not in _ENVIRONMENTS:
+        return environment
+    function = environment.args.get("function", _ENVIRONMENTS[environment.name])
+    args = environment.args.get("args") or {}
+    if not isinstance(args, dict) or not _has_to_know(function, args) or not template_opens_thought(policy):
+        return environment
+    return environment.model_copy(update={"args": {**environment.args, "args": {**args, OPENS_THOUGHT: True}}})
+
+
+def _has_to_know(function: Any, args: Mapping[str, Any]) -> bool:
+    return function in _FUNCTIONS and OPENS_THOUGHT not in args
 
 
 def template_opens_thought(model: ModelConfig) -> bool:

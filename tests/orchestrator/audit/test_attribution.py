@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,10 @@ from troupe.workers.contract.audit import WHOLE_MODEL, Floats, TokenScores
 TOKENS, VOCABULARY = 300, 200
 OWN = 0.7
 GRID = OWN * np.exp(np.linspace(-np.log(4.0), np.log(4.0), 17))
+
+
+def boltzmann(logits: Floats, temperature: float = OWN) -> Floats:
+    return np.exp(logits / temperature)
 
 
 def logprobs(logits: Floats, targets: np.ndarray, temperature: float = OWN) -> Floats:
@@ -41,14 +46,31 @@ def truncated(logits: Floats, targets: np.ndarray, top_p: float) -> Floats:
     return np.array(found)
 
 
-class World:
-    """Logits, tokens drawn from them, and the scorer's view."""
+def above(logits: Floats, targets: np.ndarray, temperature: float) -> Floats:
+    chances = np.exp(logits / temperature)
+    chances /= chances.sum(-1, keepdims=True)
+    return np.where(logits > logits[np.arange(len(targets)), targets][:, None], chances, 0.0).sum(-1)
 
-    def __init__(self, seed: int = 0, noise: float = 0.02, top_p: float = 1.0) -> None:
+
+class World:
+    """Logits, tokens drawn from them, and the scorer's view.
+
+    With `drawn`, the tokens come from other chances, which it makes of the logits.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        noise: float = 0.02,
+        top_p: float = 1.0,
+        *,
+        tokens: int = TOKENS,
+        drawn: Callable[[Floats], Floats] = boltzmann,
+    ) -> None:
         generator = np.random.default_rng(seed)
         self.generator = generator
-        self.logits = generator.normal(0.0, 2.0, (TOKENS, VOCABULARY))
-        chances = np.exp(self.logits / OWN)
+        self.logits = generator.normal(0.0, 2.0, (tokens, VOCABULARY))
+        chances = drawn(self.logits)
         chances /= chances.sum(-1, keepdims=True)
         if top_p < 1.0:
             for row in chances:
@@ -59,7 +81,7 @@ class World:
         self.targets = np.array([generator.choice(VOCABULARY, p=row) for row in chances])
         self.noise = noise
         scorer = logprobs(self.logits, self.targets)
-        layers = {f"layers.{n}": scorer + generator.normal(0.0, 0.2, TOKENS) for n in range(4)}
+        layers = {f"layers.{n}": scorer + generator.normal(0.0, 0.2, tokens) for n in range(4)}
         whole = scorer + sum(layer - scorer for layer in layers.values())
         self.scores = TokenScores(
             sampler=self.rounded(scorer),
@@ -67,22 +89,23 @@ class World:
             scorer=scorer,
             rounded=self.rounded(scorer),
             hypotheses={
-                "head:bfloat16": scorer + generator.normal(0.0, 0.04, TOKENS),
+                "head:bfloat16": scorer + generator.normal(0.0, 0.04, tokens),
                 "top_p:0.8": truncated(self.logits, self.targets, 0.8),
                 "top_p:0.9": truncated(self.logits, self.targets, 0.9),
-                "positions:response+1": scorer + generator.normal(0.0, 0.3, TOKENS),
+                "positions:response+1": scorer + generator.normal(0.0, 0.3, tokens),
                 **{f"weights:{name}": column for name, column in layers.items()},
                 f"weights:{WHOLE_MODEL}": whole,
             },
             temperatures=GRID,
             tempered=np.stack([logprobs(self.logits, self.targets, float(t)) for t in GRID], -1),
-            engine=("rollout-0",) * TOKENS,
+            above=np.stack([above(self.logits, self.targets, float(t)) for t in GRID], -1),
+            engine=("rollout-0",) * tokens,
             prompts=0,
             prompt_differences=(),
         )
 
     def rounded(self, values: Floats) -> Floats:
-        return values + self.generator.normal(0.0, self.noise, TOKENS)
+        return values + self.generator.normal(0.0, self.noise, len(values))
 
     def sampled_as(self, values: Floats) -> TokenScores:
         return replace(self.scores, sampler=self.rounded(values))
@@ -155,6 +178,43 @@ def test_a_token_at_the_border_does_not_hide_truncation() -> None:
     hypotheses["top_p:0.8"][[3, 70]] = -np.inf
     (cause,) = attribute("sampler", replace(world.scores, hypotheses=hypotheses)).causes
     assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", True)
+
+
+def min_p(least: float) -> Callable[[Floats], Floats]:
+    return lambda logits: np.where(logits - logits.max(-1, keepdims=True) >= OWN * np.log(least), boltzmann(logits), 0)
+
+
+def half_greedy(logits: Floats) -> Floats:
+    chances = boltzmann(logits)
+    greedy = np.eye(logits.shape[1])[logits.argmax(-1)]
+    return chances / chances.sum(-1, keepdims=True) + greedy
+
+
+HIDDEN: dict[str, Callable[[Floats], Floats]] = {
+    "min-p 0.1": min_p(0.1),
+    "min-p 0.3": min_p(0.3),
+    "logits capped at 3": lambda logits: boltzmann(3.0 * np.tanh(logits / 3.0)),
+    "logits of the next token": lambda logits: boltzmann(np.roll(logits, 1, -1)),
+    "half of the tokens greedy": half_greedy,
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_draw_that_no_hypothesis_describes_is_unexplained(name: str, seed: int) -> None:
+    """The likeliest hypothesis describes the tokens better than the log-probs do, and still not well."""
+    (cause,) = attribute("sampler", World(seed, tokens=1000, drawn=HIDDEN[name]).scores).causes
+    assert (cause.kind, cause.samples_only) == ("unexplained", True)
+    assert cause.about.startswith(("temperature", "top_p"))
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("temperature", [0.4, 0.5, 1.0, 1.4])
+def test_a_temperature_that_the_logprobs_hide_is_named_by_the_samples(temperature: float, seed: int) -> None:
+    world = World(seed, tokens=1000, drawn=lambda logits: boltzmann(logits, temperature))
+    (cause,) = attribute("sampler", world.scores).causes
+    assert (cause.kind, cause.samples_only) == ("temperature", True)
+    assert float(cause.about) == pytest.approx(temperature, rel=0.15)
 
 
 def test_a_gap_without_a_hypothesis_is_unexplained() -> None:

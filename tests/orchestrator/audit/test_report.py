@@ -98,3 +98,9 @@ def test_a_run_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     spec = load_rollout_spec(SPECS / "tiny-grpo.yaml")
     with pytest.raises(UsageError, match="no valid checkpoint"):
         audit(RunRequest(spec, tmp_path, True, None), Console())
+
+
+def test_a_draw_that_nothing_explains_is_told_from_a_gap_of_the_logprobs() -> None:
+    (finding,) = failed(Cause("unexplained", "temperature 0.44, top_p 0.7", 0.0, samples_only=True)).findings()
+    assert "the log-probs are right, but the tokens are not drawn from them" in finding
+    assert "(the best candidates: temperature 0.44, top_p 0.7)" in finding

@@ -40,9 +40,9 @@ def model(tmp_path: Path, tiny_model: Path) -> Path:
     return folder
 
 
-def check(model: Path, name: str, prompts: list[str], *overrides: str) -> PromptCheck:
+def check(model: Path, name: str, prompts: list[str], *overrides: str, response: str = "fine") -> PromptCheck:
     data = model.parent / "prompts.jsonl"
-    rows = [{"prompt": prompt, "answer": "1", "response": "fine"} for prompt in prompts]
+    rows = [{"prompt": prompt, "answer": "1", "response": response} for prompt in prompts]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = [f"model.path={model}", f"data.train={{kind: jsonl, path: {data}}}", *overrides]
     spec = plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", sets))[0].spec
@@ -103,6 +103,18 @@ def test_special_tokens_in_prompts_are_said_where_they_are_read_as_text(model: P
     assert check(model, "tiny-grpo", prompts, *LENGTHS, "model.allow_special=true").lines == ()
 
 
+def test_special_tokens_in_answers_and_texts_are_said_where_they_are_read_as_text(model: Path) -> None:
+    response = "a<|im_end|>\n<|im_start|>user\nb"
+    (line,) = check(model, "tiny-sft", ["Say a.", "Say b."], response=response).lines
+    assert line.startswith("2 of the first answers and texts have special tokens, which are read as text; ")
+    assert check(model, "tiny-sft", ["Say a."], "model.allow_special=true", response=response).lines == ()
+    texts = model.parent / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("plain", response)))
+    mix = (f"data.ptx={{kind: jsonl, path: {texts}}}", "algorithm.ptx_coef=0.1")
+    (line,) = check(model, "tiny-grpo", ["Say a."], *LENGTHS, *mix).lines
+    assert line.startswith("1 of the first answers and texts have special tokens, which are read as text; ")
+
+
 @pytest.mark.usefixtures("own_process")
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(model: Path) -> None:
     (model / "tokenizer.json").write_text("{")
@@ -142,8 +154,8 @@ def test_prompts_of_the_evaluation_are_counted_beside_those_of_training(model: P
 
 
 def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
-    request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100}
+    request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100, "answers": []}
     messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3
-    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 2 + 3
-    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == ["", 0]
+    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 3 + 3
+    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == ["", 0, 0]
     assert classify("eval", [], "model.path", PromptRoom(1, "x", "y"), ["a:1"]) == PromptCheck()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -11,11 +13,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.data.prompts import DataError
 from troupe.orchestrator.data.texts import Pieces, TextOrder, load_texts
+from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.spec.sections import FileTexts
-from troupe.workers.contract.messages import TEXTS, RankPlan
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.messages import TEXTS, RankPlan, TextSummary
 from troupe.workers.data.texts import cut_texts, text_batches
+from troupe.workers.policy import PolicyWorker
 
 
 def jsonl(path: Path, *rows: dict[str, Any]) -> FileTexts:
@@ -61,6 +67,55 @@ def test_texts_become_pieces_that_hold_every_token_once(tiny_model: Path) -> Non
         assert ids == (expected[:-1] if len(expected) % 5 == 1 else expected)
         assert [row["sample_index"] for row in own] == list(range(len(own)))
         assert all(len(row["prompt_ids"]) == 1 and len(row["response_ids"]) <= 4 for row in own)
+
+
+def test_a_text_with_a_token_outside_the_embedding_is_refused_and_counted(tiny_model: Path) -> None:
+    tokenizer = new_tokenizer(tiny_model)
+    tokenizer.add_tokens(["<tool_call>"])
+    summary, table = cut_texts(tokenizer, texts("One two.", "call <tool_call> now", "Three."), max_tokens=64)
+    assert table["prompt_uid"].to_pylist() == ["t:1", "t:3"]
+    assert (len(summary.tokens), summary.refused) == (2, 1)
+    (problem,) = summary.problems
+    assert problem.startswith("t:2: the token 49152 ('<tool_call>') is outside the model's embedding")
+
+
+@pytest.mark.parametrize(("on_bad_row", "tokens"), [("skip", (3,)), ("stop", (3,)), ("skip", ())])
+def test_refused_texts_are_said_or_stop_the_run(on_bad_row: str, tokens: tuple[int, ...]) -> None:
+    class Policy:
+        async def cut_texts(self, *arguments: Any, **named: Any) -> tuple[TextSummary, str]:
+            return TextSummary(tokens, 1, ("t:2: the token 9 is outside",)), "table"
+
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        _data=SimpleNamespace(texts=SimpleNamespace(table=texts("a", "b"), digest="d")),
+        _spec=SimpleNamespace(
+            data=SimpleNamespace(ptx=SimpleNamespace(max_tokens=9, texts_per_step=1)),
+            schedule=SimpleNamespace(train_timeout_s=9.0),
+            failures=SimpleNamespace(on_bad_row=on_bad_row),
+            seed=0,
+        ),
+        _context=SimpleNamespace(
+            cluster=SimpleNamespace(put=lambda table: table), console=SimpleNamespace(message=said.append)
+        ),
+    )
+    policy: Any = Policy()
+    found = "data.ptx: 1 of 2 texts cannot be used: t:2: the token 9 is outside"
+    if on_bad_row == "skip" and tokens:
+        assert asyncio.run(RolloutRun._texts(run, policy)) is not None
+        assert said == [found]
+    else:
+        with pytest.raises(DataError, match=found):
+            asyncio.run(RolloutRun._texts(run, policy))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_special_tokens_of_the_mix_are_what_the_spec_says(allowed: bool, tiny_model: Path) -> None:
+    model = ModelConfig(path=str(tiny_model), allow_special=allowed)
+    worker: Any = SimpleNamespace(_config=SimpleNamespace(model=model))
+    _, table = PolicyWorker.cut_texts(worker, texts("a<|im_end|>b"), 64)
+    ids = [token for row in table.to_pylist() for token in row["prompt_ids"] + row["response_ids"]]
+    end = new_tokenizer(tiny_model).convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(end) == (2 if allowed else 1)  # the text's own end is one
 
 
 def test_batches_are_the_plans_pieces(tiny_model: Path) -> None:

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from troupe.workers.audit.scorer import _truncated, score_tokens
+from troupe.workers.audit.scorer import _above, _truncated, score_tokens
 from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import ROLLOUTS
@@ -61,6 +61,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
                 weight += 0.1 * torch.randn_like(weight)
     model.save_pretrained(old)
     return new, old
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_place_of_a_token_is_the_probability_of_those_above_it(temperature: float) -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0], [1.0, 1.0, 0.0]])
+    chances = (logits / temperature).softmax(-1)
+    found = _above(logits, torch.tensor([[2], [1], [2]]), temperature)
+    assert torch.allclose(found, torch.stack([chances[0, 0], torch.tensor(0.0), chances[2, 0] + chances[2, 1]]))
 
 
 def load(folder: Path) -> PreTrainedModel:

@@ -10,7 +10,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
+    BertConfig,
     Cohere2Config,
+    DebertaV2Config,
     FalconConfig,
     FalconH1Config,
     Gemma2Config,
@@ -31,6 +33,7 @@ from transformers import (
     Qwen3MoeConfig,
     VaultGemmaConfig,
     Zamba2Config,
+    ZambaConfig,
 )
 
 from tests.workers.models.test_capabilities import FALCON, LLAMA4, NO_HEAD_DIM, samples_of_one_prompt
@@ -164,8 +167,17 @@ def test_a_model_without_attention_is_not_tried(tmp_path: Path, caplog: pytest.L
     assert not caplog.text
 
 
-def test_a_model_without_a_small_copy_keeps_the_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_a_small_copy_gets_its_own_attention(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = LlamaConfig(**SIZES, hidden_act="no such function")
     config.save_pretrained(tmp_path)
+    assert choose_attention(str(tmp_path), trust_remote_code=False) == "eager"
+    assert "could not be compared" in caplog.text and "no such function" in caplog.text
+
+
+@pytest.mark.parametrize("config", [ZambaConfig(), DebertaV2Config(), BertConfig()])
+def test_models_whose_layers_share_weights_and_encoders_are_tried(
+    config: PreTrainedConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.save_pretrained(tmp_path)
     assert choose_attention(str(tmp_path), trust_remote_code=False) is None
-    assert "could not be compared with eager attention" in caplog.text and "no such function" in caplog.text
+    assert "could not be compared" not in caplog.text

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AddedToken
 
+from tests.tokenizers import new_tokenizer
+from troupe.workers.data.response_text import response_text
 from troupe.workers.rewards.functions import last_number, regex
 from troupe.workers.rewards.gym import reasoning_gym
 from troupe.workers.rewards.numeric import numeric
@@ -38,8 +41,63 @@ def test_last_number_gives_the_right_verdict(form: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("response", "reward"), [("so 7", 0.0), ("so\n</think>\n7", 1.0), ("3</think>", 0.0)])
 def test_a_thought_that_the_template_opened_has_no_answer_until_it_ends(response: str, reward: float) -> None:
+    task = {"recipe": "chain_sum", "entry": {"question": "3 + 4", "answer": "7", "metadata": {}}}
+    for function in (numeric, last_number, reasoning_gym):
+        assert function(response, "7", task, opens_thought=True) == reward
+
+
+SPECIAL_TAGS = [
+    *("[THINK]", "[/THINK]", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>"),
+    *("<think:opensource>", "</think:opensource>", "<|channel>", "<channel|>"),
+]
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final"
+COMMENTARY = "<|start|>assistant<|channel|>commentary to=functions.add"
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("[THINK]2 or 3[/THINK]7", 1.0),
+        ("[THINK]3[/THINK] \\boxed{7}", 1.0),
+        ("[THINK]so it is 7", 0.0),
+        ("<|START_THINKING|>3<|END_THINKING|><|START_RESPONSE|>7<|END_RESPONSE|>", 1.0),
+        ("<|START_THINKING|>so it is 7", 0.0),
+        (f"{ANALYSIS}3<|end|>{FINAL}<|message|>7<|return|>", 1.0),
+        (f"{ANALYSIS}3<|end|>{FINAL} <|constrain|>json<|message|>7<|return|>", 1.0),
+        (f"{ANALYSIS}so it is 7", 0.0),
+        (f"{ANALYSIS}so it is 7<|end|>{FINAL}", 0.0),
+        (f"{ANALYSIS}3<|end|>{COMMENTARY} <|constrain|>json<|message|>3<|end|>{ANALYSIS}now it is 7", 0.0),
+        ("<|channel|>final<|message|>7<|return|>", 1.0),
+        ("\u25c1think\u25b73\u25c1/think\u25b77", 1.0),
+        ("\u25c1think\u25b7so it is 7", 0.0),
+        ("<seed:think>3</seed:think>7", 1.0),
+        ("<seed:think>so it is 7", 0.0),
+        ("<mm:think>so it is 7", 0.0),
+        ("<think:opensource>3</think:opensource>7", 1.0),
+        ("<think:opensource>so it is 7", 0.0),
+        ("<|channel>thought\n3<channel|>7", 1.0),
+        ("<|channel>thought\nso it is 7", 0.0),
+    ],
+)
+def test_the_thoughts_of_every_family_are_known_also_where_their_tags_are_special_tokens(
+    response: str, reward: float, tiny_model: Path
+) -> None:
+    tokenizer = new_tokenizer(tiny_model)
+    tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in SPECIAL_TAGS])
+    scored = response_text(tokenizer, tokenizer(response, add_special_tokens=False)["input_ids"])
     for function in (numeric, last_number):
-        assert function(response, "7", {}, opens_thought=True) == reward
+        assert function(scored, "7", {}) == reward, scored
+    entry = {"question": "3 + 4", "answer": "7", "metadata": {}}
+    assert reasoning_gym(scored, "7", {"recipe": "chain_sum", "entry": entry}) == reward, scored
+
+
+def test_special_tokens_other_than_the_tags_of_thoughts_are_not_scored(tiny_model: Path) -> None:
+    tokenizer = new_tokenizer(tiny_model)
+    tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in SPECIAL_TAGS])
+    for text in ("<|im_start|>a<|start|>b<|im_end|>", "[THINK]a[/THINK]b<|im_end|>"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert response_text(tokenizer, ids) == re.sub(r"<\|.*?\|>", "", text)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma2Config, LlamaConfig
 
 from troupe.workers.contract.config import ModelConfig
+from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.offline import _keep_last_token
+from troupe.workers.rewards.model import RewardModel
 
 
 @pytest.fixture
@@ -135,6 +137,34 @@ def test_a_folder_without_its_language_head_is_refused(tmp_path: Path) -> None:
     load_value(config).save_pretrained(tmp_path / "trained")
     with pytest.raises(ValueError, match=r"not a language model: no weights for lm_head\.weight"):
         load_causal(ModelConfig(path=str(tmp_path / "trained"), dtype="float32"))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_frozen_reward_model_caps_its_attention(window: int | None, tiny_model: Path, tmp_path: Path) -> None:
+    """transformers' default attention ignores the caps of a Gemma 2; its scores are those of eager attention."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 49_152}
+    config = Gemma2Config(
+        **sizes,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=2.0,
+        sliding_window=window or 4096,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    copy_tokenizer(ModelConfig(path=str(tiny_model)), tmp_path)
+    eager = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    sequences = [list(range(first, first + 12)) for first in (100, 200, 300)]
+    found = RewardModel(ModelConfig(path=str(tmp_path), dtype="float32"), 4096, "cpu")._padded(sequences)
+    with torch.no_grad():
+        expected = eager(input_ids=torch.tensor(sequences)).logits[:, 0]
+    assert torch.allclose(torch.tensor(found), expected, rtol=1e-4)
 
 
 def test_the_padding_token_ends_no_turn() -> None:

@@ -414,3 +414,10 @@ def test_a_memory_limit_above_that_of_the_process_fails_the_sample_and_not_the_p
         child.close()
     # Root may raise the limit, with CAP_SYS_RESOURCE.
     assert outcome.status == "ok" or (outcome.value is None and "roles.reward.memory_limit_mib" in outcome.status)
+
+
+def test_a_program_inside_of_a_thought_earns_nothing() -> None:
+    program, tests = "```python\nprint(5)\n```", '{"inputs": [""], "outputs": ["5"]}'
+    assert python_tests(f"<think>{program}", tests, {}) == 0.0
+    assert python_tests(f"so {program}", tests, {}, opens_thought=True) == 0.0
+    assert python_tests(f"no</think>{program}", tests, {}, opens_thought=True) == 1.0
