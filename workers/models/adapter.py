@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from troupe.workers.contract.config import ALL_LINEAR, LoraConfig
@@ -25,12 +26,13 @@ _NAME = "default"
 class Adapter:
     """The adapters of a model, which are the only parameters of it that train."""
 
-    def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
         """Put adapters around the targets of a model. They change nothing: B is 0.
 
         Args:
             model: The model; its parameters are frozen.
             config: The adapters.
+            seed: What A is drawn from.
 
         Raises:
             ValueError: A target names no linear layer of the model.
@@ -48,7 +50,9 @@ class Adapter:
             exclude_modules=_head(model),
             use_rslora=config.rslora,
         )
-        inject_adapter_in_model(settings, model, _NAME)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(settings, model, _NAME)
         use_onednn(model)
         self._model = model
         self._layers = [module for module in model.modules() if _has_adapter(module)]

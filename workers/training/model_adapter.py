@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 class ModelAdapter(Adapter):
     """The adapters of the model that a rank trains."""
 
-    def __init__(self, model: PreTrainedModel, config: LoraConfig, source: ModelConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, source: ModelConfig, seed: int = 0) -> None:
         """See `Adapter`.
 
         Args:
             model: The model.
             config: The adapters.
             source: The folder that the model was loaded from.
+            seed: What A is drawn from.
 
         Raises:
             OSError: The folder cannot be read.
             ValueError: A target names no linear layer of the model.
         """
-        super().__init__(model, config)
+        super().__init__(model, config, seed)
         self.base = base_digest(source.path)
         """Digest of the model's files."""
 

@@ -60,6 +60,8 @@ def test_new_adapters_change_nothing_and_can_be_turned_off(base: Path) -> None:
     expected, model = logits(plain), loaded(base)
     adapter = Adapter(model, LORA)
     assert torch.equal(logits(model), expected)
+    again = dict(Adapter(loaded(base), LORA).named_parameters())
+    assert all(torch.equal(parameter, again[name]) for name, parameter in adapter.named_parameters())
     names = [name for name, _ in adapter.named_parameters()]
     assert len(names) == 2 * 2 * 2
     assert names[0] == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
