@@ -77,7 +77,8 @@ class LiveData:
         files = held.split() if after >= 0 else []  # otherwise the page drops what it has
         files += [_NONE] * (len(runs) - len(files))
         for run in data["runs"]:
-            run["metrics"] = {name: _later(points, after) for name, points in run["metrics"].items()}
+            for group in ("metrics", "used"):
+                run[group] = {name: _later(points, after) for name, points in run[group].items()}
         samples = [self._newest(number, run, file) for number, (run, file) in enumerate(zip(runs, files, strict=False))]
         for store, texts in zip(samples, self._texts, strict=True):
             store["problem"] = texts.problem
