@@ -76,17 +76,17 @@ def jobs(address: JobServerOption, as_json: JsonOption = False) -> None:
 
 
 def status(job: JobArgument, address: JobServerOption, as_json: JsonOption = False) -> None:
-    """Show the state of a job and where its run is: step, reward, time left."""
-    from troupe.orchestrator.platforms.ray_jobs import JobServer, latest_step
+    """Show the state of a job and where its run is: workers, step, reward, time left."""
+    from troupe.orchestrator.platforms.job_log import run_progress
+    from troupe.orchestrator.platforms.ray_jobs import JobServer
 
     server = JobServer(address)
-    state, step = server.state(job), latest_step(server.logs(job))
+    state, progress = server.state(job), run_progress(server.logs(job))
     if as_json:
-        echo_json(asdict(state) | {"step": step})
+        echo_json(asdict(state) | asdict(progress))
         return
-    typer.echo(state.line())
-    if step:
-        typer.echo(step)
+    for line in (state.line(), *progress.lines()):
+        typer.echo(line)
 
 
 def logs(

@@ -21,6 +21,12 @@ _JUMP = 5.0
 _WARM_UP = 5
 
 
+def fewer_updates(run: History) -> Remedy:
+    """Proposes fewer updates of each batch; changes nothing in a run that makes one."""
+    several = "epochs" if int(run.get("schedule.epochs", 1)) > 1 else "minibatches"
+    return Remedy("Make fewer updates of a batch.", field(f"schedule.{several}", 1))
+
+
 def kl_explosion(run: History) -> Iterator[Verdict]:
     """The policy has left the reference."""
     for name in ("kl_ref", "policy/kl_ref"):
@@ -45,13 +51,12 @@ def steps_too_large(run: History) -> Iterator[Verdict]:
     for name in ("policy/kl_exact", "policy/kl_old"):
         kl = run[name]
         if found := kl.stretch(lambda value: value > _MOST_KL_STEP):
-            several = int(run.get("schedule.epochs", 1)) * int(run.get("schedule.minibatches", 1)) > 1
-            remedies = [lower_learning_rate(run)]
-            if several:
-                remedies.append(Remedy("Make fewer updates of a batch.", field("schedule.epochs", 1)))
-            remedies.append(
-                Remedy("Warm the learning rate up.", field("roles.policy.warmup_updates", max(5, run.last_step // 20)))
-            )
+            warm_up = max(5, run.last_step // 20, 2 * int(run.get("roles.policy.warmup_updates", 0)))
+            remedies = [
+                lower_learning_rate(run),
+                fewer_updates(run),
+                Remedy("Warm the learning rate up for longer.", field("roles.policy.warmup_updates", warm_up)),
+            ]
             yield Verdict(
                 "steps-too-large",
                 while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
@@ -81,10 +86,7 @@ def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
         found.start,
         found.until,
         (clipped.name, "policy/ratio_max", "policy/kl_old"),
-        (
-            lower_learning_rate(run),
-            Remedy("Make fewer updates of a batch.", field("schedule.epochs", 1)),
-        ),
+        (lower_learning_rate(run), fewer_updates(run)),
     )
 
 

@@ -14,7 +14,9 @@ import yaml
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.run_folder import METRICS
 from troupe.orchestrator.reporting.verdicts.apply import fits
+from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.running import HEALTHY, RunningVerdicts, alarm_lines, faster
+from troupe.orchestrator.reporting.verdicts.updates import fewer_updates
 from troupe.orchestrator.reporting.verdicts.verdict import Remedy, field
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -82,8 +84,19 @@ def test_a_remedy_needs_room_on_the_cluster(spec: dict[str, Any]) -> None:
     engines = Remedy("Add engines.", field("roles.rollout.workers", 2))
     assert fits(engines, spec) and fits(engines, spec, {"CPU": 64.0, "GPU": 0.0})
     assert not fits(engines, spec, {"CPU": 1.5, "GPU": 0.0})
-    same = Remedy("As it is.", field("roles.rollout.workers", 1))
-    assert fits(same, spec, {"CPU": 1.0, "GPU": 0.0}), "it asks for no more than the run has"
+    slower = Remedy("Slower.", field("roles.policy.learning_rate", 0.001))
+    assert fits(slower, spec, {"CPU": 1.0, "GPU": 0.0}), "it asks for no more than the run has"
+
+
+def test_a_remedy_that_the_spec_has_already_is_left_out(spec: dict[str, Any]) -> None:
+    for path, has in (("roles.rollout.workers", 1), ("schedule.epochs", 1), ("algorithm.name", "grpo")):
+        assert not fits(Remedy("As it is.", field(path, has)), spec), path
+        assert not fits(Remedy("As it is.", field(path, has)), spec, {"CPU": 64.0, "GPU": 0.0}), path
+
+
+def test_fewer_updates_are_fewer_of_what_a_batch_has_several_of() -> None:
+    for schedule, wanted in (({"epochs": 4, "minibatches": 2}, "epochs"), ({"minibatches": 2}, "minibatches")):
+        assert fewer_updates(History({}, {"schedule": schedule})).spec == field(f"schedule.{wanted}", 1)
 
 
 def test_advice_knows_the_spec_and_the_machine(tmp_path: Path, spec: dict[str, Any]) -> None:
