@@ -20,7 +20,9 @@ def _run_started(event: Event) -> str:
     roles = _counts(event.get("roles"))
     start = f"run resumed after step {resumed}" if resumed else "run started"
     versions = event.get("versions")
-    known = ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, Mapping) else ""
+    known = (
+        ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, Mapping) else ""
+    )
     return "; ".join(filter(None, [f"{start} with {roles}" if roles else start, known]))
 
 

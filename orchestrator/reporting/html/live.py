@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.reporting.html.budget import spread
-from troupe.orchestrator.reporting.html.overview import MOST_POINTS
+from troupe.orchestrator.reporting.html.comparison import MOST_POINTS
 from troupe.orchestrator.reporting.html.page import render
 from troupe.orchestrator.reporting.html.report import first_groups, sample_block, span_block, summary
 from troupe.orchestrator.reporting.html.timeline import phases_from_metrics

@@ -17,7 +17,7 @@ import yaml
 from troupe.orchestrator.capacity.plan import local_node, plan
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.event_texts import event_text
-from troupe.orchestrator.reporting.html.comparison import outcome, used
+from troupe.orchestrator.reporting.html.comparison import MOST_POINTS, outcome, used
 from troupe.orchestrator.reporting.reference import Metric, metric_named, metric_sections
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
@@ -28,8 +28,6 @@ from troupe.workers.contract.units import GIB
 
 Json = dict[str, Any]
 
-MOST_POINTS = 2000
-"""Points of a curve that the page keeps."""
 _MOST_EVENTS = 500
 _OWN_SECTION = frozenset({"weights", "checkpoint"})
 """Events of every step, which are no news."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.html.budget import fitting, spread
-from troupe.orchestrator.reporting.html.comparison import labels
-from troupe.orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
+from troupe.orchestrator.reporting.html.comparison import MOST_POINTS, labels
+from troupe.orchestrator.reporting.html.overview import overview, sections, spec_differences
 from troupe.orchestrator.reporting.html.page import render
 from troupe.orchestrator.reporting.html.samples import step_block
 from troupe.orchestrator.reporting.html.timeline import (
