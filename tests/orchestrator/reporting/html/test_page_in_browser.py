@@ -163,7 +163,8 @@ GLANCE = '[data-glance="reward/mean"] '
 
 
 async def test_curves_have_other_axes_a_logarithmic_scale_and_smoothing(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path / "first" / "run"), write_run(tmp_path / "second" / "run", steps=3)
+    first = write_run(tmp_path / "first" / "run", tokens=0)
+    second = write_run(tmp_path / "second" / "run", steps=3, tokens=0)
     for folder in (first, second):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines = [line | {"policy/importance_weight": 1 + 1e-7 * line["step"]} for line in lines]
@@ -181,7 +182,7 @@ async def test_curves_have_other_axes_a_logarithmic_scale_and_smoothing(tmp_path
         assert await places("middle") == ["1", "2", "3", "4"]
         await choose(page, "#glance .x-axis", "tokens")
         tokens = await places("middle")
-        assert all("k" in one for one in tokens) and len(set(tokens)) == len(tokens) > 1
+        assert len(set(tokens)) == len(tokens) > 1 and tokens[-1].endswith("k")
         assert await page.run("document.querySelector('#curves .x-axis').value") == "tokens", "one setting for all"
         await choose(page, "#curves .x-axis", "seconds")
         assert all(one.endswith(" s") for one in await places("middle"))
@@ -205,7 +206,7 @@ async def test_curves_have_other_axes_a_logarithmic_scale_and_smoothing(tmp_path
 
 
 async def test_nothing_is_cut_off_on_a_phone(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", steps=3)
+    first, second = write_run(tmp_path / "first", tokens=0), write_run(tmp_path / "second", steps=3, tokens=0)
     file = write_report([first, second], tmp_path / "report.html")
     async with browser_page(390, 844) as page:
         await page.open(file.as_uri())
