@@ -17,6 +17,7 @@ from troupe.orchestrator.commands.options import (
     JsonOption,
     SetOption,
     SpecArgument,
+    disk_folder,
     echo_json,
     exit_with,
 )
@@ -123,7 +124,9 @@ def deploy(
     for_slurm: SlurmFlags,
     set_: SetOption = [],  # noqa: B006
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write (default: print it).")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Run folder, as pods or nodes see it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", callback=disk_folder, help="Run folder, as pods or nodes see it.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the job (default: the spec's).")] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write an sbatch script instead of a manifest.")] = False,
 ) -> None:
