@@ -89,7 +89,7 @@ def truncation(run: History) -> Iterator[Verdict]:
         Level.NOTE if harmless else while_it_lasts(found, Level.WARNING),
         "Responses are cut before they end",
         f"{cut.typical(found):.0%} of the responses reach `sampling.max_tokens` ({longest})"
-        + ("; the reward tells them apart all the same." if harmless else "; the truncated part earns no reward."),
+        + ("; the reward still tells them apart." if harmless else "; the truncated part earns no reward."),
         found.start,
         found.until,
         (cut.name, "response_tokens/mean", "reward/mean"),

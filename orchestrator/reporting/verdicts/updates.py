@@ -24,7 +24,7 @@ _WARM_UP = 5
 def fewer_updates(run: History) -> Remedy:
     """Proposes fewer updates of each batch; changes nothing in a run that makes one."""
     several = "epochs" if int(run.get("schedule.epochs", 1)) > 1 else "minibatches"
-    return Remedy("Make fewer updates of a batch.", field(f"schedule.{several}", 1))
+    return Remedy("Make fewer updates per batch.", field(f"schedule.{several}", 1))
 
 
 def kl_explosion(run: History) -> Iterator[Verdict]:
