@@ -1,7 +1,9 @@
-"""Screenshots of the report for the documentation: `python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN`.
+"""Screenshots of the report for the documentation.
+
+    python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN OTHER_RUN
 
 Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png. The live page is that of the PPO
-run.
+run; the page of several runs compares the GRPO run with the other one.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from troupe.orchestrator.reporting.watch import WatchServer
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 
 
-async def take(grpo: Path, ppo: Path, images: Path) -> None:
+async def take(grpo: Path, ppo: Path, other: Path, images: Path) -> None:
     """All screenshots."""
     images.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         first = write_report([grpo], Path(folder) / "grpo.html")
         second = write_report([ppo], Path(folder) / "ppo.html")
+        both = write_report([grpo, other], Path(folder) / "both.html")
         async with browser_page(1280, 860) as page:
             await page.open(first.as_uri())
             await _shot(page, images / "report-grpo.png", "#page", 860)
@@ -32,6 +35,8 @@ async def take(grpo: Path, ppo: Path, images: Path) -> None:
             await page.run("window.scrollTo(0, 0)")
             await _pick(page, "#sort", "best")
             await _shot(page, images / "report-grpo-samples.png", "#samples", 730)
+            await page.open(both.as_uri())
+            await _shot(page, images / "report-runs.png", "#page", 860)
             await page.theme("dark")
             await page.open(second.as_uri())
             await _shot(page, images / "report-ppo.png", "#page", 860)
@@ -62,9 +67,11 @@ async def _pick(page: Page, selector: str, value: str) -> None:
 async def _shot(page: Page, file: Path, selector: str, height: int) -> None:
     await page.run(f"document.querySelector('{selector}').scrollIntoView()")
     await page.settle()
+    if selector == "#page":  # the bar with the sections stands where the page is scrolled to
+        await page.run("window.scrollTo(0, 0)")
     await page.settle()
     await page.screenshot(file, selector, height)
 
 
 if __name__ == "__main__":
-    asyncio.run(take(Path(sys.argv[1]), Path(sys.argv[2]), IMAGES))
+    asyncio.run(take(*map(Path, sys.argv[1:4]), IMAGES))
