@@ -23,7 +23,7 @@ class FamilyPeak:
 
     def __init__(self) -> None:
         self._known: dict[int | str, tuple[int, int]] = {}
-        """Peak and its part to leave out of each process, when that was last read: the kernel walks all pages for it."""
+        """Peak of each process and its part to leave out, when it was last read: the kernel walks all pages for that."""
 
     def read(self, others: Iterable[int]) -> int:
         """Bytes of this process and of the processes `others`; a process that has ended counts as 0."""
