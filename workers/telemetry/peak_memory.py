@@ -23,7 +23,7 @@ class FamilyPeak:
 
     def __init__(self) -> None:
         self._known: dict[int | str, tuple[int, int]] = {}
-        """Peak of each process and its part to leave out, when it was last read: the kernel walks all pages for that."""
+        """Peak of each process and its part to leave out, when it was last read: all pages are walked for it."""
 
     def read(self, others: Iterable[int]) -> int:
         """Bytes of this process and of the processes `others`; a process that has ended counts as 0."""
