@@ -87,7 +87,7 @@ def truncation(run: History) -> Iterator[Verdict]:
     yield Verdict(
         "truncation",
         Level.NOTE if harmless else while_it_lasts(found, Level.WARNING),
-        "Responses are cut before they end",
+        "Responses are truncated",
         f"{cut.typical(found):.0%} of the responses reach `sampling.max_tokens` ({longest})"
         + ("; the reward still tells them apart." if harmless else "; the truncated part earns no reward."),
         found.start,
@@ -95,6 +95,6 @@ def truncation(run: History) -> Iterator[Verdict]:
         (cut.name, "response_tokens/mean", "reward/mean"),
         (
             Remedy("Allow longer responses.", field("sampling.max_tokens", 2 * longest)),
-            Remedy("Give cut responses no loss.", field("algorithm.mask_truncated", "true")),
+            Remedy("Leave truncated responses out of the loss.", field("algorithm.mask_truncated", "true")),
         ),
     )

@@ -78,7 +78,7 @@ function glanceSection(app) {
   app.redraws.glance = draw;
   draw();
   if (!holder.children.length) return null;
-  return section('glance', 'Overview', el('div', { class: 'tools' }, tools, legend(app)), ...app.data.runs.map((run, number) => healthBanner(app, run, number)), holder);
+  return section('glance', 'Overview', el('div', { class: 'tools' }, tools, legend(app)), app.data.runs.length > 1 ? null : healthBanner(app.data.runs[0]), holder);
 }
 
 function atAGlance(app) {

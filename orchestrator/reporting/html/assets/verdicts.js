@@ -6,20 +6,19 @@ function verdictSection(app) {
   const many = app.data.runs.length > 1;
   const parts = app.data.runs.map((run, number) => [
     many ? el('h3', { class: 'run-title' }, el('i', { class: 'key', style: { background: runColor(number) } }), run.label) : null,
-    run.verdicts.length ? null : healthBanner(app, run, number),
+    run.verdicts.length ? null : healthBanner(run),
     ...run.verdicts.map((verdict) => verdictCard(app, number, verdict)),
   ]);
   return section('verdicts', 'Verdicts', null, ...parts.flat());
 }
 
-function healthBanner(app, run, number) {
-  const who = app.data.runs.length > 1 ? el('span', {}, el('i', { class: 'key', style: { background: runColor(number) } }), ` ${run.label}: `) : null;
+function healthBanner(run) {
   const bad = run.verdicts.filter((verdict) => verdict.level !== 'note');
-  if (!run.steps_done && !Object.keys(run.metrics).length) return el('p', { class: 'banner quiet' }, who, 'No step is recorded yet.');
-  if (!bad.length) return el('p', { class: 'banner good' }, who, el('b', { text: 'Healthy. ' }), 'No check found anything wrong with this run.');
+  if (!run.steps_done && !Object.keys(run.metrics).length) return el('p', { class: 'banner quiet' }, 'No step is recorded yet.');
+  if (!bad.length) return el('p', { class: 'banner good' }, el('b', { text: 'Healthy. ' }), 'No check found anything wrong with this run.');
   const worst = bad.some((verdict) => verdict.level === 'problem') ? 'bad' : 'warn';
   const what = bad.length === 1 ? 'One thing needs' : `${bad.length} things need`;
-  return el('p', { class: `banner ${worst}` }, who, el('b', { text: `${what} attention. ` }), bad.map((verdict) => verdict.title).join('; '), '. ', el('a', { href: '#verdicts', text: 'Why, and what to try' }));
+  return el('p', { class: `banner ${worst}` }, el('b', { text: `${what} attention. ` }), bad.map((verdict) => verdict.title).join('; '), '. ', el('a', { href: '#verdicts', text: 'Why, and what to try' }));
 }
 
 function verdictCard(app, number, verdict) {

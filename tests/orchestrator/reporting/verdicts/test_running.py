@@ -45,7 +45,7 @@ def test_an_alarm_is_said_once_while_the_run_trains(tmp_path: Path, spec: dict[s
         record(tmp_path, step, CUT)
         verdicts.after_step(step)
         verdicts.final()
-    assert said[0].startswith("warning: Responses are cut before they end (since step 1): ")
+    assert said[0].startswith("warning: Responses are truncated (since step 1): ")
     assert all(line.startswith("  try: ") for line in said[1:]) and said[1:]
 
 
@@ -59,7 +59,7 @@ def test_the_alarms_are_the_last_lines_of_a_run(tmp_path: Path, spec: dict[str, 
         console.step(step, CUT)
     console.finish({})
     after = stream.getvalue().partition("learning")[2]
-    assert "warning: Responses are cut before they end" in after and "\n  try: " in after
+    assert "warning: Responses are truncated" in after and "\n  try: " in after
 
 
 def test_what_cannot_be_read_ends_no_run(tmp_path: Path) -> None:
