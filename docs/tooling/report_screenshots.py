@@ -1,9 +1,9 @@
 """Screenshots of the report for the documentation.
 
-    python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN OTHER_RUN
+    python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN ONE_RUN OTHER_RUN
 
 Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png. The live page is that of the PPO
-run; the page of several runs compares the GRPO run with the other one.
+run; the page of several runs compares the last two.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.browser import Page, browser_page
@@ -21,13 +22,13 @@ from troupe.orchestrator.reporting.watch import WatchServer
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 
 
-async def take(grpo: Path, ppo: Path, other: Path, images: Path) -> None:
+async def take(grpo: Path, ppo: Path, compared: Sequence[Path], images: Path) -> None:
     """All screenshots."""
     images.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         first = write_report([grpo], Path(folder) / "grpo.html")
         second = write_report([ppo], Path(folder) / "ppo.html")
-        both = write_report([grpo, other], Path(folder) / "both.html")
+        both = write_report(compared, Path(folder) / "both.html")
         async with browser_page(1280, 860) as page:
             await page.open(first.as_uri())
             await _shot(page, images / "report-grpo.png", "#page", 860)
@@ -74,4 +75,4 @@ async def _shot(page: Page, file: Path, selector: str, height: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(take(*map(Path, sys.argv[1:4]), IMAGES))
+    asyncio.run(take(Path(sys.argv[1]), Path(sys.argv[2]), [Path(run) for run in sys.argv[3:]], IMAGES))
