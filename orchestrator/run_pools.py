@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
 from troupe.orchestrator.pools.replicas import ReplicaPool
@@ -17,8 +20,12 @@ from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
 from troupe.workers.contract.judges import Judge
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_TIMEOUT_S = 60.0
 """Timeout for giving an engine the link to the environment."""
+_END_TIMEOUT_S = 10.0
+"""Timeout for ending the episodes of a lost engine."""
 
 
 class RunPools:
@@ -38,6 +45,7 @@ class RunPools:
             judge_start_s=spec.schedule.start_timeout_s,
         )
         self.environments = self._environment_pool()
+        self.engines.on_loss = self._end_episodes
         self.judges = self._judge_pool()
         self.reference = self._reference_pool()
 
@@ -86,6 +94,19 @@ class RunPools:
         if self.environments is not None:
             await self.environments.connect(engine)
         return engine
+
+    async def _end_episodes(self, engine: str) -> None:
+        """Ends the episodes of a lost engine, whose seats those of other engines need."""
+        if self.environments is None:
+            return
+
+        async def end(worker: WorkerHandle[roles.EnvironmentServer]) -> None:
+            try:
+                await worker.call(roles.EnvironmentServer.end_all, _END_TIMEOUT_S, engine)
+            except WorkerError as error:  # the worker's own pool notices what is wrong with it
+                logger.warning("%s", error)
+
+        await gather_all(end(worker) for worker in list(self.environments.workers))
 
     async def _start_reward_worker(self, name: str) -> WorkerHandle[roles.Reward]:
         """Starts a reward worker, to replace one or to add one."""

@@ -131,14 +131,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _ranks(items: list[pytest.Item]) -> dict[Path, float]:
     """Sort key of each file: real tests after the others, long files before short ones, to end at about one time."""
     recorded = json.loads(DURATIONS.read_text())
-    ranks: dict[Path, float] = {}
+    targets: defaultdict[Path, set[str]] = defaultdict(set)
     for item in items:
-        if item.get_closest_marker("real") is None:
-            ranks.setdefault(item.path, CHEAP)
-        else:
-            file = str(item.path.relative_to(ROOT))
-            ranks[item.path] = -recorded.get(_target(item.keywords), {}).get(file, 0)
-    return ranks
+        targets[item.path] |= {_target(item.keywords)} if item.get_closest_marker("real") else set()
+    return {path: _rank(path, found, recorded) for path, found in targets.items()}
+
+
+def _rank(path: Path, targets: set[str], recorded: Mapping[str, Mapping[str, float]]) -> float:
+    """Rank of a file of which the tests of these targets run."""
+    file = str(path.relative_to(ROOT))
+    return -sum(recorded.get(target, {}).get(file, 0) for target in targets) if targets else CHEAP
 
 
 def _target(keywords: Mapping[str, Any]) -> str:

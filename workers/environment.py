@@ -33,6 +33,8 @@ class EnvironmentWorker:
         self._taken: dict[str, SeatProcess] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._places = asyncio.Semaphore(config.episodes)
+        self._waiting: set[str] = set()
+        """Episodes that wait for a seat."""
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> WorkerHealth:
@@ -50,18 +52,18 @@ class EnvironmentWorker:
         Raises:
             EnvironmentGone: the worker can start no more episodes.
         """
-        await self._places.acquire()
+        self._waiting.add(episode)
         try:
-            seat = self._free.pop() if self._free else await self._processes.seat()
-        except SeatFailed as error:
-            self._places.release()
-            raise EnvironmentGone(f"{self._name}: {error}") from None
-        except BaseException:
-            self._places.release()
-            raise
+            seat = await self._seat()
+        finally:
+            closed = episode not in self._waiting
+            self._waiting.discard(episode)
         self._taken[episode] = seat
         loop = asyncio.get_running_loop()
         self._deadlines[episode] = loop.call_later(self._config.episode_timeout_s, self._abandon, episode)
+        if closed:
+            self._release(episode)
+            raise EnvironmentGone(f"{self._name}: the episode {episode} was closed before it began")
         return await self._settled(episode, seat.start(row, self._config.turn_timeout_s))
 
     async def step(self, episode: str, message: Message) -> EpisodeReply:
@@ -76,8 +78,20 @@ class EnvironmentWorker:
         return await self._settled(episode, seat.step(message, self._config.turn_timeout_s))
 
     async def end(self, episode: str) -> None:
-        """Close an episode that the environment has not ended; does nothing if there is none."""
+        """Close an episode that has not ended, or that waits for a seat; does nothing if there is none."""
+        self._waiting.discard(episode)
         self._release(episode)
+
+    async def end_all(self, caller: str) -> int:
+        """Close all episodes of a caller that is gone, also those that wait for a seat; returns how many.
+
+        Args:
+            caller: The part of their keys before the first `/`.
+        """
+        theirs = [episode for episode in (*self._taken, *self._waiting) if episode.partition("/")[0] == caller]
+        for episode in theirs:
+            await self.end(episode)
+        return len(theirs)
 
     async def health(self) -> WorkerHealth:
         """Health of the worker; an environment worker has no policy version.
@@ -107,6 +121,18 @@ class EnvironmentWorker:
             seat.kill()
         self._free, self._taken, self._deadlines = [], {}, {}
         self._processes.close()
+
+    async def _seat(self) -> SeatProcess:
+        """A seat, once there is a free one. Raises EnvironmentGone where no more episodes can start."""
+        await self._places.acquire()
+        try:
+            return self._free.pop() if self._free else await self._processes.seat()
+        except SeatFailed as error:
+            self._places.release()
+            raise EnvironmentGone(f"{self._name}: {error}") from None
+        except BaseException:
+            self._places.release()
+            raise
 
     async def _settled(self, episode: str, asking: Awaitable[EpisodeReply]) -> EpisodeReply:
         """The reply of the episode's process; an episode that has failed or is done gives its seat back."""

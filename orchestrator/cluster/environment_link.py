@@ -33,7 +33,7 @@ class ActorEnvironments:
         try:
             return worker, await self._call(worker, EnvironmentServer.begin.__name__, timeout_s, episode, row)
         except BaseException:
-            self._closed(worker)
+            self.end(worker, episode)  # a call that nobody waits for would take a seat all the same
             raise
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:

@@ -242,12 +242,15 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
     recovery: Recovery | None = None
     """None: a lost rank is an error."""
+    gpu_memory: int = 0
+    """Memory of the smallest GPU of the ranks in bytes, once they have started; 0: they have none."""
 
     async def start(self, timeout_s: float) -> None:
         """Starts the ranks: rank 0 names the address at which all of them meet. Then asks whether they pack."""
         address, port = await self.workers[0].call(Trainer.rendezvous, timeout_s)
         places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
-        await self._scatter(Trainer.start, timeout_s, places)
+        started = await self._scatter(Trainer.start, timeout_s, places)
+        self.gpu_memory = min(health.gpu_memory for health in started)
         self.packs = all(await self._broadcast(Trainer.packs, timeout_s))
 
     async def find_dead(self) -> WorkerDied | None:

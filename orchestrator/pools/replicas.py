@@ -68,6 +68,8 @@ class ReplicaPool(Generic[ReplicaT]):
         """Why a worker was lost, or its replacement did not start."""
         self.on_change: Callable[[], Awaitable[None]] | None = None
         """Called after a worker has begun to serve or serves no more, and after a start has failed."""
+        self.on_loss: Callable[[str], Awaitable[None]] | None = None
+        """Called with the name of a lost worker, before a replacement of this name starts."""
         self._launch = launch
         self._retry_s = retry_s
         self._leaving: set[ReplicaT] = set()
@@ -175,6 +177,8 @@ class ReplicaPool(Generic[ReplicaT]):
             task = asyncio.create_task(self._replace(worker.name), name=f"replace {worker.name}")
             self._replacing.add(task)
             task.add_done_callback(self._replaced)
+        else:
+            await self._lost(worker.name)
         await self._membership_changed()
 
     def exhausted(self) -> WorkerError:
@@ -223,6 +227,7 @@ class ReplicaPool(Generic[ReplicaT]):
         The node of a worker may be lost with it, which Ray finds out later: until then a replacement dies there too.
         """
         try:
+            await self._lost(name)
             while True:
                 try:
                     await self._start(name)
@@ -244,6 +249,10 @@ class ReplicaPool(Generic[ReplicaT]):
         self._replacing.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("replacing a worker failed: %s", task.exception())
+
+    async def _lost(self, name: str) -> None:
+        if self.on_loss is not None:
+            await self.on_loss(name)
 
     async def _started(self, name: str) -> None:
         """Forgets that a worker is being started."""

@@ -20,7 +20,8 @@ from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
 from troupe.workers.contract.config import CPU_THREADS, Device, EngineConfig, TrainerConfig
 
-_CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
+_CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
+"""Ray hides no GPU from an actor that asks for none."""
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
 
 

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -172,6 +173,14 @@ def test_pip_falls_back_to_the_build_with_cuda_of_a_reachable_index(
     assert environment.lacks({"torch": "2.13.0", "cuda-of-torch": "1", "b": "1"}) == []
     assert environment.lacks({"torch": "2.13.0+cpu"}) == [], "another call installs nothing"
     assert environment.lacks({"torch": "2.14.0+cpu"}) == ["torch==2.14.0+cpu"]
+
+
+def test_deepspeed_is_built_without_a_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its build looks for one wherever there is a driver."""
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda *_, env: environments.append(env) or SimpleNamespace(returncode=0))
+    assert install.VirtualEnvironment(tmp_path).pip("deepspeed")
+    assert [env["DS_IGNORE_CUDA_DETECTION"] for env in environments] == ["1"]
 
 
 def publish(index: Path, name: str, version: str, needs: str) -> None:

@@ -6,7 +6,8 @@ The runs take turns: PPO with every role, an environment, a judge. A pair is two
 processes; a process that starts, loads or saves is hit as well as one that computes. After a pair the run must train
 on. A run ends after some pairs by SIGTERM, or its driver is killed and it resumes. No run may end by itself, no sample
 may be lost, every step must be there once, and nothing may be left behind. Where only trainers, reference and reward
-workers were hit, the metrics of the first steps must be those of a run without faults, bit for bit.
+workers were hit, the metrics of the first steps must be those of a run without faults, bit for bit. The folder of a run
+in which something was wrong is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import argparse
 import itertools
 import json
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +34,7 @@ import psutil
 from tests.conftest import ROOT
 from tests.faults.injected import ENGINE, WORKERS, left_behind, seconds_until, stop_group
 from tests.processes import command_line
-from tests.real.commands import Run, ledger_balances, running
+from tests.real.commands import Run, ledger_balances, running, troupe_command
 
 SPECS = ("tiny-ppo", "tiny-environment", "tiny-judge")
 TITLES = (*WORKERS.values(), ENGINE)
@@ -92,7 +95,11 @@ def pair(run: Run, rng: random.Random, targets: Sequence[str]) -> tuple[list[Hit
     seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, time.monotonic())
     if seconds is None:
         ended = run.process.poll()
-        raise Broken(f"{'stalled' if ended is None else f'ended with {ended}'} after {hits}")
+        if ended is None:
+            why = troupe_command("why", str(run.out))
+            answer = subprocess.run(why, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False).stdout
+            raise Broken(f"stalled after {hits}\n{answer}")
+        raise Broken(f"ended with {ended} after {hits}")
     return hits, time.monotonic() - began
 
 
@@ -189,16 +196,17 @@ def main(arguments: list[str]) -> int:
     for name, pairs, rng in scenes(given.seed):
         if time.monotonic() > deadline:
             break
-        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            try:
-                if name not in healthy:
-                    healthy[name] = undisturbed(Path(folder), name)
-                seen = scene(Path(folder), name, pairs, rng, healthy[name])
-            except Broken as error:
-                total["broken"] += 1
-                sys.stdout.write(json.dumps({"broken": str(error)}) + "\n")
-                sys.stdout.flush()
-                continue
+        folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+        try:
+            if name not in healthy:
+                healthy[name] = undisturbed(folder, name)
+            seen = scene(folder, name, pairs, rng, healthy[name])
+        except Broken as error:
+            total["broken"] += 1
+            sys.stdout.write(json.dumps({"broken": str(error), "folder": str(folder)}) + "\n")
+            sys.stdout.flush()
+            continue
+        shutil.rmtree(folder)
         total += Counter(scenes=1, steps=seen["steps"], pairs=pairs)
         sys.stdout.write(json.dumps(seen) + "\n")
         sys.stdout.flush()

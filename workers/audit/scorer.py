@@ -194,7 +194,7 @@ def _truncated(
         border: Nats by which a sampled token may be less probable than the last of those tokens.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
-    ordered, _ = logprobs.sort(-1, descending=True)
+    ordered = torch.from_numpy(-np.sort(-logprobs.numpy(), -1))  # torch's sort takes ten times as long
     mass = ordered.exp().cumsum(-1)
     own = logprobs.gather(-1, targets)
     counts = {f"top_p:{top_p:g}": (mass < top_p).sum(-1) + 1 for top_p in _TOP_P}  # with the token that reaches top_p

@@ -469,3 +469,5 @@ class WorkerHealth(Answer):
     pid: int
     version: int
     in_flight: int
+    gpu_memory: int = 0
+    """Memory of its GPU in bytes; 0: the worker has none, or does not say."""

@@ -141,6 +141,10 @@ class EnvironmentServer(Watched, Protocol):
         """Closes an episode."""
         ...
 
+    def end_all(self, caller: str) -> Reply[int]:
+        """Closes all episodes of a caller that is gone, also those that wait for a seat; returns how many."""
+        ...
+
 
 class RolloutEngine(Replica, Protocol):
     """A rollout worker: one vLLM engine."""

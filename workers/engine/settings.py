@@ -45,7 +45,9 @@ def set_environment(config: RolloutConfig) -> None:
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }.items():
         os.environ.setdefault(name, value)
-    if config.device == "cpu":
+    if config.device == "cuda":
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's CPUs, and vLLM would keep it
+    else:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several actors share the cores
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override `kv_cache_gib`
         if config.engine.threads:

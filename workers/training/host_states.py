@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,12 @@ class HostStates:
             self._buffers.append(torch.empty(0))
         buffer = self._buffers[number]
         if (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            pinned = self._device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            on_gpu = self._device.type == "cuda"
+            if on_gpu and buffer.nbytes:
+                unpin_memory(buffer.data_ptr())
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if on_gpu:  # at its own size: torch rounds what it allocates with `pin_memory` up to a power of two
+                pin_memory(buffer.data_ptr(), buffer.nbytes)
             self._buffers[number] = buffer
         return buffer
 

@@ -214,7 +214,13 @@ def update_metrics(
 def worker_health(name: str, version: int, device: Device) -> WorkerHealth:
     """Health of this process."""
     return WorkerHealth(
-        name=name, host=socket.gethostname(), pid=os.getpid(), version=version, in_flight=0, peak=own_peak(device)
+        name=name,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        version=version,
+        in_flight=0,
+        gpu_memory=torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0,
+        peak=own_peak(device),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray._private import process_watcher
 
-from troupe.orchestrator.cluster.ray_nodes import _let_agents_end
+from troupe.orchestrator.cluster.ray_nodes import _let_agents_end, _nodes
 
 
 class GoneHead:
@@ -33,3 +33,12 @@ def test_agents_do_not_report_the_end_of_a_cluster_that_is_killed(tmp_path: Path
     head: Any = GoneHead()
     process_watcher.report_raylet_error_logs(str(tmp_path / "logs"), head)
     assert head.waited_s == waited_s
+
+
+@pytest.mark.parametrize(("kinds", "gib"), [(["A100"], 80), (["A100", "A100-40G"], 40), (["unknown"], 0), ([], 0)])
+def test_the_name_that_a_node_was_started_with_counts(kinds: list[str], gib: int) -> None:
+    """Ray calls every A100 the same."""
+    resources = {"CPU": 8.0, "GPU": 1.0} | {f"accelerator_type:{kind}": 1.0 for kind in kinds}
+    listed = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "NodeID": "1", "Resources": resources, "Labels": {}}
+    (node,) = _nodes([listed])
+    assert node.gpu_memory == gib * 2**30

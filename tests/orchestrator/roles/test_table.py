@@ -75,5 +75,6 @@ def test_the_environment_of_a_worker_follows_from_its_device() -> None:
     gpu, cpu = worker_env(0, "cuda"), worker_env(2, "cpu")
     assert "OMP_NUM_THREADS" not in gpu and gpu["DS_IGNORE_CUDA_DETECTION"] == "1" and "DS_ACCELERATOR" not in gpu
     assert (cpu["OMP_NUM_THREADS"], cpu["DS_ACCELERATOR"]) == ("2", "cpu")
+    assert cpu["CUDA_VISIBLE_DEVICES"] == "" and "CUDA_VISIBLE_DEVICES" not in gpu, "Ray hides none from a CPU worker"
     assert settings_of(shipped("multinode-ppo"), "rollout").threads == 0
     assert settings_of(shipped("tiny-grpo"), "rollout").threads == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
-from troupe.workers.engine.settings import engine_args
+from troupe.workers.engine.settings import engine_args, set_environment
 
 
 @pytest.mark.parametrize(
@@ -81,3 +82,18 @@ def test_an_engine_on_gpus_does_not_start_its_processes_with_ray(
     if ranks > 1:
         left = parallel.ParallelConfig(tensor_parallel_size=2, placement_group=chosen.placement_group)
         assert left.distributed_executor_backend == "ray", "the choice that the setting avoids"
+
+
+def test_an_engine_on_a_gpu_chooses_its_threads(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sets the variable to the CPUs of the actor, after the environment that it is given."""
+    monkeypatch.setattr(os, "environ", dict(os.environ, OMP_NUM_THREADS="4"))
+    config = RolloutConfig(
+        model=ModelConfig(path=str(tiny_model)),
+        engine=EngineConfig(),
+        sampling=SamplingConfig(),
+        seed=1,
+        transfer_backend="nccl",
+        device="cuda",
+    )
+    set_environment(config)
+    assert "OMP_NUM_THREADS" not in os.environ

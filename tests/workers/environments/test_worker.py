@@ -77,6 +77,26 @@ def test_an_episode_waits_for_a_free_place() -> None:
     play(test)
 
 
+def test_the_episodes_of_a_lost_engine_give_their_seats_back() -> None:
+    """Those that wait for a seat do not take one; those of another engine stay."""
+
+    async def test(worker: EnvironmentWorker) -> None:
+        await worker.begin("rollout-1/p0/0", ROW)
+        await worker.begin("rollout-10/p0/0", ROW)
+        waiting = asyncio.create_task(worker.begin("rollout-1/p0/1", ROW))
+        await asyncio.sleep(0.1)
+        assert await worker.end_all("rollout-1") == 2
+        with pytest.raises(EnvironmentGone, match="closed before it began"):
+            await waiting
+        async with asyncio.timeout(5):
+            assert (await worker.begin("rollout-1/p1/0", ROW)).status == "ok"
+        assert (await worker.step("rollout-10/p0/0", SAY)).status == "ok"
+        with pytest.raises(EnvironmentGone):
+            await worker.step("rollout-1/p0/0", SAY)
+
+    play(test)
+
+
 FAULTS = {
     "raises": "step: error: KeyError: 'treasure' (misbehaving.py:",
     "hangs": "step: timeout after 1 s",
@@ -131,7 +151,8 @@ def test_a_fault_is_a_status_and_costs_nobody_else(fault: str) -> None:
         assert (await worker.begin("c", ROW)).status == "ok", "the place of the failed episode is free"
         assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "3600.25"]]
 
-    play(test, f"{HERE}:Faulty", args={"fault": fault})
+    bound_s = 1.0 if "timeout" in FAULTS[fault] else 30.0
+    play(test, f"{HERE}:Faulty", args={"fault": fault}, turn_timeout_s=bound_s)
 
 
 def test_a_failed_start_is_a_status() -> None:

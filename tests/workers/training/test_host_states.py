@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from troupe.workers.training import host_states
 from troupe.workers.training.host_states import HostStates, gradient_buffers, optimizer_states
 
 CPU = torch.device("cpu")
@@ -56,6 +57,18 @@ def test_host_memory_is_kept_for_the_next_time() -> None:
         places.add(moments.data_ptr())
         states.move_back()
     assert len(places) == 1 and torch.equal(moments, torch.ones(1000))
+
+
+def test_host_memory_of_a_gpu_is_pinned_at_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's pinned memory is a power of two: nearly twice the states of some models."""
+    pinned: dict[int, int] = {}
+    monkeypatch.setattr(host_states, "pin_memory", pinned.__setitem__)
+    monkeypatch.setattr(host_states, "unpin_memory", pinned.__delitem__)
+    states = HostStates(torch.device("cuda"))
+    first = states._buffer(0, torch.empty(33))
+    assert states._buffer(0, torch.empty(33)) is first and pinned == {first.data_ptr(): 132}
+    other = states._buffer(0, torch.empty(65))
+    assert pinned == {other.data_ptr(): 260}
 
 
 class Mixed:
