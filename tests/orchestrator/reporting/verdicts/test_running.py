@@ -115,6 +115,9 @@ def test_advice_knows_the_spec_and_the_machine(tmp_path: Path, spec: dict[str, A
     assert advice(64.0, 0) == ["schedule.max_staleness", "roles.rollout.workers"]
     assert advice(1.5, 0) == [], "engines and trainer compute on the same cores"
     assert advice(64.0, 1) == ["roles.rollout.workers"], "the run has it already"
+    assert advice(2.0, 0) == ["schedule.max_staleness"], "there is a core for each, and none for another engine"
+    spec = plan_runs(read_document("examples:tiny-ppo"))[0].spec.model_dump(mode="json")
+    assert advice(2.0, 0) == [], "a critic takes the core that would be left"
 
 
 def test_a_remedy_is_a_line_for_a_shell() -> None:
