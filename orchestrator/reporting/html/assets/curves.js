@@ -31,11 +31,11 @@ function axisOf(app) {
 // What was used up to a step; of a long run not every step is known.
 function placeOf(used, step) {
   const { steps, values } = used;
-  const after = steps.findIndex((one) => one >= step);
-  if (after < 0) return values.at(-1);
-  if (steps[after] === step || after === 0) return values[after];
-  const share = (step - steps[after - 1]) / (steps[after] - steps[after - 1]);
-  return values[after - 1] + share * (values[after] - values[after - 1]);
+  const near = nearest(steps, step);
+  const other = steps[near] < step ? near + 1 : near - 1;
+  if (steps[near] === step || !(other in steps)) return values[near];
+  const share = (step - steps[near]) / (steps[other] - steps[near]);
+  return values[near] + share * (values[other] - values[near]);
 }
 
 function places(run, steps, axis) {
