@@ -10,8 +10,10 @@ from troupe.orchestrator.reporting.verdicts.learning import add_kl, lower_learni
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
 _MOST_KL_REF, _MOST_KL_STEP = 1.0, 0.3
-_ENTROPY_LEFT = 0.5
-"""Part of the policy's entropy at the start that KL to the reference may take."""
+_UNTRAINED = 8.0
+"""Entropy at the start, in nats per token, of a model with random weights: it chooses among thousands of tokens."""
+_FAR_WORSE = -0.5
+"""Explained variance of a critic whose values are much worse than a constant."""
 _MOST_CLIPPED = 0.3
 _SPIKE = 10.0
 _CLIPPED_TO = 10.0
@@ -31,18 +33,17 @@ def fewer_updates(run: History) -> Remedy:
 
 def kl_explosion(run: History) -> Iterator[Verdict]:
     """The policy has left the reference."""
-    # A reference that is nearly uniform, such as an untrained model, is left by whatever the policy learns.
-    entropy = run["policy/entropy"]
-    limit = max(_MOST_KL_REF, _ENTROPY_LEFT * entropy.first) if entropy else _MOST_KL_REF
+    if run["policy/entropy"].first > _UNTRAINED:  # whatever it learns leaves a reference that prefers no token
+        return
     for name in ("kl_ref", "policy/kl_ref"):
         kl = run[name]
-        if found := kl.stretch(lambda value: value > limit, at_least=2):
+        if found := kl.stretch(lambda value: value > _MOST_KL_REF, at_least=2):
             yield Verdict(
                 "kl-explosion",
                 while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
                 "The policy has left the reference",
                 f"KL to the reference {'is' if found.ongoing else 'was'} {kl.typical(found):.3g} nats per token "
-                f"(below {limit / 2:.2g} is usual), from {kl.first:.3g} at the start.",
+                f"(below 0.5 is usual), from {kl.first:.3g} at the start.",
                 found.start,
                 found.until,
                 (kl.name, "reward/mean", "policy/entropy"),
@@ -211,7 +212,8 @@ def blind_critic(run: History) -> Iterator[Verdict]:
     worse = late.last < -0.05
     blind = len(late) >= 3 * _WARM_UP and late.last < 0.05
     value = run["critic/value_error"]
-    if not (worse or blind) or late.trend().rises or value.trend().falls:
+    learns = late.trend().rises or (value.last < 0.5 * value.first and late.last > _FAR_WORSE)
+    if not (worse or blind) or learns:
         return
     found = explained.stretch(lambda value: value < 0.05, at_least=2)
     rate = float(run.get("roles.critic.learning_rate", 1e-6))
