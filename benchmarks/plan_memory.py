@@ -33,7 +33,7 @@ from troupe.orchestrator.roles.memory import TRAINER_PROCESS
 from troupe.orchestrator.roles.worker_memory import Training, WorkerMemory, training
 from troupe.workers.contract.config import Dtype, TrainerConfig
 from troupe.workers.contract.units import MIB
-from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.peak_memory import FamilyPeak, resident_peak
 
 MODELS = Path(".cache/models")
 TIMEOUT_S = 1800.0
@@ -325,7 +325,7 @@ async def _engine(folder: Path) -> int:
     try:
         size = read_size(folder)
         held = 4 * (size.parameters + size.vocabulary * size.hidden) + int(cache * 2**30)
-        return resident_peak(child.pid for child in psutil.Process().children(recursive=True)) - held
+        return FamilyPeak().read(child.pid for child in psutil.Process().children(recursive=True)) - held
     finally:
         await worker.close()
 

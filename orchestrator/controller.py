@@ -87,7 +87,9 @@ class RunOutcome:
         lines = {"steps": f"{self.steps_done}{' (stopped; continue with --resume)' if self.stopped else ''}"}
         for name in ("accuracy", "reward", "loss"):
             before, after = self.first_eval.get(f"eval/{name}"), self.last_eval.get(f"eval/{name}")
-            if after is not None:
+            if after is not None and self.last_eval is self.first_eval:  # the run was stopped before the next one
+                lines[f"held-out {name}"] = f"{after:.3f} before training"
+            elif after is not None:
                 first = f"{before:.3f} before, " if before is not None else ""
                 lines[f"held-out {name}"] = f"{first}{after:.3f} after"
         lines["samples"] = "{dispatched} dispatched, {trained} trained, {dropped} dropped".format_map(counts)

@@ -23,6 +23,7 @@ from troupe.workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault,
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
+from troupe.workers.data.turn_ends import without_end
 from troupe.workers.rewards.environment import EnvironmentReward
 from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
@@ -302,7 +303,7 @@ class RewardWorker:
         """Decode tokens as the rollout worker does."""
         if self._tokenizer is None:
             raise RuntimeError(f"{self.name}: the policy's tokenizer is not loaded; call start() first")
-        return response_text(self._tokenizer, ids)
+        return response_text(self._tokenizer, without_end(self._tokenizer, ids))
 
     def _loaded_model(self) -> RewardModel:
         if self._model is None:

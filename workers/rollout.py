@@ -53,7 +53,7 @@ from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
 from troupe.workers.episodes.reader import TurnReader, read_row
 from troupe.workers.episodes.turns import SampledTurn, TurnLimits
 from troupe.workers.isolation.removal import remove_at_death, retire
-from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.peak_memory import FamilyPeak
 from troupe.workers.telemetry.start_activity import Activity, announce
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class RolloutWorker:
         pickle_tables()
         self._config = config
         self._name = name
+        self._family = FamilyPeak()
         self._engine: AsyncLLM | None = None
         self._state = _State.CLOSED
         self._closed_because = "it was not started"
@@ -521,7 +522,7 @@ class RolloutWorker:
         if self._config.device == "cuda":
             gpus = await self._call(self._live_engine().collective_rpc("troupe_gpu_peak"))
         children = [process.pid for process in psutil.Process().children(recursive=True)]
-        return Peak(resident_peak(children), max(gpus, default=0))
+        return Peak(self._family.read(children), max(gpus, default=0))
 
     async def _pause(self) -> AsyncLLM:
         engine = self._live_engine()

@@ -1,7 +1,11 @@
-"""Screenshots for the documentation: `python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN BENCH_JSON`.
+"""Screenshots for the documentation.
 
-Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png and bench.png. The live page is
-that of the PPO run. BENCH_JSON: results of `troupe bench` with --train and --weights; alone, only their page is taken.
+    python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN ONE_RUN OTHER_RUN
+    python -m docs.tooling.report_screenshots BENCH_JSON
+
+Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png: the live page is that of the PPO
+run, the page of several runs compares the last two. BENCH_JSON: results of `troupe bench` with --train and --weights,
+for docs/images/bench.png.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.browser import Page, browser_page
@@ -21,12 +26,13 @@ from troupe.orchestrator.reporting.watch import WatchServer
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 
 
-async def take(grpo: Path, ppo: Path, images: Path) -> None:
+async def take(grpo: Path, ppo: Path, compared: Sequence[Path], images: Path) -> None:
     """All screenshots."""
     images.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         first = write_report([grpo], Path(folder) / "grpo.html")
         second = write_report([ppo], Path(folder) / "ppo.html")
+        both = write_report(compared, Path(folder) / "both.html")
         async with browser_page(1280, 860) as page:
             await page.open(first.as_uri())
             await _shot(page, images / "report-grpo.png", "#page", 860)
@@ -34,6 +40,8 @@ async def take(grpo: Path, ppo: Path, images: Path) -> None:
             await page.run("window.scrollTo(0, 0)")
             await _pick(page, "#sort", "best")
             await _shot(page, images / "report-grpo-samples.png", "#samples", 730)
+            await page.open(both.as_uri())
+            await _shot(page, images / "report-runs.png", "#page", 860)
             await page.theme("dark")
             await page.open(second.as_uri())
             await _shot(page, images / "report-ppo.png", "#page", 860)
@@ -77,12 +85,15 @@ async def _pick(page: Page, selector: str, value: str) -> None:
 async def _shot(page: Page, file: Path, selector: str, height: int) -> None:
     await page.run(f"document.querySelector('{selector}').scrollIntoView()")
     await page.settle()
+    if selector == "#page":  # the bar with the sections stands where the page is scrolled to
+        await page.run("window.scrollTo(0, 0)")
     await page.settle()
     await page.screenshot(file, selector, height)
 
 
 if __name__ == "__main__":
-    *runs, last = map(Path, sys.argv[1:])
-    if runs:
-        asyncio.run(take(*runs, IMAGES))
-    asyncio.run(take_bench(last, IMAGES))
+    paths = [Path(argument) for argument in sys.argv[1:]]
+    if len(paths) == 1:
+        asyncio.run(take_bench(paths[0], IMAGES))
+    else:
+        asyncio.run(take(paths[0], paths[1], paths[2:], IMAGES))

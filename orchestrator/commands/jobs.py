@@ -17,6 +17,7 @@ from troupe.orchestrator.commands.options import (
     JsonOption,
     SetOption,
     SpecArgument,
+    disk_folder,
     echo_json,
     exit_with,
 )
@@ -76,17 +77,17 @@ def jobs(address: JobServerOption, as_json: JsonOption = False) -> None:
 
 
 def status(job: JobArgument, address: JobServerOption, as_json: JsonOption = False) -> None:
-    """Show the state of a job and where its run is: step, reward, time left."""
-    from troupe.orchestrator.platforms.ray_jobs import JobServer, latest_step
+    """Show the state of a job and where its run is: workers, step, reward, time left."""
+    from troupe.orchestrator.platforms.job_log import run_progress
+    from troupe.orchestrator.platforms.ray_jobs import JobServer
 
     server = JobServer(address)
-    state, step = server.state(job), latest_step(server.logs(job))
+    state, progress = server.state(job), run_progress(server.logs(job))
     if as_json:
-        echo_json(asdict(state) | {"step": step})
+        echo_json(asdict(state) | asdict(progress))
         return
-    typer.echo(state.line())
-    if step:
-        typer.echo(step)
+    for line in (state.line(), *progress.lines()):
+        typer.echo(line)
 
 
 def logs(
@@ -123,7 +124,9 @@ def deploy(
     for_slurm: SlurmFlags,
     set_: SetOption = [],  # noqa: B006
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write (default: print it).")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Run folder, as pods or nodes see it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", callback=disk_folder, help="Run folder, as pods or nodes see it.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the job (default: the spec's).")] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write an sbatch script instead of a manifest.")] = False,
 ) -> None:

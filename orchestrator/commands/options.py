@@ -27,14 +27,14 @@ def _not_empty(value: str | None) -> str | None:
     return value
 
 
-def _folder(value: Path | None) -> Path | None:
-    """Refuse an address of an object store: it would become a folder called `s3:`."""
+def disk_folder(value: Path | None) -> Path | None:
+    """Refuse the address of an object store: it would become a folder called `s3:`."""
     if value is not None and _STORE.match(str(value)):
-        raise typer.BadParameter("is no folder: a run writes to a disk that the driver has (a shared one on a cluster)")
+        raise typer.BadParameter("is not a folder: a run writes to a disk of the driver (on a cluster a shared one)")
     return value
 
 
-OutOption = Annotated[Path | None, typer.Option("--out", callback=_folder, help="Run folder (default: runs/NAME).")]
+OutOption = Annotated[Path | None, typer.Option("--out", callback=disk_folder, help="Run folder (default: runs/NAME).")]
 AddressOption = Annotated[
     str | None,
     typer.Option("--address", callback=_not_empty, help="Ray cluster to join (default: start a local one)."),

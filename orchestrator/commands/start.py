@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import USER_ERROR, SetOption, exit_with
+from troupe.orchestrator.commands.options import USER_ERROR, SetOption, disk_folder, exit_with
 from troupe.orchestrator.commands.runs import create_models, ready
 from troupe.orchestrator.commands.train import train
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, models_folder
@@ -26,7 +26,10 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps (default: the example's).")] = None,
     set_: SetOption = [],  # noqa: B006
     out: Annotated[
-        Path | None, typer.Option("--out", help="Run folder (default: runs/demo, or runs/NAME with --spec NAME).")
+        Path | None,
+        typer.Option(
+            "--out", callback=disk_folder, help="Run folder (default: runs/demo, or runs/NAME with --spec NAME)."
+        ),
     ] = None,
     models: Annotated[
         Path | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +13,11 @@ import typer
 from troupe.orchestrator.commands.options import (
     STOPPED,
     AddressOption,
+    JsonOption,
     OutOption,
     SetOption,
     SpecArgument,
+    echo_json,
 )
 from troupe.orchestrator.commands.results import next_steps, write_run_report
 from troupe.orchestrator.commands.runs import read_data, ready
@@ -51,17 +52,24 @@ def evaluate(
     model: Annotated[Path | None, typer.Option("--model", help="Model folder (default: the spec's model).")] = None,
     set_: SetOption = [],  # noqa: B006
     address: AddressOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Evaluate a model on the spec's held-out data and print the metrics as JSON.
+    """Evaluate a model on the spec's held-out data and print the metrics.
 
     On prompts, only engines and reward workers are started; on offline data, the metrics are the loss and the metrics
     of the spec's algorithm.
     """
     from troupe.orchestrator import library
+    from troupe.orchestrator.reporting.console import format_value
 
     # Standard output holds the result only.
     metrics = library.evaluate(spec, model, set=set_, address=address, progress=sys.stderr)
-    typer.echo(json.dumps(metrics, indent=2))
+    if as_json:
+        echo_json(metrics)
+        return
+    width = max(map(len, metrics), default=0)
+    for name, value in metrics.items():
+        typer.echo(f"{name:<{width}}  {format_value(value)}")
 
 
 def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:

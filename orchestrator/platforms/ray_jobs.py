@@ -25,7 +25,6 @@ from troupe.orchestrator.spec.stages import ChainDocument
 
 _CREDENTIALS = re.compile(r"://[^/\s@]+@")
 """A user name or a token in a URL."""
-_STEP = re.compile(r"step \d+/\d+  ")
 _STATUS_TIMEOUT_S = 60.0
 _AGENT_TIMEOUT_S = 60.0
 _POLL_S = 0.5
@@ -168,11 +167,6 @@ class JobServer:
             if isinstance(error, TroupeError):
                 raise
             raise TroupeError(f"--address {self._address}: {_first_line(error)}") from error
-
-
-def latest_step(log: str) -> str:
-    """The line of a run's last step in its output, as in `step 3/40  reward 0.5  ...  2 min left`; empty before it."""
-    return next((line for line in reversed(log.splitlines()) if _STEP.match(line)), "")
 
 
 def _check_requirements(file: Path) -> None:

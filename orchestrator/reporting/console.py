@@ -234,8 +234,12 @@ def cell(metrics: Mapping[str, object], column: Column) -> str:
 
 
 def note(metrics: Mapping[str, object]) -> str:
-    """Why a step has no metrics of an update; empty for one that has."""
-    return "" if metrics.get("updates", 1.0) else NO_UPDATE
+    """Why a step has no metrics of an update; empty for one that has.
+
+    An update without any advantage is made, so that every rank participates, but it has no loss and moves nothing.
+    """
+    empty = "policy/empty_updates" in metrics and "policy/loss" not in metrics
+    return NO_UPDATE if empty or not metrics.get("updates", 1.0) else ""
 
 
 def format_value(value: object) -> str:

@@ -37,8 +37,8 @@ SCORER_PROCESS = 600 * MIB
 """Host memory of a process with torch and transformers (reference, reward model): 437 MiB after the imports, plus
 what the first pass loads, as for a trainer."""
 ENGINE_PROCESS = 1600 * MIB
-"""Host memory of an engine's processes without the model: 1530 MiB on a CPU, with shared pages counted once.
-(The sum of their reported peaks is 450 MiB higher.)"""
+"""Host memory of an engine's processes without the model: 1530 MiB on a CPU, with shared pages counted once, as
+`memory/rollout` does. (The sum of their resident peaks is 450 MiB higher.)"""
 REWARD_PROCESS = 130 * MIB
 """Host memory of a reward worker without a model: 125 MiB after importing it and Ray."""
 FUNCTION_PROCESS = 60 * MIB

@@ -448,7 +448,11 @@ def engine(
         cache = int(config.kv_cache_gib * GIB)
         at_work = forward(size, width, batch, config.max_model_len)
         parts = [Part("weights", weights), Part("kv cache", cache), Part("activations", at_work, "pass")]
-        held = (*parts, Part("transfer", transfer), Part("process", process))
+        # What is freed between passes stays with the C library: copies of the logits to sample from, and, of a weight
+        # update, the largest tensor as it was received and as it is packed anew.
+        logits = Part("logits", 12 * config.max_num_seqs * size.vocabulary, "pass")
+        loading = Part("loading", 2 * width * size.largest, "step")
+        held = (*parts, logits, loading, Part("transfer", transfer), Part("process", process))
         memory = WorkerMemory(worker, "host", tuple(part for part in held if part.bytes))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))

@@ -144,6 +144,10 @@ class OfflineSpec(RunSpec, frozen=True):
         """Optimizer updates over the run."""
         return self.schedule.steps * self.schedule.updates_per_step
 
+    def warnings(self) -> list[str]:
+        """A learning rate that does not reach its peak."""
+        return self.roles.policy.rising("policy", self.updates)
+
     @property
     def probe_interval_s(self) -> float:
         """See `RunSpec.probe_interval_s`: there are no other workers."""

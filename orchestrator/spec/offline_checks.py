@@ -65,7 +65,7 @@ def _schedule(spec: OfflineSpec) -> Iterator[Finding]:
     for name in ("score_timeout_s", "train_timeout_s"):
         if (limit := dict(schedule)[name]) > schedule.step_timeout_s:
             yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"
-    if policy.warmup_updates >= spec.updates:
+    if policy.schedule != "constant" and policy.warmup_updates >= spec.updates:
         yield "roles.policy.warmup_updates", f"must be less than the run's {spec.updates} updates"
 
 

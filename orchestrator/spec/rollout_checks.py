@@ -126,7 +126,7 @@ def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"
     for name, role in spec.roles.trainers().items():
         updates = spec.policy_updates if name == "policy" else spec.critic_updates
-        if 0 < updates <= role.warmup_updates:
+        if role.schedule != "constant" and 0 < updates <= role.warmup_updates:
             yield f"roles.{name}.warmup_updates", f"must be less than the run's {updates} updates"
     if spec.roles.critic is not None and spec.roles.critic.warmup_steps >= schedule.steps:
         yield "roles.critic.warmup_steps", f"must be less than schedule.steps, {schedule.steps}"

@@ -121,6 +121,15 @@ class TrainerRole(TrainerConfig, RoleResources):
         """Number of shares that the rows of a batch are divided into."""
         return max(1, self.workers // self.sequence_parallel_size)
 
+    def rising(self, name: str, updates: int) -> list[str]:
+        """A warning where a run of so many updates ends before the learning rate has reached its peak."""
+        if not 0 < updates <= self.warmup_updates:
+            return []
+        return [
+            f"roles.{name}.warmup_updates: {self.warmup_updates}, but the run has {updates}: the learning rate stays "
+            f"below roles.{name}.learning_rate"
+        ]
+
 
 class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""

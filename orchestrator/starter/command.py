@@ -101,7 +101,7 @@ def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
         check_task(choices.data.removeprefix(GYM))
     if not is_tried(choices):
         return choices
-    say(f"trying {PROMPTS} prompts on the model for a difficulty that it can learn from (--no-trial leaves this out)")
+    say(f"sampling {PROMPTS} prompts to choose a difficulty that the model can learn from (--no-trial skips this)")
     found = find_difficulty(choices)
     say(f"difficulty: {found.note}")
     return replace(choices, difficulty=found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,8 +22,8 @@ from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.choices import Choices, Data
 from troupe.orchestrator.starter.environments import TURNS, environment_section, reward_of
 
-_SMALL = 500_000_000
-"""Parameters below which a model takes ten times the learning rate."""
+_SMALL, _TINY = 500_000_000, 200_000_000
+"""Parameters below which a model takes ten times the learning rate; and, with rollouts, thirty times, falling to 0."""
 _GENTLE = frozenset({"dpo", "ipo", "kto"})
 """Offline algorithms whose papers use a small learning rate."""
 _MOST_SEQUENCES = 256
@@ -195,7 +196,7 @@ def _trainer(choices: Choices, settings: Sizing, workers: int) -> dict[str, Any]
         **_cores(choices, settings),
         **memory,
         "micro_batch_tokens": settings.micro_batch_tokens,
-        "learning_rate": _learning_rate(choices),
+        **learning_rate(choices),
     }
 
 
@@ -208,13 +209,23 @@ def _cores(choices: Choices, settings: Sizing) -> dict[str, Any]:
     return {"cpus": max(0.1, int(10 * share) / 10), "threads": choices.cpus}
 
 
-def _learning_rate(choices: Choices) -> float:
+def _parameters(choices: Choices) -> float:
+    """Parameters of the model; infinity where they are not known."""
     try:
-        small = read_size(Path(choices.model)).parameters < _SMALL
+        return read_size(Path(choices.model)).parameters
     except SizeUnknown:
-        small = False
-    rate = 1e-6 if not choices.offline else 5e-7 if choices.algorithm in _GENTLE else 1e-5
-    return float(f"{10 * rate:.0e}") if small and rate < 1e-5 else rate
+        return math.inf
+
+
+def learning_rate(choices: Choices) -> dict[str, Any]:
+    """The policy's learning rate and, where it falls, its schedule."""
+    size = _parameters(choices)
+    if not choices.offline:
+        rates = {"learning_rate": 1e-5 if size < _SMALL else 1e-6}
+        return {"learning_rate": 3e-5, "schedule": "linear"} if size < _TINY else rates
+    if choices.algorithm in _GENTLE:
+        return {"learning_rate": 5e-6 if size < _SMALL else 5e-7}
+    return {"learning_rate": 1e-5}
 
 
 def _offline(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:

@@ -377,6 +377,8 @@ def write_merged(source: Path, target: Path) -> Path:
 def write_model(source: Path, target: Path) -> Path:
     """Copies a model to a new folder, which appears when it is complete.
 
+    The files get the access that the user's umask gives new files: safetensors writes weights for their owner alone.
+
     Raises:
         CheckpointError: `target` exists or cannot be written.
     """
@@ -385,7 +387,7 @@ def write_model(source: Path, target: Path) -> Path:
 
     def copy(file: str, to: str) -> None:
         try:
-            shutil.copy2(file, to)
+            shutil.copyfile(file, to)
         except OSError as error:
             failed.append(error)
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 import time
 from dataclasses import replace
@@ -13,6 +12,7 @@ import psutil
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.mailbox import Mailbox, require_folder
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
+from troupe.orchestrator.reporting.event_texts import event_text
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
@@ -99,10 +99,11 @@ def _from_outside(run_folder: Path, snapshot: DriverSnapshot, state: DriverState
 def _remains(run_folder: Path, snapshot: DriverSnapshot) -> tuple[str, ...]:
     """What is left of a run whose driver is dead: its last events, its workers' processes."""
     try:
-        words = [json.dumps(event) for event in RunFolder(run_folder).events()[-_LAST_EVENTS:]]
+        recorded = RunFolder(run_folder).events()[-_LAST_EVENTS:]
     except UsageError:  # it died before its first step
-        words = []
-    lines = [f"last event: {textwrap.shorten(word, _LONGEST_EVENT)}" for word in words]
+        recorded = []
+    events = [f"step {event.get('step', '-')}: {event_text(event)}" for event in recorded]
+    lines = [f"last event: {textwrap.shorten(event, _LONGEST_EVENT)}" for event in events]
     if remaining := [name for pid, name in snapshot.roots.items() if psutil.pid_exists(pid)]:
         lines.append(f"processes that are left: {', '.join(remaining)}")
     return tuple(lines)

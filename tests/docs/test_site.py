@@ -181,7 +181,7 @@ def test_troupe_commands_and_options_exist(page: str, line: str) -> None:
         return
     assert name in group.commands, f"{page}: {line}"
     known = {option for parameter in group.commands[name].params for option in parameter.opts} | {"--help"}
-    assert {word.split("=")[0] for word in words if word.startswith("-")} <= known, f"{page}: {line}"
+    assert {word.split("=")[0] for word in words if word.startswith("-") and word != "-"} <= known, f"{page}: {line}"
     for word in words:
         if word.startswith("deploy/"):
             assert (ROOT / word).exists(), f"{page}: {line}"

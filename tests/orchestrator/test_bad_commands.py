@@ -174,7 +174,9 @@ COMMANDS = [
     ("deploy good.yaml --shm-gib -1", USAGE, "--shm-gib: must be between"),
     ("deploy good.yaml --namespace 'A B'", USAGE, "--namespace A B: not a DNS label"),
     ("deploy good.yaml --name 'A B'", USAGE, "set one with --name"),
-    ("run good.yaml --out s3://bucket/runs", USAGE, "'--out': is no folder: a run writes to a disk"),
+    ("run good.yaml --out s3://bucket/runs", USAGE, "'--out': is not a folder: a run writes to a disk"),
+    ("demo --out gs://bucket/runs", USAGE, "'--out': is not a folder: a run writes to a disk"),
+    ("deploy good.yaml --out s3://bucket/runs", USAGE, "'--out': is not a folder: a run writes to a disk"),
     # The other commands.
     ("init", USAGE, "--model and --data: required where there is no terminal to ask"),
     ("init --model none --data none.jsonl", USAGE, "--data: no such file: none.jsonl"),

@@ -275,8 +275,9 @@ def test_evaluating_another_model_keeps_the_reference_of_its_training(
     monkeypatch.chdir(ROOT)
     (base := spec.parent / "base").symlink_to(trained := spec.parent / "model")
     arguments = ["eval", str(DPO), "--set", f"model.path={base}", "--model", str(trained)]
-    answer = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    answer = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     assert json.loads(answer.stdout) == {"eval/loss": 0.5}
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).stdout == "eval/loss  0.5\n"
     config = asked[0].spec.trainer_config() if isinstance(asked[0].spec, OfflineSpec) else None
     assert config is not None and config.reference_model is not None
     assert (config.model.path, config.reference_model.path) == (str(trained), str(base))

@@ -412,6 +412,7 @@ async def test_plain_text_is_sampled_as_it_is(shared: SharedWorkers, tmp_path: P
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_guides_algorithm_learns(shared: SharedWorkers, tmp_path: Path) -> None:
     overrides = (f"algorithm.name={GUIDES_ALGORITHM}", "algorithm.args={width: 0.3}", "schedule.minibatches=2")
+    overrides += ("roles.policy.learning_rate=0.1", "roles.policy.warmup_updates=0")  # six steps are enough then
     run = await shared.run(shipped("tiny-grpo", *overrides, "schedule.steps=6"), tmp_path / "custom")
     rewards = [line["reward/mean"] for line in run.metrics]
     assert len(rewards) == 6 and rewards[-1] > rewards[0] + 0.1

@@ -259,7 +259,7 @@ def test_troupe_eval_evaluates_a_checkpoint_without_trainers(grpo: Run, folder: 
     document["evaluation"] = {"prompts": 8, "solved_at": 0.5, "sampling": {"temperature": 1.0, "samples": 4}}
     spec.write_text(json.dumps(document))
     trained = grpo.out / "checkpoints" / f"step-{load_rollout_spec(GRPO).schedule.steps:06d}" / "model"
-    with running(Command(folder, troupe_command("eval", str(spec), "--model", str(trained)))) as command:
+    with running(Command(folder, troupe_command("eval", str(spec), "--model", str(trained), "--json"))) as command:
         seen: set[str] = set()
         command.wait_until(
             lambda: roles_seen(command, seen) or command.process.poll() is not None, "the end of the evaluation"

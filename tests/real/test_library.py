@@ -29,14 +29,14 @@ asyncio.run(kernel())
 troupe, outcome = names["troupe"], names["outcome"]
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 4
 assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-assert not outcome.stopped and outcome.steps == 12
+assert not outcome.stopped and outcome.steps == 16
 metrics = outcome.metrics
 rewards = metrics["reward/mean"].to_pylist()
-assert metrics["step"].to_pylist() == list(range(1, 13)) and names["rewards"] == rewards
+assert metrics["step"].to_pylist() == list(range(1, 17)) and names["rewards"] == rewards
 assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1, rewards  # the first run of a reader learns
 pairs = zip(metrics["rollout/tokens_per_s"].to_pylist(), metrics["response_tokens_per_s"].to_pylist(), strict=True)
 assert all(sampling > step for sampling, step in pairs)
-assert outcome.checkpoint.name == "step-000012"
+assert outcome.checkpoint.name == "step-000016"
 assert troupe.samples(outcome, step=2, columns=["reward", "response"]).num_rows == 64
 assert troupe.samples("runs/notebook", where="step = 1", limit=3).num_rows == 3
 assert names["best"]["reward"].to_pylist() == sorted(names["best"]["reward"].to_pylist(), reverse=True)

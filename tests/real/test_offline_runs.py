@@ -319,7 +319,7 @@ async def test_a_reward_model_exports_both_heads_as_trained(shared: SharedWorker
 
 def test_troupe_eval_of_a_checkpoint_gives_the_metrics_of_its_run(dpo: FinishedRun, folder: Path) -> None:
     trained = dpo.out / "checkpoints" / "step-000005" / "model"
-    with running(Command(folder, troupe_command("eval", str(DPO), "--model", str(trained)))) as command:
+    with running(Command(folder, troupe_command("eval", str(DPO), "--model", str(trained), "--json"))) as command:
         assert command.wait() == 0, command.output
     expected = {name: value for name, value in dpo.metrics[5].items() if name.startswith("eval/")}
     assert json.loads(command.stdout) == pytest.approx(expected, rel=1e-5)

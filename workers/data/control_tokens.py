@@ -1,7 +1,6 @@
 """Tokens that say who speaks and what ends a turn, and that the tokenizer does not mark as special.
 
-DeepSeek's `<｜User｜>` and Cohere's `<|USER_TOKEN|>` are such tokens: the chat template writes
-them around turns.
+DeepSeek's `<｜User｜>` is such a token: the chat template writes it around turns.
 """
 
 from __future__ import annotations

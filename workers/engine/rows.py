@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
 from troupe.workers.data.response_text import response_text
+from troupe.workers.data.turn_ends import without_end
 from troupe.workers.episodes.episode import Played
 from troupe.workers.episodes.turns import SampledTurn, Segment
 
@@ -96,7 +97,7 @@ class RowBuilder:
             "loss_mask": [True] * len(ids),
             "turns": [{"name": "assistant", "start": 0, "end": len(ids)}] if ids else [],
             "episode_status": OK,
-            "response": response_text(self.tokenizer, ids),
+            "response": response_text(self.tokenizer, without_end(self.tokenizer, ids)),
             "messages": self.prompt["messages"],
             "conversation": "",
             "turn_rewards": [],

@@ -26,10 +26,10 @@ from troupe.workers.weights.file import WeightDigestMismatch, open_weights
 from troupe.workers.weights.shared_memory import FileMapping
 from troupe.workers.weights.vllm_transfer import (
     EngineExtension,
+    FileInitInfo,
+    FileUpdateInfo,
     LoadedWeights,
     LoadingEngine,
-    ShmInitInfo,
-    ShmUpdateInfo,
 )
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class _Version:
     tensors: dict[str, torch.Tensor]
 
 
-class AdapterTransferEngine(LoadingEngine[ShmInitInfo, ShmUpdateInfo]):
+class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
     """Loads verified adapters beside the model, which stays as it is."""
 
-    init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
@@ -69,14 +69,14 @@ class AdapterTransferEngine(LoadingEngine[ShmInitInfo, ShmUpdateInfo]):
         self._mapping = FileMapping(mmap.PROT_READ)
         self._received: _Version | None = None
 
-    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Nothing to prepare."""
 
     def start_weight_update(self) -> None:
         """Begin an update: from now on the process reports no version."""
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
 
-    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Verify a version and keep it.
 
         Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.reporting.html.budget import spread
-from troupe.orchestrator.reporting.html.overview import MOST_POINTS
+from troupe.orchestrator.reporting.html.comparison import MOST_POINTS
 from troupe.orchestrator.reporting.html.page import render
 from troupe.orchestrator.reporting.html.report import first_groups, sample_block, span_block, summary
 from troupe.orchestrator.reporting.html.timeline import phases_from_metrics
@@ -77,7 +77,8 @@ class LiveData:
         files = held.split() if after >= 0 else []  # otherwise the page drops what it has
         files += [_NONE] * (len(runs) - len(files))
         for run in data["runs"]:
-            run["metrics"] = {name: _later(points, after) for name, points in run["metrics"].items()}
+            for group in ("metrics", "used"):
+                run[group] = {name: _later(points, after) for name, points in run[group].items()}
         samples = [self._newest(number, run, file) for number, (run, file) in enumerate(zip(runs, files, strict=False))]
         for store, texts in zip(samples, self._texts, strict=True):
             store["problem"] = texts.problem

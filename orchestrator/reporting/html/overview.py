@@ -16,6 +16,8 @@ import yaml
 
 from troupe.orchestrator.capacity.plan import local_node, plan
 from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.reporting.event_texts import event_text
+from troupe.orchestrator.reporting.html.comparison import MOST_POINTS, outcome, used
 from troupe.orchestrator.reporting.reference import Metric, metric_named, metric_sections
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
@@ -26,9 +28,10 @@ from troupe.workers.contract.units import GIB
 
 Json = dict[str, Any]
 
-MOST_POINTS = 2000
-"""Points of a curve that the page keeps."""
 _MOST_EVENTS = 500
+_OWN_SECTION = frozenset({"weights", "checkpoint"})
+"""Events of every step, which are no news."""
+_LONGEST_EVENT = 1000
 _OTHER = "Other"
 _STATE = "state.json"
 """What a checkpoint holds of the controller."""
@@ -41,21 +44,21 @@ def overview(run: RunFolder) -> Json:
     history = History.of(lines, run.spec, events)
     spec = _loaded(run)
     return {
-        "name": str(run.spec.get("name") or run.path.name),
+        "name": run.name,
         "folder": str(run.path),
         "algorithm": str(history.get("algorithm.name", "")),
         "model": str(history.get("model.path", "")),
         "steps_done": history.last_step,
         "steps": int(history.get("schedule.steps", 0)),
         "staleness": int(history.get("schedule.max_staleness", 0)),
-        "started": next((line.get("time") for line in lines), None),
-        "updated": next((line.get("time") for line in reversed(lines)), None),
+        "outcome": outcome(history),
+        "used": used(lines),
         "verdicts": [asdict(verdict) for verdict in apply_rules(history)],
         "metrics": {name: _points(series) for name, series in history.metrics.items()},
         "resumes": resumes(lines, events),
         "ledger": _ledger(run, history),
         "weights": [_weights(event) for event in events if event.get("event") == "weights"][-_MOST_EVENTS:],
-        "events": [event for event in events if event.get("event") not in {"weights", "checkpoint"}][-_MOST_EVENTS:],
+        "events": [_event(event) for event in events if event.get("event") not in _OWN_SECTION][-_MOST_EVENTS:],
         "memory": _memory(history, spec),
         "spec": yaml.safe_dump(run.spec, sort_keys=False, allow_unicode=True) if run.spec else "",
     }
@@ -143,6 +146,10 @@ def _saved_reasons(checkpoints: Path) -> dict[str, float]:
         return {str(reason)[:200]: float(count) for reason, count in dropped.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def _event(event: Mapping[str, Any]) -> Json:
+    return {"time": event.get("time"), "step": event.get("step"), "text": event_text(event)[:_LONGEST_EVENT]}
 
 
 def _weights(event: Mapping[str, Any]) -> Json:

@@ -15,11 +15,11 @@ from markupsafe import Markup
 from troupe.workers.contract.valid_text import valid_text
 
 SCRIPTS = (
-    *("dom.js", "colors.js", "chart.js", "verdicts.js", "curves.js", "timeline.js", "tokens.js", "list.js"),
-    *("samples.js", "tables.js", "main.js"),
+    *("dom.js", "colors.js", "ticks.js", "chart.js", "runs.js", "verdicts.js", "curves.js", "timeline.js"),
+    *("tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
 )
 """Code of the report, in the order in which it is joined."""
-BENCH_SCRIPTS = ("dom.js", "colors.js", "chart.js", "bench.js")
+BENCH_SCRIPTS = ("dom.js", "colors.js", "ticks.js", "chart.js", "bench.js")
 """Code of the page of a benchmark."""
 _ASSETS = files("troupe.orchestrator.reporting.html") / "assets"
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -33,7 +33,7 @@ def render(data: dict[str, Any], live: bool = False) -> str:
         data: What it shows.
         live: Whether it asks the server it came from for more; otherwise no connection is allowed at all.
     """
-    names = " | ".join(run["name"] for run in data["runs"]) or "Troupe"
+    names = " | ".join(run["label"] for run in data["runs"]) or "Troupe"
     return render_page(data | {"live": live}, title=f"{names} - Troupe report", scripts=SCRIPTS, connects=live)
 
 

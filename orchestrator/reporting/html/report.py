@@ -12,7 +12,8 @@ from typing import Any
 
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.html.budget import fitting, spread
-from troupe.orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
+from troupe.orchestrator.reporting.html.comparison import MOST_POINTS, labels
+from troupe.orchestrator.reporting.html.overview import overview, sections, spec_differences
 from troupe.orchestrator.reporting.html.page import render
 from troupe.orchestrator.reporting.html.samples import step_block
 from troupe.orchestrator.reporting.html.timeline import (
@@ -80,12 +81,13 @@ def page_data(runs: Sequence[RunFolder], budget: Budget) -> Json:
 
 def summary(runs: Sequence[RunFolder]) -> Json:
     """The data without samples and spans."""
-    overviews = [overview(run) for run in runs]
-    names = list(dict.fromkeys(name for one in overviews for name in one["metrics"]))
+    names = labels([run.name for run in runs], [run.path for run in runs])
+    overviews = [overview(run) | {"label": label} for run, label in zip(runs, names, strict=True)]
+    metrics = list(dict.fromkeys(name for one in overviews for name in one["metrics"]))
     return {
         "generated": round(time.time(), 3),
         "runs": overviews,
-        "sections": sections(names),
+        "sections": sections(metrics),
         "differences": spec_differences([run.spec for run in runs]) if len(runs) > 1 else [],
     }
 

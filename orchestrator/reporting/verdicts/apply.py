@@ -39,8 +39,8 @@ _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
 def apply_rules(history: History) -> list[Verdict]:
     """The verdicts of every rule: problems first, then by the step at which they began.
 
-    A remedy whose lines the run's spec cannot take (an option that its algorithm does not have), or for whose workers
-    the cluster has no room, is left out.
+    A remedy is left out if the run's spec has its lines already or cannot take them (an option that its algorithm does
+    not have), or if the cluster has no room for its workers.
     """
     usable = bool(history.spec) and _loads(history.spec) is not None
     capacity = history.capacity
@@ -61,7 +61,7 @@ def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
 
 
 def fits(remedy: Remedy, spec: Mapping[str, Any], capacity: Mapping[str, float] | None = None) -> bool:
-    """Whether the spec is still valid with the lines of a remedy, and what they add fits into the cluster.
+    """Whether the lines of a remedy change the spec and leave it valid, and what they add fits into the cluster.
 
     Args:
         remedy: The change.
@@ -70,7 +70,8 @@ def fits(remedy: Remedy, spec: Mapping[str, Any], capacity: Mapping[str, float] 
     """
     if not remedy.spec:
         return True
-    changed = _loads(with_lines(spec, remedy.spec))
+    edited = with_lines(spec, remedy.spec)
+    changed = None if edited == spec else _loads(edited)
     if changed is None or not capacity:
         return changed is not None
     before, after = _request(_loads(spec)), _request(changed)

@@ -129,15 +129,15 @@ def no_signal(run: History) -> Iterator[Verdict]:
     learned = run.reward_rises and found.start > run.last_step // 3
     remedies = (
         Remedy("Sample more per prompt, so that groups differ.", field("algorithm.group_size", _more_samples(run))),
-        Remedy("Draw prompts that are neither solved nor hopeless.", "data:\n  curriculum: {}"),
+        Remedy("Draw prompts that the policy solves only sometimes.", "data:\n  curriculum: {}"),
         Remedy("Replace groups without signal, as DAPO does.", field("algorithm.name", "dapo")),
         Remedy("Try the reward function on the samples below: it may give every text the same reward."),
     )
     yield Verdict(
         "no-signal",
         while_it_lasts(found, Level.WARNING if learned else Level.PROBLEM),
-        "The rewards hold no signal",
-        f"{what}, and such groups move no weights. "
+        "The rewards carry no signal",
+        f"{what}, and such groups have no gradient. "
         + (
             "The task may be solved."
             if learned

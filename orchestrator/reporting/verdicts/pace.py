@@ -21,16 +21,14 @@ def _workers(run: History, role: str) -> int:
     return max(1, int(seen.last) if seen else int(run.get(f"roles.{role}.workers", 1)))
 
 
-def _share_cores(run: History) -> bool:
-    """Whether engines and trainers compute on the same cores, and gain nothing from working at the same time."""
-    roles = [run.get(f"roles.{role}", {}) for role in ("rollout", "policy")]
-    if "CPU" not in run.capacity or any(role.get("gpus") for role in roles):
+def _cores_short(run: History, engines: int) -> bool:
+    """Whether so many engines and the trainers would compute on the same cores, and gain nothing from each other."""
+    roles = {name: role for name in ("rollout", "policy", "critic") if (role := run.get(f"roles.{name}")) is not None}
+    if "CPU" not in run.capacity or any(role.get("gpus") for role in roles.values()):
         return False
-    threads = sum(
-        int(role.get("workers", 1)) * (int(role.get("threads", 0)) or max(1, int(role.get("cpus", 1))))
-        for role in roles
-    )
-    return threads > run.capacity["CPU"]
+    counts = {name: int(role.get("workers", 1)) for name, role in roles.items()} | {"rollout": engines}
+    each = {name: int(role.get("threads", 0)) or max(1, int(role.get("cpus", 1))) for name, role in roles.items()}
+    return sum(counts[name] * threads for name, threads in each.items()) > run.capacity["CPU"]
 
 
 def _typical(run: History, name: str) -> float:
@@ -86,12 +84,11 @@ def starved_trainer(run: History) -> Iterator[Verdict]:
     ratio = rounds * engines / max(training * ranks, 1e-9)
     wanted = max(engines + 1, math.ceil(ratio * ranks))
     remedies: list[Remedy] = []
-    if not _share_cores(run):
-        if not stale:
-            remedies.append(Remedy("Generate during the updates.", field("schedule.max_staleness", 1)))
-        if stale or training >= 0.1 * rounds:
-            balance = f"Add engines: {_ratio(ratio)} engines to policy workers balance this run."
-            remedies.append(Remedy(balance, field("roles.rollout.workers", wanted)))
+    if not stale and not _cores_short(run, engines):
+        remedies.append(Remedy("Generate during the updates.", field("schedule.max_staleness", 1)))
+    if (stale or training >= 0.1 * rounds) and not _cores_short(run, wanted):
+        balance = f"Add engines: {_ratio(ratio)} engines to policy workers balance this run."
+        remedies.append(Remedy(balance, field("roles.rollout.workers", wanted)))
     yield Verdict(
         "starved-trainer",
         while_it_lasts(found, Level.WARNING if stale else Level.NOTE),

@@ -87,14 +87,14 @@ def truncation(run: History) -> Iterator[Verdict]:
     yield Verdict(
         "truncation",
         Level.NOTE if harmless else while_it_lasts(found, Level.WARNING),
-        "Responses are cut before they end",
+        "Responses are truncated",
         f"{cut.typical(found):.0%} of the responses reach `sampling.max_tokens` ({longest})"
-        + ("; the reward tells them apart all the same." if harmless else "; the truncated part earns no reward."),
+        + ("; the reward still tells them apart." if harmless else "; the truncated part earns no reward."),
         found.start,
         found.until,
         (cut.name, "response_tokens/mean", "reward/mean"),
         (
             Remedy("Allow longer responses.", field("sampling.max_tokens", 2 * longest)),
-            Remedy("Give cut responses no loss.", field("algorithm.mask_truncated", "true")),
+            Remedy("Leave truncated responses out of the loss.", field("algorithm.mask_truncated", "true")),
         ),
     )

@@ -10,6 +10,10 @@ from troupe.orchestrator.reporting.verdicts.learning import add_kl, lower_learni
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
 _MOST_KL_REF, _MOST_KL_STEP = 1.0, 0.3
+_UNTRAINED = 8.0
+"""Entropy at the start, in nats per token, of a model with random weights: it chooses among thousands of tokens."""
+_FAR_WORSE = -0.5
+"""Explained variance of a critic whose values are much worse than a constant."""
 _MOST_CLIPPED = 0.3
 _SPIKE = 10.0
 _CLIPPED_TO = 10.0
@@ -21,8 +25,16 @@ _JUMP = 5.0
 _WARM_UP = 5
 
 
+def fewer_updates(run: History) -> Remedy:
+    """Proposes fewer updates of each batch; changes nothing in a run that makes one."""
+    several = "epochs" if int(run.get("schedule.epochs", 1)) > 1 else "minibatches"
+    return Remedy("Make fewer updates per batch.", field(f"schedule.{several}", 1))
+
+
 def kl_explosion(run: History) -> Iterator[Verdict]:
     """The policy has left the reference."""
+    if run["policy/entropy"].first > _UNTRAINED:  # whatever it learns leaves a reference that prefers no token
+        return
     for name in ("kl_ref", "policy/kl_ref"):
         kl = run[name]
         if found := kl.stretch(lambda value: value > _MOST_KL_REF, at_least=2):
@@ -45,13 +57,12 @@ def steps_too_large(run: History) -> Iterator[Verdict]:
     for name in ("policy/kl_exact", "policy/kl_old"):
         kl = run[name]
         if found := kl.stretch(lambda value: value > _MOST_KL_STEP):
-            several = int(run.get("schedule.epochs", 1)) * int(run.get("schedule.minibatches", 1)) > 1
-            remedies = [lower_learning_rate(run)]
-            if several:
-                remedies.append(Remedy("Make fewer updates of a batch.", field("schedule.epochs", 1)))
-            remedies.append(
-                Remedy("Warm the learning rate up.", field("roles.policy.warmup_updates", max(5, run.last_step // 20)))
-            )
+            warm_up = max(5, run.last_step // 20, 2 * int(run.get("roles.policy.warmup_updates", 0)))
+            remedies = [
+                lower_learning_rate(run),
+                fewer_updates(run),
+                Remedy("Warm the learning rate up for longer.", field("roles.policy.warmup_updates", warm_up)),
+            ]
             yield Verdict(
                 "steps-too-large",
                 while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
@@ -81,10 +92,7 @@ def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
         found.start,
         found.until,
         (clipped.name, "policy/ratio_max", "policy/kl_old"),
-        (
-            lower_learning_rate(run),
-            Remedy("Make fewer updates of a batch.", field("schedule.epochs", 1)),
-        ),
+        (lower_learning_rate(run), fewer_updates(run)),
     )
 
 
@@ -203,11 +211,12 @@ def blind_critic(run: History) -> Iterator[Verdict]:
         return
     worse = late.last < -0.05
     blind = len(late) >= 3 * _WARM_UP and late.last < 0.05
-    if not (worse or blind) or late.trend().rises:
+    value = run["critic/value_error"]
+    learns = late.trend().rises or (value.last < 0.5 * value.first and late.last > _FAR_WORSE)
+    if not (worse or blind) or learns:
         return
     found = explained.stretch(lambda value: value < 0.05, at_least=2)
     rate = float(run.get("roles.critic.learning_rate", 1e-6))
-    value = run["critic/value_error"]
     yield Verdict(
         "blind-critic",
         Level.PROBLEM if worse else Level.WARNING,

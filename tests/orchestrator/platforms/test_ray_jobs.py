@@ -22,7 +22,6 @@ from troupe.orchestrator.platforms.ray_jobs import (
     absolute_paths,
     entrypoint,
     job_environment,
-    latest_step,
     token_header,
 )
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -43,12 +42,6 @@ def test_every_path_is_made_absolute_and_nothing_else_changes(monkeypatch: pytes
 def test_a_chat_template_is_a_path_unless_it_is_none(tmp_path: Path) -> None:
     for given, sent in (("own/chat.jinja", str(tmp_path / "own/chat.jinja")), ("none", "none"), (None, None)):
         assert absolute_paths({"model": {"chat_template": given}}, tmp_path) == {"model": {"chat_template": sent}}
-
-
-def test_the_latest_step_is_found_in_a_log() -> None:
-    log = "step 1/40 is planned\nstep 2/40  reward 0.5  2 min left\nWARNING lost step 3/40 \n"
-    assert latest_step(log) == "step 2/40  reward 0.5  2 min left"
-    assert latest_step("") == latest_step("starting\n") == ""
 
 
 def test_an_absolute_path_is_unchanged() -> None:

@@ -133,8 +133,15 @@ def test_a_step_without_an_update_says_so() -> None:
     console.start("name", 40)
     console.step(1, {"reward/mean": 0.0, "updates": 0.0})
     console.step(2, {"reward/mean": 0.5, "updates": 1.0})
+    console.step(3, {"reward/mean": 0.6, "updates": 2.0, "policy/empty_updates": 1.0, "policy/kl_exact": 0.0})
+    console.step(4, {"reward/mean": 0.7, "updates": 2.0, "policy/empty_updates": 1.0, "policy/loss": 0.0})
     console.close()
-    assert "step 1/40  reward 0.000  no update: no group has a signal\nstep 2/40  reward 0.500\n" in stream.getvalue()
+    assert stream.getvalue().splitlines()[1:] == [
+        "step 1/40  reward 0.000  no update: no group has a signal",
+        "step 2/40  reward 0.500",
+        "step 3/40  reward 0.600  no update: no group has a signal",
+        "step 4/40  reward 0.700",
+    ]
 
 
 def test_a_run_that_prints_steps_prints_no_progress_between_them() -> None:

@@ -345,6 +345,21 @@ def test_the_cpu_engine_is_as_its_settings_say() -> None:
     assert vars(settings)["_CPU_PREFILL_TOKENS"] == CPU_BATCH_TOKENS
 
 
+SMOLLM2 = (
+    "model.path=.cache/models/smollm2-135m-instruct",
+    *("roles.rollout.kv_cache_gib=1.0", "roles.rollout.max_num_seqs=64", "roles.rollout.max_model_len=576"),
+)
+
+
+@pytest.mark.parametrize(("overrides", "measured"), [((), 1.61), (SMOLLM2, 3.67)])
+def test_an_engine_on_the_cpu_takes_what_runs_measure(overrides: tuple[str, ...], measured: float) -> None:
+    """`memory/rollout` of tiny-grpo and tiny-ppo, and of SmolLM2 after eight steps of 64 samples, in GiB."""
+    spec = plan_runs(read_document(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", overrides))[0].spec
+    found = plan(spec, [local_node(2, spec)]).memory.workers
+    (planned,) = [worker.total / GIB for worker in found if worker.worker == "rollout-0"]
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
 def test_experts_and_further_norms_cost_activations() -> None:
     mixture = replace(SMALL, experts=3, extra_norms=10)
     assert layer_bytes(mixture, 4, 5) - layer_bytes(SMALL, 4, 5) == 10 * 12 + 2 * 3 * 8 * 4

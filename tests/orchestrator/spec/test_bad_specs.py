@@ -580,7 +580,7 @@ CPU_CASES = [
     case(
         "warmup_long",
         "12: roles.policy.warmup_updates: must be less than the run's 4 updates",
-        ("    learning_rate: 1e-5", "    warmup_updates: 4"),
+        ("    learning_rate: 1e-5", "    warmup_updates: 4\n    schedule: linear"),
     ),
     case(
         "step_timeout",

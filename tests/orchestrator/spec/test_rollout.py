@@ -511,3 +511,16 @@ def test_a_reference_needs_positions_for_the_longest_sequence_and_a_reward_model
 
 def test_a_problem_without_a_place_is_at_the_top_of_the_file() -> None:
     assert str(Source("f").problem("a.b", "is wrong")) == "f:1: a.b: is wrong"
+
+
+@pytest.mark.parametrize("name", ["tiny-grpo", "tiny-dpo"])
+def test_a_trial_of_fewer_updates_than_the_warm_up_is_valid_with_a_warning(name: str) -> None:
+    def warnings(*overrides: str) -> list[str]:
+        path, sets = ROOT / "deploy" / "specs" / f"{name}.yaml", ["roles.policy.warmup_updates=5", *overrides]
+        return plan_runs(read_document(path, sets))[0].spec.warnings()
+
+    assert warnings("schedule.steps=6") == []
+    (line,) = warnings("schedule.steps=5")
+    assert line.startswith("roles.policy.warmup_updates: 5, but the run has 5: the learning rate stays below")
+    with pytest.raises(SpecError, match="must be less than the run's 5 updates"):
+        warnings("schedule.steps=5", "roles.policy.schedule=linear")

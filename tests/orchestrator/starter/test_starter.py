@@ -26,7 +26,7 @@ from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm
 from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.command import InitFlags, complete, text_of, write
-from troupe.orchestrator.starter.sizing import fitting_document, nodes
+from troupe.orchestrator.starter.sizing import fitting_document, learning_rate, nodes
 
 DATA = ROOT / "deploy" / "specs" / "data"
 FILES = {"demonstrations": "demonstrations", "pairs": "pairs", "labelled": "labelled", "ranked": "ranked"}
@@ -161,6 +161,23 @@ def test_an_algorithm_with_a_critic_needs_two_gpus(tiny_model: Path) -> None:
     choices = chosen(tiny_model, algorithm="ppo", gpus=1)
     with pytest.raises(UsageError, match="--gpus: ppo needs at least 2 GPUs"):
         fitting_document(choices, read_data(choices))
+
+
+@pytest.mark.parametrize(
+    ("layers", "algorithm", "rate"),
+    [
+        (10, "grpo", {"learning_rate": 3e-5, "schedule": "linear"}),
+        (60, "grpo", {"learning_rate": 1e-5}),
+        (250, "grpo", {"learning_rate": 1e-6}),
+        (10, "dpo", {"learning_rate": 5e-6}),
+        (250, "sft", {"learning_rate": 1e-5}),
+    ],
+)
+def test_a_smaller_model_takes_a_higherlearning_rate(
+    layers: int, algorithm: str, rate: dict[str, Any], tmp_path: Path
+) -> None:
+    model = llama(tmp_path / "model", hidden=576, layers=layers, intermediate=1536)
+    assert learning_rate(chosen(model, algorithm=algorithm)) == rate
 
 
 def test_every_field_has_a_comment(tiny_model: Path, tmp_path: Path) -> None:

@@ -342,6 +342,14 @@ def test_export_copies_the_model_of_the_given_or_newest_step(store: CheckpointSt
         export_model(store.directory, tmp_path / "first")
 
 
+def test_an_exported_model_may_be_read_as_any_new_file(store: CheckpointStore, tmp_path: Path) -> None:
+    save_with_model(store, 1)
+    (store.directory / "step-000001" / "model" / "config.json").chmod(0o600)  # as safetensors writes weights
+    (plain := tmp_path / "plain").touch()
+    exported = export_model(store.directory, tmp_path / "exported")
+    assert (exported / "config.json").stat().st_mode == plain.stat().st_mode
+
+
 def test_export_refuses_missing_and_damaged_checkpoints(store: CheckpointStore, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         export_model(store.directory, tmp_path / "x")

@@ -78,8 +78,8 @@ function curves() {
       return { name: others || 'tokens/s', color: runColor(i), steps: sorted.map((point) => point.settings[field]), values: sorted.map((point) => point.measures.tokens_per_s) };
     });
     if (!series.some((one) => one.steps.length > 1)) return null;
-      const labelled = [...new Set(measured.map((point) => point.settings[field]))].sort((a, b) => a - b);
-    return card(field, 'tokens/s', lineChart({ series, height: 220, axis: field.split('.').pop(), at: labelled }), series.length > 1 ? legend(...series.map((one) => [one.name, one.color])) : null);
+    const labelled = [...new Set(measured.map((point) => point.settings[field]))].sort((a, b) => a - b);
+    return card(field, 'tokens/s', lineChart({ series, height: 220, axis: { name: field.split('.').pop(), tick: short }, at: labelled }), series.length > 1 ? legend(...series.map((one) => [one.name, one.color])) : null);
   }).filter(Boolean);
 }
 

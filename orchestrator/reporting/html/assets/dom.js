@@ -17,17 +17,17 @@ function fill(node, props, children) {
 const el = (tag, props, ...children) => fill(document.createElement(tag), props, children);
 const svg = (tag, props, ...children) => fill(document.createElementNS(SVG, tag), props, children);
 
-// A short form of a number: four significant digits, thousands as k, M, G.
-function short(value) {
+// A short form of a number: so many significant digits, thousands as k, M, G.
+function short(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return '–';
   const size = Math.abs(value);
   if (value === 0) return '0';
   if (size >= 1e4) {
     const power = Math.min(3, Math.floor(Math.log10(size) / 3));
-    return `${Number((value / 1000 ** power).toPrecision(3))}${['', 'k', 'M', 'G'][power]}`;
+    return `${Number((value / 1000 ** power).toPrecision(digits - 1))}${['', 'k', 'M', 'G'][power]}`;
   }
-  if (size < 1e-3) return value.toExponential(1).replace('e-', 'e−');
-  return String(Number(value.toPrecision(4))).replace('-', '−');
+  if (size < 1e-3) return value.toExponential(digits - 3).replaceAll('-', '−');
+  return String(Number(value.toPrecision(digits))).replace('-', '−');
 }
 
 function seconds(value) {

@@ -6,9 +6,14 @@ function section(id, title, tools, ...parts) {
 
 const app = {
   data: JSON.parse(document.getElementById('data').textContent),
-  state: { curves: { filter: '', smooth: false, open: {} }, samples: { run: 0, step: null, sort: 'order', text: '', coloring: 'advantage', chosen: null } },
+  state: { curves: { filter: '', smooth: 0, x: 'step', log: false, open: {} }, samples: { run: 0, step: null, sort: 'order', text: '', coloring: 'advantage', chosen: null } },
   samples: null,
   showSpans: {},
+  redraws: {},
+  redrawCurves() {
+    for (const redraw of Object.values(this.redraws)) redraw();
+    forgetDetached();
+  },
   showStep(run, step) {
     if (!this.samples) return;
     document.getElementById('samples').scrollIntoView({ behavior: 'auto' });
@@ -32,12 +37,12 @@ const app = {
   },
 };
 
-const PARTS = { verdicts: verdictSection, curves: curveSection, timeline: timelineSection, samples: sampleSection, ledger: ledgerSection, weights: weightSection, memory: memorySection, events: eventSection, spec: specSection };
+const PARTS = { runs: runSection, glance: glanceSection, verdicts: verdictSection, curves: curveSection, timeline: timelineSection, samples: sampleSection, ledger: ledgerSection, weights: weightSection, memory: memorySection, events: eventSection, spec: specSection };
 
 function header() {
   const { runs, live, generated } = app.data;
   const one = runs[0];
-  const title = runs.map((run) => run.name).join(' · ');
+  const title = runs.map((run) => run.label).join(' · ');
   return el(
     'header',
     { class: 'top' },
@@ -48,10 +53,10 @@ function header() {
 }
 
 function facts(one, runs) {
-  if (runs.length > 1) return runs.map((run) => `${run.name}: ${run.algorithm}, step ${count(run.steps_done)} of ${count(run.steps)}`).join('  ·  ');
+  if (runs.length > 1) return runs.map((run) => `${run.label}: ${run.algorithm}, step ${count(run.steps_done)} of ${count(run.steps)}`).join('  ·  ');
   const reward = one.metrics['reward/mean'];
   const loss = one.metrics['policy/loss'];
-  const span = one.updated && one.started ? seconds(one.updated - one.started) : '';
+  const span = one.outcome.seconds ? seconds(one.outcome.seconds) : '';
   const parts = [one.algorithm, one.model.split('/').pop(), `step ${count(one.steps_done)} of ${count(one.steps)}`];
   if (reward?.values.length) parts.push(`reward ${short(reward.values[0])} → ${short(reward.values.at(-1))}`);
   else if (loss?.values.length) parts.push(`loss ${short(loss.values[0])} → ${short(loss.values.at(-1))}`);
@@ -74,11 +79,13 @@ function draw(names = Object.keys(PARTS)) {
 // The metrics of later steps join those that are here, unless the run was started or resumed anew; everything else is replaced.
 function merge(update) {
   update.runs.forEach((run, number) => {
-    const known = app.data.runs[number]?.metrics ?? {};
-    for (const [name, points] of Object.entries(update.after < 0 ? {} : known)) {
-      const added = run.metrics[name] ?? { steps: [], values: [] };
-      const keep = points.steps.filter((step) => step <= update.after).length;
-      run.metrics[name] = { steps: [...points.steps.slice(0, keep), ...added.steps], values: [...points.values.slice(0, keep), ...added.values] };
+    if (update.after < 0) return;
+    for (const group of ['metrics', 'used']) {
+      for (const [name, points] of Object.entries(app.data.runs[number]?.[group] ?? {})) {
+        const added = run[group][name] ?? { steps: [], values: [] };
+        const keep = points.steps.filter((step) => step <= update.after).length;
+        run[group][name] = { steps: [...points.steps.slice(0, keep), ...added.steps], values: [...points.values.slice(0, keep), ...added.values] };
+      }
     }
   });
   const { samples, timeline, ...rest } = update;

@@ -19,6 +19,28 @@ function sampleSection(app) {
   return view.node;
 }
 
+// Prompts are named by the end of what the user says last, without the words with which all prompts of the step begin.
+const promptNames = new WeakMap();
+const LONGEST_NAME = 120;
+
+function promptName(block, number) {
+  if (!promptNames.has(block)) promptNames.set(block, namesOf(block.prompts.map(lastSaid)));
+  return promptNames.get(block)[number];
+}
+
+function lastSaid(messages) {
+  const asked = messages.filter(([role]) => role !== 'assistant' && role !== 'system');
+  return ((asked.at(-1) ?? messages.at(-1))?.[1] ?? '').replaceAll(/\s+/g, ' ').trim();
+}
+
+function namesOf(texts) {
+  const known = [...new Set(texts)];
+  let shared = known.length > 1 ? known[0].length : 0;
+  for (const text of known) while (!text.startsWith(known[0].slice(0, shared))) shared -= 1;
+  const start = known.length ? known[0].lastIndexOf(' ', shared - 1) + 1 : 0;
+  return texts.map((text) => (text ? (start > 12 ? `… ${text.slice(start, start + LONGEST_NAME)}` : text.slice(0, LONGEST_NAME)) : '(empty prompt)'));
+}
+
 class SampleView {
   constructor(app, runs) {
     this.app = app;
@@ -37,7 +59,7 @@ class SampleView {
 
   tools() {
     const picked = (name, entries, label) => el('select', { id: name, 'aria-label': label, onchange: (event) => this.set({ [name]: event.target.value }) }, entries.map(([value, text]) => el('option', { value, text, selected: String(this.state[name]) === String(value) })));
-    const run = this.runs.length > 1 ? el('select', { id: 'run', 'aria-label': 'Run', onchange: (event) => this.set({ run: Number(event.target.value), step: null, chosen: null }) }, this.runs.map((number) => el('option', { value: number, text: this.app.data.runs[number].name, selected: number === this.state.run }))) : null;
+    const run = this.runs.length > 1 ? el('select', { id: 'run', 'aria-label': 'Run', onchange: (event) => this.set({ run: Number(event.target.value), step: null, chosen: null }) }, this.runs.map((number) => el('option', { value: number, text: this.app.data.runs[number].label, selected: number === this.state.run }))) : null;
     this.coloring = el('select', { id: 'coloring', 'aria-label': 'Colour of tokens', onchange: (event) => { this.state.coloring = event.target.value; this.showDetail(); } });
     this.search = el('input', { type: 'search', id: 'search', placeholder: 'Search prompts, responses, status', 'aria-label': 'Search samples', value: this.state.text, oninput: debounce(150, (event) => this.set({ text: event.target.value })) });
     return el('div', { class: 'tools' }, run, this.steps, picked('sort', Object.entries(ORDERS).map(([value, { label }]) => [value, label]), 'Order'), this.search, el('label', { class: 'check' }, 'tokens by ', this.coloring), this.found);
@@ -135,7 +157,7 @@ class SampleView {
       { class: `row${this.isChosen(block, row) ? ' chosen' : ''}`, role: 'option', onclick: () => this.choose(i) },
       el('span', { class: 'where', text: `${block.step} · ${block.sample[row]}` }),
       el('span', { class: `reward${failed ? ' failed' : ''}` }, el('i', { style: { width: `${100 * share}%` } }), el('b', { text: failed ? 'failed' : short(reward) })),
-      modelText('span', block.response[row].slice(0, 200) || '(empty)', { class: 'start' }),
+      el('span', { class: 'said' }, modelText('b', promptName(block, block.prompt[row]), { class: 'start' }), modelText('span', block.response[row].slice(0, 200) || '(empty)', { class: 'start' })),
     );
   }
 
@@ -169,7 +191,7 @@ class SampleView {
     const group = block.group.map((uid, i) => i).filter((i) => block.group[i] === block.group[row]);
     const rest = group.filter((i) => i !== row);
     this.detail.replaceChildren(
-      el('header', {}, el('h4', { text: `Step ${block.step}, prompt ${block.group[row]}` }), scaleLegend(block, this.state.coloring), el('span', { class: 'value', text: `${group.length} sample${group.length > 1 ? 's' : ''}` })),
+      el('header', {}, el('h4', { title: visible(String(block.group[row])) }, `Step ${block.step}: `, modelText('span', promptName(block, block.prompt[row]))), scaleLegend(block, this.state.coloring), el('span', { class: 'value', text: `${group.length} sample${group.length > 1 ? 's' : ''}` })),
       ...block.prompts[block.prompt[row]].map(([role, text]) => message(role, text)),
       block.answer[row] ? el('p', { class: 'answer' }, 'answer: ', modelText('b', block.answer[row])) : null,
       el('div', { class: 'group-grid' }, [row, ...rest].map((i) => this.card(block, i, i === row))),

@@ -1,11 +1,11 @@
 // Ledger, weight updates, memory, events and specs.
 
 function ledgerSection(app) {
-  const cards = app.data.runs.map((run) => ledgerCard(run)).filter(Boolean);
+  const cards = app.data.runs.map((run) => ledgerCard(app, run)).filter(Boolean);
   return cards.length ? section('ledger', 'Ledger', null, el('div', { class: 'split' }, cards)) : null;
 }
 
-function ledgerCard(run) {
+function ledgerCard(app, run) {
   const { counts, reasons } = run.ledger;
   if (!counts.dispatched) return null;
   const ends = [['trained', counts.trained, 'var(--good)'], ['in flight', counts.in_flight, 'var(--quiet)']];
@@ -18,25 +18,26 @@ function ledgerCard(run) {
   return el(
     'figure',
     { class: 'card' },
-    el('figcaption', {}, el('b', { text: app_title(run, 'Every sample, accounted for') }), el('span', { class: 'value', text: `${count(counts.retries ?? 0)} groups retried` })),
+    el('figcaption', {}, el('b', { text: titled(app, run, 'Every sample, accounted for') }), el('span', { class: 'value', text: `${count(counts.retries ?? 0)} groups retried` })),
     box,
+    el('div', { class: 'legend flows' }, el('span', {}, el('i', { class: 'key', style: { background: 'var(--accent)' } }), `${count(counts.dispatched)} dispatched`), shown.map(([label, samples, color]) => el('span', {}, el('i', { class: 'key', style: { background: color } }), modelText('span', `${count(samples)} ${label} (${percent(samples / counts.dispatched)})`)))),
   );
 }
 
-const app_title = (run, text) => `${text} (${run.name})`;
+// Titles name the run where there are several.
+const titled = (app, run, text) => (app.data.runs.length > 1 ? `${text} (${run.label})` : text);
 
 function drawFlow(counts, ends, width) {
-  const height = Math.max(90, 40 * ends.length + 10);
+  const height = Math.max(60, 26 * ends.length + 12);
   const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img' }, svg('title', { text: 'samples by what became of them' }));
   const total = counts.dispatched;
   const tall = height - 12;
   const from = 16;
-  const to = width * 0.55;
+  const to = width - 12;
   root.append(svg('rect', { class: 'source', x: 4, width: 12, y: 6, height: tall, rx: 3 }));
-  root.append(svg('text', { class: 'flow', x: 24, y: 22, text: `${count(total)} dispatched` }));
   let source = 6;
   const room = (tall - (ends.length - 1) * 10) / ends.length;
-  ends.forEach(([label, samples, color], i) => {
+  ends.forEach(([, samples, color], i) => {
     const out = (samples / total) * tall;
     const own = Math.max(3, Math.min(room, out));
     const top = 6 + i * (room + 10) + (room - own) / 2;
@@ -44,7 +45,6 @@ function drawFlow(counts, ends, width) {
     const path = `M${from},${source} C${middle},${source} ${middle},${top} ${to},${top} L${to},${top + own} C${middle},${top + own} ${middle},${source + out} ${from},${source + out} Z`;
     root.append(svg('path', { class: 'stream', d: path, style: { fill: color } }));
     root.append(svg('rect', { x: to, width: 8, y: top, height: own, rx: 2, style: { fill: color } }));
-    root.append(svg('text', { class: 'flow', x: to + 16, y: top + own / 2 + 4, text: `${count(samples)} ${label} (${percent(samples / total)})` }));
     source += out;
   });
   return root;
@@ -70,7 +70,7 @@ function weightSection(app) {
       String(one.version ?? '–'), el('code', { text: one.digest.slice(0, 16) || '–' }), one.bytes ? `${short(one.bytes / 2 ** 20)} MiB` : '–', seconds(one.seconds),
       String(Object.keys(one.engines).length), one.equal === null ? 'no digest' : one.equal ? '✓ equal' : el('b', { class: 'failed', text: Object.entries(one.engines).filter(([, digest]) => digest !== one.digest).map(([engine]) => engine).join(', ') }),
     ]);
-    return el('details', { class: 'group', open: true }, el('summary', {}, app_title(run, 'Weight updates'), el('span', { class: 'count', text: verified(run.weights) })), table(['version', 'digest', 'size', 'time', 'engines', 'what the engines hold'], rows, ['num', '', 'num', 'num', 'num']));
+    return el('details', { class: 'group' }, el('summary', {}, titled(app, run, 'Weight updates'), el('span', { class: 'count', text: verified(run.weights) })), table(['version', 'digest', 'size', 'time', 'engines', 'what the engines hold'], rows, ['num', '', 'num', 'num', 'num']));
   });
   const found = parts.filter(Boolean);
   return found.length ? section('weights', 'Weights', null, ...found) : null;
@@ -88,7 +88,7 @@ function memorySection(app) {
     return el(
       'figure',
       { class: 'card' },
-      el('figcaption', {}, el('b', { text: app_title(run, 'Peak memory of the largest worker') }), el('span', { class: 'legend' }, el('span', {}, el('i', { class: 'key peak' }), 'measured'), el('span', {}, el('i', { class: 'key planned' }), 'planned'))),
+      el('figcaption', {}, el('b', { text: titled(app, run, 'Peak memory of the largest worker') }), el('span', { class: 'legend' }, el('span', {}, el('i', { class: 'key peak' }), 'measured'), el('span', {}, el('i', { class: 'key planned' }), 'planned'))),
       el('div', { class: 'bars' }, names.map((name) => el('div', { class: 'bar-row' }, el('span', { class: 'who', text: name.replace('_gpu', ' (GPU)') }), el('div', { class: 'both' }, bar(peaks[name], 'peak'), bar(planned[name], 'planned')), el('span', { class: 'much', text: `${gib(peaks[name])} / ${gib(planned[name])} GiB` })))),
       problem ? el('p', { class: 'healthy', text: `Plan: ${problem}` }) : null,
     );
@@ -98,19 +98,15 @@ function memorySection(app) {
 }
 
 function eventSection(app) {
-  const rows = app.data.runs.flatMap((run) => run.events.map((event) => {
-    const { time, step, event: what, ...rest } = event;
-    return [time ? new Date(1000 * time).toISOString().slice(0, 19).replace('T', ' ') : '–', app.data.runs.length > 1 ? run.name : '', String(step ?? '–'), String(what), modelText('code', JSON.stringify(rest).slice(1, -1).slice(0, 400))];
-  }));
-  return rows.length ? section('events', 'Events', null, table(['time (UTC)', '', 'step', 'event', 'details'], rows, ['nowrap', 'nowrap', 'num', 'nowrap'])) : null;
+  const many = app.data.runs.length > 1;
+  const rows = app.data.runs.flatMap((run) => run.events.map(({ time, step, text }) => [
+    time ? new Date(1000 * time).toISOString().slice(0, 19).replace('T', ' ') : '–', ...(many ? [modelText('span', run.label)] : []), String(step ?? '–'), modelText('span', text),
+  ]));
+  const heads = ['time (UTC)', ...(many ? ['run'] : []), 'step', 'event'];
+  return rows.length ? section('events', 'Events', null, table(heads, rows, heads.map((head) => ({ step: 'num', event: 'wide' })[head] ?? 'nowrap'))) : null;
 }
 
 function specSection(app) {
-  const { differences, runs } = app.data;
-  const parts = [];
-  if (differences.length) {
-    parts.push(el('h3', { text: 'Differences' }), table(['field', ...runs.map((run) => run.name)], differences.map((one) => [el('code', { text: one.field }), ...one.values.map((value) => el('code', { text: visible(value ?? 'null') }))])));
-  } else if (runs.length > 1) parts.push(el('p', { class: 'empty', text: 'The specs are equal.' }));
-  for (const run of runs) if (run.spec) parts.push(el('details', { class: 'group' }, el('summary', { text: app_title(run, 'spec.yaml, with every default') }), el('pre', { class: 'spec', text: visible(run.spec) })));
+  const parts = app.data.runs.filter((run) => run.spec).map((run) => el('details', { class: 'group' }, el('summary', { text: titled(app, run, 'spec.yaml, with every default') }), el('pre', { class: 'spec', text: visible(run.spec) })));
   return parts.length ? section('spec', 'Spec', null, ...parts) : null;
 }

@@ -8,7 +8,7 @@ function timelineSection(app) {
 function timelineOf(app, run, number) {
   const line = app.data.timeline[number];
   if (!line.phases.length) return null;
-  const title = app.data.runs.length > 1 ? el('h3', { class: 'run-title' }, el('i', { class: 'key', style: { background: runColor(number) } }), run.name) : null;
+  const title = app.data.runs.length > 1 ? el('h3', { class: 'run-title' }, el('i', { class: 'key', style: { background: runColor(number) } }), run.label) : null;
   return el('div', {}, title, el('div', { class: 'split' }, phaseCard(app, run, number, line), bubbleCard(line)), spansCard(app, number, line));
 }
 
@@ -46,10 +46,12 @@ function drawPhases({ phases, times, names, width, height, onStep }) {
   const wide = (width - edge.left - edge.right) / shown.length;
   const y = (value) => height - edge.bottom - (Math.min(value, high) / high) * (height - edge.top - edge.bottom);
   const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img', class: 'clickable' }, svg('title', { text: 'seconds by phase' }));
-  for (const at of ticks(0, high, 4)) {
+  const levels = ticks(0, high, 4);
+  const texts = tickTexts(levels);
+  levels.forEach((at, i) => {
     root.append(svg('line', { class: 'grid', x1: edge.left, x2: width - edge.right, y1: y(at), y2: y(at) }));
-    root.append(svg('text', { class: 'tick', x: edge.left - 6, y: y(at) + 3.5, 'text-anchor': 'end', text: `${short(at)} s` }));
-  }
+    root.append(svg('text', { class: 'tick', x: edge.left - 6, y: y(at) + 3.5, 'text-anchor': 'end', text: `${texts[i]} s` }));
+  });
   shown.forEach((one, i) => {
     const x = edge.left + i * wide;
     const gap = Math.min(2, wide * 0.15);
@@ -144,10 +146,12 @@ function drawSpans(block, width) {
   const start = Math.min(0, ...block.spans.map((span) => span[2]));
   const x = (at) => left + ((at - start) / (end - start)) * (width - left - 8);
   const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img' }, svg('title', { text: `spans of step ${block.step}` }));
-  for (const at of ticks(start / 1000, end / 1000, Math.max(3, width / 120))) {
+  const marks = ticks(start / 1000, end / 1000, Math.max(3, (width - left) / 100));
+  const texts = tickTexts(marks);
+  marks.forEach((at, i) => {
     root.append(svg('line', { class: 'grid', x1: x(1000 * at), x2: x(1000 * at), y1: 2, y2: height - 20 }));
-    root.append(svg('text', { class: 'tick', x: x(1000 * at), y: height - 6, 'text-anchor': 'middle', text: `${short(at)} s` }));
-  }
+    root.append(svg('text', { class: 'tick', x: Math.min(x(1000 * at), width - 16), y: height - 6, 'text-anchor': 'middle', text: `${texts[i]} s` }));
+  });
   block.lanes.forEach(([, worker], lane) => {
     root.append(svg('rect', { class: 'lane', x: left, width: width - left - 8, y: lane * high + 4, height: high - 7, rx: 3 }));
     root.append(svg('text', { class: 'tick who', x: left - 8, y: lane * high + 16, 'text-anchor': 'end', text: worker }));

@@ -1,12 +1,12 @@
-// What is wrong with each run, first of all.
+// What is wrong with each run.
 
 const LEVELS = { problem: 'Problem', warning: 'Warning', note: 'Note' };
 
 function verdictSection(app) {
   const many = app.data.runs.length > 1;
   const parts = app.data.runs.map((run, number) => [
-    many ? el('h3', { class: 'run-title' }, el('i', { class: 'key', style: { background: runColor(number) } }), run.name) : null,
-    healthBanner(run),
+    many ? el('h3', { class: 'run-title' }, el('i', { class: 'key', style: { background: runColor(number) } }), run.label) : null,
+    run.verdicts.length ? null : healthBanner(run),
     ...run.verdicts.map((verdict) => verdictCard(app, number, verdict)),
   ]);
   return section('verdicts', 'Verdicts', null, ...parts.flat());
@@ -14,11 +14,11 @@ function verdictSection(app) {
 
 function healthBanner(run) {
   const bad = run.verdicts.filter((verdict) => verdict.level !== 'note');
-  if (!run.steps_done && !Object.keys(run.metrics).length) return el('p', { class: 'banner quiet', text: 'No step is recorded yet.' });
+  if (!run.steps_done && !Object.keys(run.metrics).length) return el('p', { class: 'banner quiet' }, 'No step is recorded yet.');
   if (!bad.length) return el('p', { class: 'banner good' }, el('b', { text: 'Healthy. ' }), 'No check found anything wrong with this run.');
   const worst = bad.some((verdict) => verdict.level === 'problem') ? 'bad' : 'warn';
   const what = bad.length === 1 ? 'One thing needs' : `${bad.length} things need`;
-  return el('p', { class: `banner ${worst}` }, el('b', { text: `${what} attention. ` }), bad.map((verdict) => verdict.title).join('; '), '.');
+  return el('p', { class: `banner ${worst}` }, el('b', { text: `${what} attention. ` }), bad.map((verdict) => verdict.title).join('; '), '. ', el('a', { href: '#verdicts', text: 'Why, and what to try' }));
 }
 
 function verdictCard(app, number, verdict) {

@@ -86,6 +86,8 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
         await page.open(file.as_uri())
         sections = await page.run("[...document.querySelectorAll('section')].map(one => one.id)")
         assert sections == [
+            "runs",
+            "glance",
             "verdicts",
             "curves",
             "timeline",
@@ -107,6 +109,8 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
 
         await page.click("[data-metric='reward/mean'] svg")
         assert await page.run("document.querySelector('#step').value") in {"2", "3"}, "a step leads to its samples"
+        row = await text(page, "#samples .row .said")
+        assert row.startswith("What is 0 + ") and "The answer" in row, "a sample has the name of its prompt"
         assert "16 samples" in await text(page, "#found")
         await choose(page, "#step", "")
         await choose(page, "#sort", "best")
@@ -133,7 +137,11 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
         await page.click("#spans-0 button")
         assert await text(page, "#spans-0 figcaption") != step
         assert await number(page, "#spans-0 .span") == 9
-        assert "seed" in await text(page, "#spec")
+        assert "seed" in await text(page, "#runs") and "spec.yaml" in await text(page, "#spec")
+        assert "run started" in await text(page, "#events") and "2 samples dropped: no number" in await text(
+            page, "#events"
+        )
+        assert not await page.run("document.querySelector('#weights details').open"), "digests are folded"
         counts = await page.run("[...document.querySelectorAll('#weights .count')].map(one => one.textContent)")
         assert counts == ["4, all verified", "1 without digest"]
         await page.theme("dark")
@@ -141,6 +149,71 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
         assert (tmp_path / "dark.png").stat().st_size > 20_000
         assert page.errors == []
         assert [url for url in page.requests if not url.startswith("data:")] == [file.as_uri()]
+
+
+TICKS = """[...document.querySelectorAll('.chart svg')].map(one =>
+  [...one.querySelectorAll('text.tick[text-anchor=ANCHOR]')].map(tick => tick.textContent))"""
+"""Texts of the ticks of every chart that is drawn; `end` are those of the vertical axis."""
+OUTSIDE = """[...document.querySelectorAll('#page *')].filter(one => {
+  const box = one.getBoundingClientRect();
+  return box.width > 0 && (box.right > innerWidth + 1 || box.left < -1) && !one.closest('.scroll, pre, nav');
+}).map(one => `${one.tagName} ${one.className} ${one.textContent.slice(0, 30)}`)"""
+"""What stands outside the window, but for what can be scrolled."""
+GLANCE = '[data-glance="reward/mean"] '
+
+
+async def test_curves_have_other_axes_a_logarithmic_scale_and_smoothing(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first" / "run", tokens=0)
+    second = write_run(tmp_path / "second" / "run", steps=3, tokens=0)
+    for folder in (first, second):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | {"policy/importance_weight": 1 + 1e-7 * line["step"]} for line in lines]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    file = write_report([first, second], tmp_path / "report.html")
+
+    async def places(anchor: str) -> list[str]:
+        return await page.run(TICKS.replace("ANCHOR", anchor).replace(".chart svg", f"{GLANCE}.chart svg") + "[0]")
+
+    async with browser_page(1280, 860) as page:
+        await page.open(file.as_uri())
+        await page.settle()
+        assert await text(page, "#glance .legend") == "first/runsecond/run", "runs of the same name are told apart"
+        assert await page.run(f"document.querySelector({json.dumps(GLANCE)}).getBoundingClientRect().bottom") < 860
+        assert await places("middle") == ["1", "2", "3", "4"]
+        await choose(page, "#glance .x-axis", "tokens")
+        tokens = await places("middle")
+        assert len(set(tokens)) == len(tokens) > 1 and tokens[-1].endswith("k")
+        assert await page.run("document.querySelector('#curves .x-axis').value") == "tokens", "one setting for all"
+        await choose(page, "#curves .x-axis", "seconds")
+        assert all(one.endswith(" s") for one in await places("middle"))
+
+        plain = await page.run(f"document.querySelector({json.dumps(GLANCE + 'polyline')}).getAttribute('points')")
+        await page.click("#glance .log")
+        await page.settle()
+        scaled = await page.run(f"document.querySelector({json.dumps(GLANCE + 'polyline')}).getAttribute('points')")
+        assert scaled != plain and len(scaled.split()) == len(plain.split())
+        assert await number(page, f"{GLANCE}.raw") == 0
+        await choose(page, "#glance .smooth", "0.9")
+        assert await number(page, f"{GLANCE}.raw") == 2, "the values remain behind the smooth lines"
+
+        await page.run("document.querySelectorAll('#curves details').forEach(one => { one.open = true; })")
+        for part in range(0, int(await page.run("document.documentElement.scrollHeight")), 800):
+            await page.run(f"window.scrollTo(0, {part})")
+            await page.settle()
+        charts = await page.run(TICKS.replace("ANCHOR", "end"))
+        assert len(charts) > 30 and all(len(set(ticks)) == len(ticks) for ticks in charts), "no label stands twice"
+        assert page.errors == []
+
+
+async def test_nothing_is_cut_off_on_a_phone(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "first", tokens=0), write_run(tmp_path / "second", steps=3, tokens=0)
+    file = write_report([first, second], tmp_path / "report.html")
+    async with browser_page(390, 844) as page:
+        await page.open(file.as_uri())
+        await page.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+        await page.settle()
+        assert await page.run("document.documentElement.scrollWidth") <= 390
+        assert await page.run(OUTSIDE) == []
 
 
 async def test_text_of_a_model_stays_text(tmp_path: Path) -> None:
@@ -239,9 +312,9 @@ async def test_a_live_page_follows_the_run(server: tuple[WatchServer, Path]) -> 
         assert await page.run("window.old.deref() === undefined"), "charts of the page before are let go of"
         await choose(page, "#step", "4")
         assert "new text" in await text(page, "#samples")
-        steps = await page.run("document.querySelector('[data-metric=\"reward/mean\"] figcaption').textContent")
-        assert "reward/mean" in steps
-        await page.click("[data-metric='reward/mean'] svg")
+        await page.run("window.scrollTo(0, 0)")
+        await page.settle()
+        await page.click(f"{GLANCE}svg")
         assert page.errors == []
         assert {url.split("/")[2] for url in page.requests} == {serving.url.split("/")[2]}
 

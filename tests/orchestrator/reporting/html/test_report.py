@@ -19,7 +19,8 @@ from tests.probes import ask_here
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.reporting.html.budget import fitting, spread
-from troupe.orchestrator.reporting.html.overview import MOST_POINTS, overview, resumes, sections, spec_differences
+from troupe.orchestrator.reporting.html.comparison import MOST_POINTS
+from troupe.orchestrator.reporting.html.overview import overview, resumes, sections, spec_differences
 from troupe.orchestrator.reporting.html.page import as_json, render
 from troupe.orchestrator.reporting.html.report import Budget, page_data, samples_data, timeline_data, write_report
 from troupe.orchestrator.reporting.html.timeline import TimelineSpan, step_times

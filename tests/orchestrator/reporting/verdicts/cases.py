@@ -72,6 +72,8 @@ TUNED = (
     modelled("healthy-grpo", models.nothing, 8),
     modelled("healthy-grpo", models.length_grows_with_reward, 9),
     modelled("healthy-grpo", models.one_spike, 10),
+    real("healthy-tiny-grpo"),
+    real("healthy-tiny-ppo"),
     real("healthy-async"),
     modelled("healthy-grpo-kl", models.nothing, 21),
     modelled("healthy-grpo", models.gap_jumps, 1, "sampler-gap"),

@@ -113,8 +113,12 @@ def entropy_collapses(line: Line, far: float, noise: random.Random) -> Mapping[s
 
 
 def leaves_reference(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
-    """KL to the reference grows without bound; the reward falls."""
-    return {"kl_ref": 0.02 + 3.0 * far * far, "reward/mean": 0.4 - 0.2 * far + noise.gauss(0, 0.005)}
+    """KL to a trained reference grows without bound; the reward falls."""
+    return {
+        "policy/entropy": 1.5,
+        "kl_ref": 0.02 + 3.0 * far * far,
+        "reward/mean": 0.4 - 0.2 * far + noise.gauss(0, 0.005),
+    }
 
 
 def rewards_fail(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:

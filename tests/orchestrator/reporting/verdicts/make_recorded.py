@@ -25,6 +25,8 @@ class Variant:
 
     spec: str
     overrides: tuple[str, ...] = ()
+    as_shipped: bool = False
+    """Whether it has the learning rate of its file."""
 
 
 def _reward(name: str, args: str = "{}") -> str:
@@ -35,6 +37,8 @@ STEPS = "schedule.steps=8"
 NO_SAVES = "checkpoint.every_steps=0"
 REFERENCE = "roles.reference={colocate_with: policy}"
 SLOWER = "roles.policy.learning_rate=0.02"
+FASTER = ("roles.policy.learning_rate=0.1", "roles.policy.warmup_updates=0")
+"""Of every variant of a tiny spec with rollouts that is not as shipped, unless it says something else."""
 
 VARIANTS: dict[str, Variant] = {
     "sick-constant-reward": Variant("tiny-grpo", ("schedule.steps=6", _reward("always_one"))),
@@ -61,8 +65,10 @@ VARIANTS: dict[str, Variant] = {
         "tiny-grpo",
         (STEPS, SLOWER, "schedule.max_staleness=2", "schedule.epochs=12", "roles.policy.micro_batch_tokens=256"),
     ),
-    "sick-collapse-grpo": Variant("tiny-grpo"),  # its learning rate is for a few steps: the policy ends as one word
+    "sick-collapse-grpo": Variant("tiny-grpo"),  # at this learning rate the policy ends as one word
     "sick-collapse-ppo": Variant("tiny-ppo"),
+    "healthy-tiny-grpo": Variant("tiny-grpo", ("schedule.steps=16",), as_shipped=True),
+    "healthy-tiny-ppo": Variant("tiny-ppo", as_shipped=True),
     "healthy-grpo": Variant("tiny-grpo", (STEPS, SLOWER)),
     "healthy-grpo-seed-11": Variant("tiny-grpo", ("schedule.steps=10", SLOWER, "seed=11")),
     "healthy-grpo-kl": Variant("tiny-grpo", (STEPS, SLOWER, "seed=3", REFERENCE, "algorithm.kl={coef: 0.01}")),
@@ -79,7 +85,8 @@ VARIANTS: dict[str, Variant] = {
 def record(name: str, folder: Path) -> None:
     """Runs one variant and copies what the verdicts read."""
     variant, out = VARIANTS[name], folder / name
-    sets = [part for override in (*variant.overrides, NO_SAVES) for part in ("--set", override)]
+    first = FASTER if variant.spec in {"tiny-grpo", "tiny-ppo"} and not variant.as_shipped else ()
+    sets = [part for override in (*first, *variant.overrides, NO_SAVES) for part in ("--set", override)]
     command = [sys.executable, "-m", "troupe", "run", f"deploy/specs/{variant.spec}.yaml", *sets]
     done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode and not (out / "metrics.jsonl").is_file():

@@ -14,7 +14,9 @@ import yaml
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.run_folder import METRICS
 from troupe.orchestrator.reporting.verdicts.apply import fits
+from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.running import HEALTHY, RunningVerdicts, alarm_lines, faster
+from troupe.orchestrator.reporting.verdicts.updates import fewer_updates
 from troupe.orchestrator.reporting.verdicts.verdict import Remedy, field
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -43,7 +45,7 @@ def test_an_alarm_is_said_once_while_the_run_trains(tmp_path: Path, spec: dict[s
         record(tmp_path, step, CUT)
         verdicts.after_step(step)
         verdicts.final()
-    assert said[0].startswith("warning: Responses are cut before they end (since step 1): ")
+    assert said[0].startswith("warning: Responses are truncated (since step 1): ")
     assert all(line.startswith("  try: ") for line in said[1:]) and said[1:]
 
 
@@ -57,7 +59,7 @@ def test_the_alarms_are_the_last_lines_of_a_run(tmp_path: Path, spec: dict[str, 
         console.step(step, CUT)
     console.finish({})
     after = stream.getvalue().partition("learning")[2]
-    assert "warning: Responses are cut before they end" in after and "\n  try: " in after
+    assert "warning: Responses are truncated" in after and "\n  try: " in after
 
 
 def test_what_cannot_be_read_ends_no_run(tmp_path: Path) -> None:
@@ -82,8 +84,19 @@ def test_a_remedy_needs_room_on_the_cluster(spec: dict[str, Any]) -> None:
     engines = Remedy("Add engines.", field("roles.rollout.workers", 2))
     assert fits(engines, spec) and fits(engines, spec, {"CPU": 64.0, "GPU": 0.0})
     assert not fits(engines, spec, {"CPU": 1.5, "GPU": 0.0})
-    same = Remedy("As it is.", field("roles.rollout.workers", 1))
-    assert fits(same, spec, {"CPU": 1.0, "GPU": 0.0}), "it asks for no more than the run has"
+    slower = Remedy("Slower.", field("roles.policy.learning_rate", 0.001))
+    assert fits(slower, spec, {"CPU": 1.0, "GPU": 0.0}), "it asks for no more than the run has"
+
+
+def test_a_remedy_that_the_spec_has_already_is_left_out(spec: dict[str, Any]) -> None:
+    for path, has in (("roles.rollout.workers", 1), ("schedule.epochs", 1), ("algorithm.name", "grpo")):
+        assert not fits(Remedy("As it is.", field(path, has)), spec), path
+        assert not fits(Remedy("As it is.", field(path, has)), spec, {"CPU": 64.0, "GPU": 0.0}), path
+
+
+def test_fewer_updates_are_fewer_of_what_a_batch_has_several_of() -> None:
+    for schedule, wanted in (({"epochs": 4, "minibatches": 2}, "epochs"), ({"minibatches": 2}, "minibatches")):
+        assert fewer_updates(History({}, {"schedule": schedule})).spec == field(f"schedule.{wanted}", 1)
 
 
 def test_advice_knows_the_spec_and_the_machine(tmp_path: Path, spec: dict[str, Any]) -> None:
@@ -102,6 +115,9 @@ def test_advice_knows_the_spec_and_the_machine(tmp_path: Path, spec: dict[str, A
     assert advice(64.0, 0) == ["schedule.max_staleness", "roles.rollout.workers"]
     assert advice(1.5, 0) == [], "engines and trainer compute on the same cores"
     assert advice(64.0, 1) == ["roles.rollout.workers"], "the run has it already"
+    assert advice(2.0, 0) == ["schedule.max_staleness"], "there is a core for each, and none for another engine"
+    spec = plan_runs(read_document("examples:tiny-ppo"))[0].spec.model_dump(mode="json")
+    assert advice(2.0, 0) == [], "a critic takes the core that would be left"
 
 
 def test_a_remedy_is_a_line_for_a_shell() -> None:
