@@ -98,11 +98,11 @@ def tools(row: Row, client: OpenAI) -> float:
 
 
 def one_call_at_a_time(row: Row, client: OpenAI) -> float:
-    messages, settings = list[Any](row.messages), dict[str, Any](model="any", tools=[ADD], parallel_tool_calls=False)
-    message = client.chat.completions.create(messages=messages, **settings).choices[0].message
+    messages, create = list[Any](row.messages), client.chat.completions.create
+    message = create(model="any", messages=messages, tools=[ADD], parallel_tool_calls=False).choices[0].message
     calls: list[Any] = list(message.tool_calls or ())
     messages += [message, *({"role": "tool", "tool_call_id": call.id, "content": "5"} for call in calls)]
-    client.chat.completions.create(messages=messages, **settings)
+    create(model="any", messages=messages, tools=[ADD], parallel_tool_calls=False)
     return float(len(calls))
 
 
