@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray._private import auto_init_hook, services, worker
 from ray._private import utils as ray_utils
+from ray._private.node import Node as RayNode
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
@@ -83,7 +84,6 @@ def start(cpus: int) -> Path:
     _create_token()
     context = _start(cpus)
     _protect_token()
-    _stop_unused_processes()
     session = Path(context.address_info["session_dir"])
     _let_agents_end(session)
     return session
@@ -143,7 +143,7 @@ def _configure(settings: Mapping[str, str]) -> None:
 def _start(cpus: int, tries: int = 3) -> Any:
     """Starts Ray, again if one of its processes was too slow to start, up to `tries` times."""
     try:
-        with _own_process_groups(), held_back():
+        with _own_process_groups(), _without_unused_processes(), held_back():
             return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
     except Exception as error:  # Ray raises a bare Exception if one of its processes does not start
         if _SLOW_START in str(error) and tries > 1:
@@ -176,14 +176,21 @@ def _own_process_groups() -> Iterator[None]:
         ray_utils.set_sigterm_handler = handler
 
 
-def _stop_unused_processes() -> None:
-    """Stops processes that a local cluster does not use: Ray's dashboard, its autoscaler and its log monitor.
+@contextmanager
+def _without_unused_processes() -> Iterator[None]:
+    """Ray starts no process that a local cluster does not use: its dashboard, its autoscaler and its log monitor.
 
-    On a machine with two cores they use 1/70 of one core even when idle, time that the engine needs.
+    `ray.init` waits until the dashboard has imported its libraries, even without `include_dashboard`.
     """
-    node: Any = worker._global_node
-    for end in (node.kill_dashboard, node.kill_monitor, node.kill_log_monitor):
-        end(check_alive=False)
+    unused = ("start_api_server", "start_monitor", "start_log_monitor")
+    before = {name: getattr(RayNode, name) for name in unused}
+    for name in unused:
+        setattr(RayNode, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(RayNode, name, method)
 
 
 def _let_agents_end(session: Path) -> None:
