@@ -54,16 +54,17 @@ def test_every_function_that_has_to_know_is_told(name: str, thinking: ModelConfi
     ],
 )
 def test_an_environment_does_not_reward_a_cut_thought(name: str, args: dict[str, Any], thinking: ModelConfig) -> None:
-    async def reward(response: str, args: dict[str, Any]) -> float | None:
+    async def reward(response: str, args: dict[str, Any], finish_reason: str = "stop") -> float | None:
         environment: Any = loading.load(name, args)()
         begun = environment.start(ROW)
         await begun if inspect.isawaitable(begun) else begun
-        ended = await environment.step({"role": "assistant", "content": response, "finish_reason": "length"})
+        ended = await environment.step({"role": "assistant", "content": response, "finish_reason": finish_reason})
         return ended.reward
 
     worker = EnvironmentWorker(EnvironmentConfig(name=name, args=args), "environment-0", thinking)
     given: Any = worker._processes._order["args"]
     assert asyncio.run(reward("so it may be 5", given)) == 0.0
+    assert not asyncio.run(reward("so it may be 5", given, "length"))
     assert asyncio.run(reward("so it may be 4</think>5", given)) == 1.0
     assert asyncio.run(reward("so it is 5", args)) == 1.0
 
