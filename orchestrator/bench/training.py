@@ -132,7 +132,7 @@ def transfer_measures(transfers: Sequence[Transfer]) -> TransferMeasures:
 def by_backend(spec: RolloutSpec) -> dict[TransferBackend, RolloutSpec]:
     """The spec with each back-end that its workers can use."""
     backends: tuple[TransferBackend, ...] = get_args(TransferBackend)
-    candidates = {
+    candidates: dict[TransferBackend, RolloutSpec] = {
         name: spec.model_copy(update={"weight_sync": spec.weight_sync.model_copy(update={"backend": name})})
         for name in backends
     }

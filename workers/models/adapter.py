@@ -55,7 +55,7 @@ class Adapter:
             inject_adapter_in_model(settings, model, _NAME)
         use_onednn(model)
         self._model = model
-        self._layers = [module for module in model.modules() if _has_adapter(module)]
+        self._layers: list[Any] = [module for module in model.modules() if _has_adapter(module)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in a file, live parameter) of every adapter."""

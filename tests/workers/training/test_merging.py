@@ -25,8 +25,14 @@ IDS = torch.tensor([[3, 5, 7, 11, 2, 9]])
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama in float32, with the files of a tokenizer."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
+    config = LlamaConfig(
+        vocab_size=64,
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     folder = tmp_path_factory.mktemp("base")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')

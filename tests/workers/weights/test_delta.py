@@ -175,7 +175,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 
 def test_a_node_that_has_the_version_before_makes_the_next_one_from_what_changed(trainer: Trainer) -> None:
-    update = trainer.publish()
+    before = update = trainer.publish()
     write_payload(trainer.elsewhere(update), read_payload(update))
     for _ in range(3):
         before = update

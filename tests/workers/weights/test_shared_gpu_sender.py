@@ -152,7 +152,8 @@ class Rank(threading.local):
 
     def all_gather_object(self, found: list[Any], own: Any, kind: str = "objects") -> None:
         """Every rank's object."""
-        self.store.set(f"{self.called}/{self.rank}", pickle.dumps((kind, own)))
+        store: Any = self.store  # takes bytes, too
+        store.set(f"{self.called}/{self.rank}", pickle.dumps((kind, own)))
         both = [pickle.loads(self.store.get(f"{self.called}/{rank}")) for rank in range(2)]
         self.called += 1
         assert both[0][0] == both[1][0], f"rank 0 is in {both[0][0]}, rank 1 in {both[1][0]}"
