@@ -406,7 +406,7 @@ def test_an_engine_that_dies_while_it_is_removed_is_not_replaced() -> None:
 def test_differences_say_what_can_change_and_why_the_others_cannot() -> None:
     wanted = tiny("roles.rollout.workers=3", "roles.policy.learning_rate=0.5", "roles.reward.min_workers=1")
     assert [str(difference) for difference in differences(tiny(), wanted)] == [
-        "roles.policy.learning_rate: 0.1 -> 0.5: refused: it is read only when a run starts; stop this run, "
+        "roles.policy.learning_rate: 0.04 -> 0.5: refused: it is read only when a run starts; stop this run, "
         "which saves it, and resume with --resume",
         "roles.rollout.workers: 2 -> 3",
     ]
