@@ -36,12 +36,15 @@ address_of() {
   echo "$address"
 }
 ray_on_node() {  # ray_on_node ARGUMENT...: Ray with a private temporary folder, which is removed when it ends
-  local folder
+  local folder ray="" stopped=""
+  trap 'stopped=1; [[ -z $ray ]] || kill "$ray" 2>/dev/null' TERM INT
   folder=$(mktemp -d "/tmp/ray-$SLURM_JOB_ID-XXXXXX")
-  TMPDIR="$folder" "${inside[@]}" ray start --block --disable-usage-stats --temp-dir="$folder" "$@" &
-  ray=$!
-  trap 'kill "$ray" 2>/dev/null' TERM INT
-  until wait "$ray" || ! kill -0 "$ray" 2>/dev/null; do :; done
+  if [[ -z $stopped ]]; then
+    TMPDIR="$folder" "${inside[@]}" ray start --block --disable-usage-stats --temp-dir="$folder" "$@" &
+    ray=$!
+    [[ -z $stopped ]] || kill "$ray" 2>/dev/null  # the signal came before the script knew the process
+    until wait "$ray" || ! kill -0 "$ray" 2>/dev/null; do :; done
+  fi
   rm -rf "$folder"
 }
 start_ray() {  # start_ray NODE ADDRESS ARGUMENT...: Ray on one node, until the job ends

@@ -17,5 +17,5 @@ def test_harder_levels_are_tried_only_while_nearly_all_samples_are_right(
     request = {"model": str(tiny_model), "task": "chain_sum", "levels": levels, "prompts": 2, "samples": 3}
     request |= {"max_tokens": 4, "enough": 1}
     assert list(difficulty.sample_levels(request)) == [[0, 0]]
-    monkeypatch.setattr(difficulty, "_is_right", lambda text, entry, task: True)
+    monkeypatch.setattr(difficulty, "_is_right", lambda *_: True)
     assert list(difficulty.sample_levels(request)) == [[3, 3]] * 3
