@@ -18,7 +18,7 @@ from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands.plan_table import measurements
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.roles.worker_memory import Part, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import Part, Where, WorkerMemory
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.messages import Peak
 from troupe.workers.contract.units import GIB
@@ -96,7 +96,7 @@ def test_another_model_or_device_is_refused_with_the_reason() -> None:
 
 def test_a_gpu_keeps_the_estimate_of_what_torch_does_not_allocate() -> None:
     parts = (Part("weights", 8), Part("process", 5))
-    peaks = {"gpu": 20, "host": 9}
+    peaks: dict[Where, int] = {"gpu": 20, "host": 9}
     assert with_peak(WorkerMemory("policy-0", "gpu", parts), peaks).total == 25
     assert with_peak(WorkerMemory("policy-0", "host", parts), peaks).total == 9
     shared = (Part("optimizer", 8, periods=("update",)), Part("process", 5))

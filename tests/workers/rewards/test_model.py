@@ -142,17 +142,20 @@ def test_a_folder_without_its_language_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_frozen_reward_model_caps_its_attention(window: int | None, tiny_model: Path, tmp_path: Path) -> None:
     """transformers' default attention ignores the caps of a Gemma 2; its scores are those of eager attention."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 49_152}
-    config = Gemma2Config(
-        **sizes,
+    config: Any = Gemma2Config(
+        vocab_size=49_152,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        head_dim=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         query_pre_attn_scalar=8,
         attn_logit_softcapping=2.0,
         sliding_window=window or 4096,
-        num_labels=1,
         pad_token_id=0,
     )
+    config.num_labels = 1
     torch.manual_seed(5)
     model = AutoModelForSequenceClassification.from_config(config)
     for parameter in model.parameters():
