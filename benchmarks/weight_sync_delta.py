@@ -39,6 +39,7 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import encode_prompts
+from troupe.orchestrator.bench.sequences import train_row
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -186,25 +187,9 @@ def batches(spec: RolloutSpec, groups: int, samples: int) -> list[pa.Table]:
     for group, ids in enumerate(encode_prompts(model, prompts, range(groups), LONGEST_PROMPT)):
         answer = int(prompts["answer"][group].as_py())
         texts = [f"The answer is {answer if index % 2 else answer + 1 + index}." for index in range(samples)]
-        rows = [_row(group, index, ids, tokenizer.encode(text)) for index, text in enumerate(texts)]
+        rows = [train_row(group, index, ids, tokenizer.encode(text)) for index, text in enumerate(texts)]
         tables.append(pa.Table.from_pylist(rows, schema=TRAIN))
     return tables
-
-
-def _row(group: int, index: int, prompt: list[int], response: list[int]) -> dict[str, Any]:
-    """A row of a TRAIN table; without `old_logprobs` it is on-policy."""
-    return {
-        "prompt_uid": f"p{group}",
-        "sample_index": index,
-        "attempt": 0,
-        "segment": 0,
-        "prompt_ids": prompt,
-        "response_ids": response,
-        "loss_mask": [True] * len(response),
-        "rollout_logprobs": [0.0] * len(response),
-        "advantages": [1.0 if index % 2 else -1.0] * len(response),
-        "reward": 0.0,
-    }
 
 
 async def measure(given: argparse.Namespace) -> Report:

@@ -62,8 +62,9 @@ class WorkerLauncher:
         self._workers: dict[str, ActorWorker[Any]] = {}
         self._served: set[str] = set()
         """Names of workers that have started before."""
-        self._trainer_gpu: dict[str, int] = {}
-        """Memory of the smallest GPU of a role's trainers in bytes, as they report it when they have started."""
+        self._policy_gpu = 0
+        """Memory of the policy's smallest GPU in bytes, as its ranks report it when they have started; 0: they have
+        none, or have not."""
         self._progress: StartProgress | None = None
 
     async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
@@ -125,7 +126,8 @@ class WorkerLauncher:
         )
         if isinstance(group, TrainerGroup):
             await self._start_trainers(group)
-            self._trainer_gpu[role] = group.gpu_memory
+            if role == "policy":
+                self._policy_gpu = group.gpu_memory
             if role == "policy" and self._frees_gpus:
                 await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
         elif isinstance(group, ReferenceGroup):
@@ -246,7 +248,7 @@ class WorkerLauncher:
         if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:
             return None
         # Ray's name of a GPU's type does not tell an A100 with 40 GB from one with 80.
-        gpu = self._trainer_gpu.get("policy") or self._cluster.gpu_memory()
+        gpu = self._policy_gpu or self._cluster.gpu_memory()
         return shared_engine(spec, gpu, Sizes()) if gpu else None
 
     def _spawn(self, name: str) -> ActorWorker[Any]:

@@ -51,13 +51,13 @@ def train_batch(groups: Sequence[GroupLengths], vocabulary: int, seed: int) -> t
     for number, group in enumerate(groups):
         prompt = rng.integers(0, vocabulary, group.prompt)
         for index, length in enumerate(group.responses):
-            samples.append(_sample(number, index, prompt, rng.integers(0, vocabulary, length)))
+            samples.append(train_row(number, index, prompt, rng.integers(0, vocabulary, length)))
             rows.append(TrainRow(group.prompt + length, length, True, group.prompt, number))
     return TrainSummary(tuple(rows)), pa.Table.from_pylist(samples, schema=TRAIN)
 
 
-def _sample(group: int, index: int, prompt: Any, response: Any) -> dict[str, Any]:
-    """A row of a TRAIN table."""
+def train_row(group: int, index: int, prompt: Any, response: Any) -> dict[str, Any]:
+    """A row of a TRAIN table; those with odd indices have a positive advantage, the others a negative one."""
     logprobs, zeros = [_LOGPROB] * len(response), [0.0] * len(response)
     return {
         "prompt_uid": f"group-{group}",

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import get_args
 
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.rollout_checks import find_problems
-from troupe.workers.contract.config import TransferBackend
 from troupe.workers.contract.messages import Peak
-
-_BACKEND = "weight_sync.backend"
+from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, backend_problem
 
 
 @dataclass(frozen=True)
@@ -131,13 +127,10 @@ def transfer_measures(transfers: Sequence[Transfer]) -> TransferMeasures:
 
 def by_backend(spec: RolloutSpec) -> dict[TransferBackend, RolloutSpec]:
     """The spec with each back-end that its workers can use."""
-    backends: tuple[TransferBackend, ...] = get_args(TransferBackend)
-    candidates: dict[TransferBackend, RolloutSpec] = {
-        name: spec.model_copy(update={"weight_sync": spec.weight_sync.model_copy(update={"backend": name})})
-        for name in backends
-    }
-    return {
-        name: candidate
-        for name, candidate in candidates.items()
-        if not any(field == _BACKEND for field, _ in find_problems(candidate))
-    }
+    url, shared = spec.weight_sync.url, spec.roles.rollout.colocate_with == "policy"
+    found: dict[TransferBackend, RolloutSpec] = {}
+    for row in BACKENDS.values():
+        if backend_problem(row.name, spec.device, shared) is None and (url is not None or not row.stores):
+            sync = spec.weight_sync.model_copy(update={"backend": row.name, "url": url if row.stores else None})
+            found[row.name] = spec.model_copy(update={"weight_sync": sync})
+    return found

@@ -42,7 +42,7 @@ class SyncReport:
     digest: str
     """Of the weights that were published or sent."""
     to_nodes: int = 0
-    """Bytes that were sent to other nodes through the object store."""
+    """Bytes that were sent to other nodes: of each, all weights or what had changed."""
 
 
 class WeightSync(Protocol):

@@ -221,8 +221,9 @@ def learning_rate(choices: Choices) -> dict[str, Any]:
     """The policy's learning rate and, where it falls, its schedule."""
     size = _parameters(choices)
     if not choices.offline:
-        rates = {"learning_rate": 1e-5 if size < _SMALL else 1e-6}
-        return {"learning_rate": 3e-5, "schedule": "linear"} if size < _TINY else rates
+        if size < _TINY:
+            return {"learning_rate": 3e-5, "schedule": "linear"}
+        return {"learning_rate": 1e-5 if size < _SMALL else 1e-6}
     if choices.algorithm in _GENTLE:
         return {"learning_rate": 5e-6 if size < _SMALL else 5e-7}
     return {"learning_rate": 1e-5}

@@ -163,7 +163,7 @@ def test_an_engine_on_a_shared_gpu_has_the_cache_of_the_plan_also_as_a_replaceme
     launcher = WorkerLauncher(spec, cast(Cluster, cluster))
     placements = place(role_sizes(spec))
     launcher._seats._seats = {f"{seat.role}-{seat.index}": (one, seat) for one in placements for seat in one.seats}
-    launcher._trainer_gpu["policy"] = reported * GIB
+    launcher._policy_gpu = reported * GIB
     for _ in range(2):
         launcher._spawn("rollout-3")
     first, replacement = (config.kv_cache_bytes for config in cluster.configs)

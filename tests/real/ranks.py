@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from troupe.workers.contract.config import Rendezvous
+
+if TYPE_CHECKING:
+    from troupe.workers.policy import PolicyWorker
 
 _IMPORTED_AHEAD = [
     *("troupe.workers.policy", "troupe.workers.critic", "deepspeed", "torch._dynamo", "tests.real.models"),
@@ -23,6 +31,26 @@ def rank_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_AHEAD)
     return context
+
+
+def meet(worker: PolicyWorker, rank: int, world: int, addresses: Any) -> Rendezvous:
+    """Where the ranks of a group meet; rank 0 opens it and tells the others through the queue `addresses`."""
+    if rank == 0:
+        opened = worker.rendezvous()
+        for _ in range(world):
+            addresses.put(opened)
+    address, port = addresses.get(timeout=60)
+    return Rendezvous(address=address, port=port, rank=rank, world_size=world)
+
+
+@contextmanager
+def reported(rank: int, out: Path) -> Iterator[None]:
+    """The body of a rank's process: why it failed is written to `out`."""
+    try:
+        yield
+    except BaseException:
+        (out / f"error-{rank}.txt").write_text(traceback.format_exc())
+        raise
 
 
 def wait_for_ranks(ranks: Sequence[BaseProcess], out: Path, timeout_s: float) -> None:

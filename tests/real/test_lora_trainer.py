@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.real.models import save_llama
-from tests.real.ranks import rank_context, wait_for_ranks
+from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
 from tests.real.test_trainer import MANY_BATCHES, TWO_RANKS, batch, equal, rank_plan, weights_of
 from troupe.workers.contract.config import (
     AdvantageConfig,
@@ -26,7 +25,6 @@ from troupe.workers.contract.config import (
     ModelConfig,
     PolicyConfig,
     PolicyLossConfig,
-    Rendezvous,
     SamplingConfig,
     TrainerConfig,
 )
@@ -207,14 +205,9 @@ class Scenario:
 def rank_main(rank: int, world: int, model: str, out: Path, before: Path | None, addresses: Any) -> None:
     """Entry of the process of one rank."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
-    try:
+    with reported(rank, out):
         worker = PolicyWorker(config(model, 0, "float32"), "policy")
-        if rank == 0:
-            address_and_port = worker.rendezvous()
-            for _ in range(world):
-                addresses.put(address_and_port)
-        address, port = addresses.get(timeout=60)
-        worker.join(Rendezvous(address=address, port=port, rank=rank, world_size=world))
+        worker.join(meet(worker, rank, world, addresses))
         scenario = Scenario(rank, world, model, out)
         last = out.name.startswith("last")
         for stage, dtype in CASES:
@@ -226,9 +219,6 @@ def rank_main(rank: int, world: int, model: str, out: Path, before: Path | None,
             scenario.refusals()
         worker.close()
         (out / f"facts-{rank}.json").write_text(json.dumps(scenario.facts))
-    except BaseException:
-        (out / f"error-{rank}.txt").write_text(traceback.format_exc())
-        raise
 
 
 @pytest.fixture(scope="module")

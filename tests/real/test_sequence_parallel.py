@@ -6,7 +6,6 @@ that both cases differ in nothing else.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from transformers import (
 )
 
 from tests.real.models import save_llama
-from tests.real.ranks import rank_context, wait_for_ranks
+from tests.real.ranks import rank_context, reported, wait_for_ranks
 from tests.real.test_trainer import (
     LOSS_TOKENS,
     PIECES,
@@ -317,16 +316,13 @@ def gradients(module: torch.nn.Module, reduces: bool) -> list[torch.Tensor]:
 
 def rank_main(rank: int, world: int, port: int, model: str, out: Path) -> None:
     """Entry of the process of one rank."""
-    try:
+    with reported(rank, out):
         torch.set_num_threads(1)
         join_group(Rendezvous(address="127.0.0.1", port=port, rank=rank, world_size=world), "cpu")
         scenarios = Scenarios(rank, world, model, out)
         scenarios.run()
         leave_group()
         torch.save(scenarios.found, out / f"found-{rank}.pt")
-    except BaseException:
-        (out / f"error-{rank}.txt").write_text(traceback.format_exc())
-        raise
 
 
 def run_ranks(world: int, model: str, out: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.real import transfers
 from tests.real.models import save_llama
 from tests.real.poison import poisoned
-from tests.real.ranks import rank_context, wait_for_ranks
+from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
 from troupe.workers.contract.config import (
@@ -36,7 +35,6 @@ from troupe.workers.contract.config import (
     ModelConfig,
     PolicyConfig,
     PolicyLossConfig,
-    Rendezvous,
     SamplingConfig,
     TrainerConfig,
     TransferBackend,
@@ -477,21 +475,13 @@ class Scenario:
 def rank_main(rank: int, world: int, model: str, out: Path, other: Path, addresses: Any) -> None:
     """Entry of the process of one rank."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
-    try:
+    with reported(rank, out):
         worker = PolicyWorker(policy_config(model, *CASES[0]), "policy")
-        if rank == 0:
-            address_and_port = worker.rendezvous()
-            for _ in range(world):
-                addresses.put(address_and_port)
-        address, port = addresses.get(timeout=60)
-        worker.start(Rendezvous(address=address, port=port, rank=rank, world_size=world))
+        worker.start(meet(worker, rank, world, addresses))
         scenario = Scenario(rank, world, model, out, other)
         scenario.run(worker)
         worker.close()
         (out / f"facts-{rank}.json").write_text(json.dumps(scenario.facts))
-    except BaseException:
-        (out / f"error-{rank}.txt").write_text(traceback.format_exc())
-        raise
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import gc
 import json
 import multiprocessing
 import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.real.models import save_llama
-from tests.real.ranks import wait_for_ranks
+from tests.real.ranks import reported, wait_for_ranks
 from troupe.workers.contract.config import Dtype, ModelConfig, Rendezvous, TrainerConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.models.capabilities import adapt
@@ -229,16 +228,13 @@ class Scenario:
 
 def rank_main(models: Path, out: Path, rank: int, port: int) -> None:
     """Entry of the process of one rank."""
-    try:
+    with reported(rank, out):
         torch.set_num_threads(1)
         join_group(Rendezvous(address="127.0.0.1", port=port, rank=rank, world_size=WORLD), "cpu")
         scenario = Scenario(models, out, rank)
         scenario.run()
         (out / f"facts-{rank}.json").write_text(json.dumps(scenario.facts))
         leave_group()
-    except BaseException:
-        (out / f"error-{rank}.txt").write_text(traceback.format_exc())
-        raise
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def configured_ends(folder: Path) -> list[int]:
             try:
                 found: Any = json.loads((folder / name).read_bytes())
             except ValueError:
-                return []  # vLLM refuses such a folder
+                return []  # an export replaces such a file, and names the template's end in it
             return _ids(found) if isinstance(found, Mapping) else []
     return []
 

@@ -18,7 +18,7 @@ class _Ended(BaseException):
 
 
 class _Call(threading.Thread):
-    """A call on a thread of its own."""
+    """A call on a separate thread."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__(name="time-limit", daemon=True)

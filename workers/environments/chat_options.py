@@ -1,7 +1,7 @@
 """Options of the chat-completions protocol: those that the endpoint honours, and the reasons against others.
 
-An option that would change a response is honoured or refused, never ignored: an agent would be trained on responses
-that it did not ask for.
+An option that would change a response is honoured or refused, not ignored: an agent would be trained on responses that
+it did not ask for. The exceptions are the temperature and its kin, which clients always send: the spec decides them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def cut_observation(text: str, longest: int, prompts: Sequence[str]) -> str:
 
     Args:
         text: The message.
-        longest: Most characters of its own.
+        longest: Most characters besides those of the prompts.
         prompts: Texts of the prompt's messages.
     """
     if len(text) <= longest:

@@ -24,8 +24,8 @@ from troupe.workers.weights.shared_memory import NOTHING, Bytes
 
 WORD = np.dtype("<u2")
 DENSE_SHARE = 1 / 32
-"""Share of changed words above which the whole payload is sent. At this share encoding and applying take as long as
-sending and writing everything at 10 Gbit/s."""
+"""Share of changed words above which the whole payload is sent. An estimate from the processor time of the steps: about
+here, encoding and applying take as long as sending and writing everything at 10 Gbit/s."""
 _LEAST_WORDS = 1 << 20
 """Words that are compared before a share counts."""
 _SPAN = 1 << 24

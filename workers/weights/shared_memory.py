@@ -80,13 +80,8 @@ def open_for_change(path: Path) -> Iterator[tuple[int, int]]:
         FileNotFoundError: the file does not exist.
         BlockingIOError: a reader still uses the file.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | _no_links(path))
-    try:
-        size = _checked_size(fd, path)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield fd, size
-    finally:
-        _unlock(fd)
+    with _locked(path, os.O_RDWR, fcntl.LOCK_EX) as opened:
+        yield opened
 
 
 @contextmanager
@@ -98,10 +93,17 @@ def open_for_reading(path: str | Path) -> Iterator[tuple[int, int]]:
         FileNotFoundError: the file does not exist.
         BlockingIOError: the file is being written.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _no_links(path))
+    with _locked(path, os.O_RDONLY, fcntl.LOCK_SH) as opened:
+        yield opened
+
+
+@contextmanager
+def _locked(path: str | Path, access: int, lock: int) -> Iterator[tuple[int, int]]:
+    """(descriptor, size in bytes) of an existing file, locked without waiting until the context ends."""
+    fd = os.open(path, access | os.O_CLOEXEC | _no_links(path))
     try:
         size = _checked_size(fd, path)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, lock | fcntl.LOCK_NB)
         yield fd, size
     finally:
         _unlock(fd)

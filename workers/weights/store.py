@@ -1,7 +1,7 @@
 """Weights through an object store: written there once by the policy, read from there by one engine of each node.
 
 The store (S3, Google Cloud Storage, or a folder that all nodes mount) replaces only the way of the bytes: each node has
-a file of its own, which is verified as any other. Every process of the policy has a folder under the URL, in which only
+a separate file, which is verified as any other. Every process of the policy has a folder under the URL, in which only
 the last version stays.
 """
 
@@ -25,7 +25,7 @@ class StoreFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes in an object store, in the place of the bytes themselves."""
+    """Where bytes are in an object store."""
 
     url: str
     """URL of the store, with its options."""

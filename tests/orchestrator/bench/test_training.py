@@ -64,11 +64,18 @@ def test_what_no_part_of_an_update_explains_is_its_transfer() -> None:
 
 def test_back_ends_that_the_workers_cannot_use_are_left_out() -> None:
     on_cpus = by_backend(point().spec)
-    assert {"shm", "gloo"} <= on_cpus.keys() and not {"ipc", "nccl"} & on_cpus.keys()
+    assert set(on_cpus) == {"shm", "gloo"}, "store needs a URL"
     assert all(spec.resolved_backend() == name for name, spec in on_cpus.items())
     on_gpus = ["roles.rollout.gpus=1", "roles.policy.gpus=1"]
     apart = by_backend(load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", on_gpus))
-    assert "nccl" in apart and not {"ipc", "gloo"} & apart.keys()
+    assert set(apart) == {"shm", "nccl"}
+    stored = ["weight_sync.backend=store", "weight_sync.url=file:///tmp/weights"]
+    with_store = by_backend(load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", stored))
+    assert {name: spec.weight_sync.url for name, spec in with_store.items()} == {
+        "shm": None,
+        "gloo": None,
+        "store": "file:///tmp/weights",
+    }
 
 
 @pytest.mark.parametrize("width", [40, 200])

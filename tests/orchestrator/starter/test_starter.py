@@ -173,7 +173,7 @@ def test_an_algorithm_with_a_critic_needs_two_gpus(tiny_model: Path) -> None:
         (250, "sft", {"learning_rate": 1e-5}),
     ],
 )
-def test_a_smaller_model_takes_a_higherlearning_rate(
+def test_a_smaller_model_takes_a_higher_learning_rate(
     layers: int, algorithm: str, rate: dict[str, Any], tmp_path: Path
 ) -> None:
     model = llama(tmp_path / "model", hidden=576, layers=layers, intermediate=1536)
