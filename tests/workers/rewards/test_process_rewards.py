@@ -189,7 +189,7 @@ from troupe.workers.rewards.steps import Steps
 def behave(response, answer, metadata):
     word, _, rest = response.partition(" ")
     if word == "noise":
-        for fd in range(3, 50):
+        for fd in range(3, 4096):
             try: os.write(fd, rest.encode() + b"\\n")
             except OSError: pass
     return {

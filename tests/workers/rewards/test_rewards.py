@@ -255,7 +255,7 @@ def behave(response, answer, metadata):
         os.posix_spawn("/bin/sleep", ["sleep", rest], {}); os._exit(1)
     if word == "print": print("hello from user code"); return 1
     if word == "noise":
-        for fd in range(3, 50):
+        for fd in range(3, 4096):
             try: os.write(fd, rest.encode() + b"\\n")
             except OSError: pass
         return 1
