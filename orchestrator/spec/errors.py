@@ -95,6 +95,10 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
     for item in items:
         if item["type"] == "missing" and item["loc"] in misspelt:
             continue
+        if item["type"] == "too_short" and any(
+            one["loc"][: len(item["loc"])] == item["loc"] != one["loc"] for one in items
+        ):
+            continue  # pydantic counts the entries that are valid
         kind, context = item["type"], item.get("ctx", {})
         path = _without_tags(item["loc"], data)
         if kind in ("union_tag_invalid", "union_tag_not_found"):

@@ -444,7 +444,7 @@ class RolloutSpec(RunSpec, frozen=True):
     @property
     def batch_description(self) -> str:
         """Size of a step's batch, as text."""
-        return f"{self.samples_per_step} samples"
+        return f"{'at most ' if len(self.group_sizes) > 1 else ''}{self.samples_per_step} samples"
 
     @property
     def scoring_temperature(self) -> float:
