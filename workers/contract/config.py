@@ -331,6 +331,14 @@ class RewardConfig(Frozen):
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
 
 
+class ScoringConfig(RewardConfig):
+    """Configuration of one reward worker: the rewards of the role, and those of data that have their own."""
+
+    sets: dict[str, tuple[RewardFunctionConfig, ...]] = Field(default_factory=dict)
+    """Reward functions by the path of the section that they belong to (`data.eval.math500`), used instead of the
+    role's functions and reward model."""
+
+
 class JudgeConfig(Frozen):
     """Configuration of one judge worker."""
 
