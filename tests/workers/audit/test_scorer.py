@@ -293,7 +293,7 @@ def adapter(base: Path, folder: Path, seed: int) -> Path:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return folder
 
 

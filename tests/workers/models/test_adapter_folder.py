@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -25,7 +26,7 @@ WEIGHT = "model.layers.1.mlp.down_proj.weight"
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama."""
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
     config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
     folder = tmp_path_factory.mktemp("base")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -43,7 +44,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             if parameter.requires_grad:
                 parameter += 0.2 * torch.randn_like(parameter)
     folder = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return folder
 
 
