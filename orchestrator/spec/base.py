@@ -28,6 +28,7 @@ from troupe.orchestrator.spec.sections import (
     RoleResources,
     TrainerRole,
 )
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConfig, ReferenceConfig
 
@@ -238,8 +239,9 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return []
 
     def with_model(self, path: Path) -> list[str]:
-        """Overrides (`--set`) that replace the trained model."""
-        return [f"model.path={json.dumps(str(path))}"]
+        """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""
+        field = "adapter" if (path / ADAPTER_CONFIG).is_file() else "path"
+        return [f"model.{field}={json.dumps(str(path))}"]
 
     def as_yaml(self) -> str:
         """The spec, with every default."""
