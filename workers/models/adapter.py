@@ -16,6 +16,7 @@ from troupe.workers.contract.adapter_config import SCORE, SCORES
 from troupe.workers.contract.config import ALL_LINEAR, LoraConfig
 from troupe.workers.models.adapter_files import PREFIX
 from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.partitioned import is_partitioned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,13 +98,16 @@ class Adapter:
     def as_started(self) -> Iterator[None]:
         """Inside the block the model is the one that training started from: without adapters, or with the first ones.
 
-        Parameters must be whole (no ZeRO-3) where training started from an adapter.
+        Raises:
+            RuntimeError: Training started from an adapter, and parameters are partitioned (ZeRO-3).
         """
         if not self._start:
             with self.off():
                 yield
             return
         own = dict(self.named_parameters())
+        if any(is_partitioned(own[name]) for name in self._start):
+            raise RuntimeError("the adapters that training started from cannot be used under ZeRO-3")
         trained = {name: own[name].data for name in self._start}
         for name, tensor in self._start.items():
             own[name].data = tensor.to(trained[name].device)
