@@ -76,9 +76,11 @@ class Adapter:
         """Take the tensors of an adapter as the ones that training starts from.
 
         Raises:
-            ValueError: They are not those that the model's adapters have.
+            ValueError: They are not those that the model's adapters have, or are of a reward model under ZeRO-3.
         """
         own = dict(self.named_parameters())
+        if adapter.config.get("task_type") == SCORES and any(map(is_partitioned, own.values())):
+            raise ValueError(f"{adapter.path}: the adapter of a reward model cannot be trained on under ZeRO-3")
         expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
         found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
         if adapter.config.get("task_type") != SCORES:  # a new head begins at 0
