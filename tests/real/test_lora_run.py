@@ -47,6 +47,7 @@ def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tmp_path: 
     assert max(event["bytes"] for event in published) < (tiny_model / "model.safetensors").stat().st_size / 4
     assert len({event["digest"] for event in published}) >= 15
     assert equal_steps(replayed(run.out, 5)) == [1, 2, 3, 4, 5]
+    assert run_troupe(tmp_path, "audit", str(run.out)).rstrip().endswith("passed")
     run_troupe(tmp_path, "export", str(run.out), str(tmp_path / "adapter"))
     run_troupe(tmp_path, "export", str(run.out), str(tmp_path / "whole"), "--merge")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
