@@ -180,10 +180,11 @@ class RolloutRun:
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
         auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.score_tokens)
         self._context.console.phase("audit", 0, 1)
+        adapter = None if spec.model.adapter is None else Path(spec.model.adapter)
+        if controller is None and spec.trains_adapters:
+            await weight_sync(spec, policy, self._pool, self._context.cluster).push(0)
         if found is None:
-            if controller is None and spec.trains_adapters:
-                await weight_sync(spec, policy, self._pool, self._context.cluster).push(0)
-            report = await auditor.run(AuditedWeights("the initial weights", 0, model))
+            report = await auditor.run(AuditedWeights("the initial weights", 0, model, adapter=adapter))
         else:
             await auditor.warm()
             sync = None if controller is None else controller.components.sync
@@ -191,7 +192,11 @@ class RolloutRun:
                 await self._load(found)
                 sync = weight_sync(spec, policy, self._pool, self._context.cluster)
             await sync.push(found.step)
-            weights = AuditedWeights(f"the checkpoint of step {found.step}", found.step, found.path / MODEL, model)
+            label, trained = f"the checkpoint of step {found.step}", found.path / MODEL
+            if spec.trains_adapters:
+                weights = AuditedWeights(label, found.step, model, adapter=trained, previous_adapter=adapter)
+            else:
+                weights = AuditedWeights(label, found.step, trained, model)
             report = await auditor.run(weights)
         await auditor.forget()
         self._context.console.phase("audit", 1, 1)

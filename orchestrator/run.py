@@ -176,8 +176,6 @@ def audit(request: RunRequest, console: Console) -> AuditReport:
 
     if request.spec.rollouts is None:
         raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
-    if request.resume and request.spec.trains_adapters:
-        raise UsageError("a checkpoint of adapters (roles.policy.lora) cannot be audited yet; name the spec instead")
     spec = one_engine(request.spec.rollouts)
     found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
     if request.resume and found is None:
@@ -224,9 +222,7 @@ async def _train_on_rollouts(
             controller = await parts.controller(store, found)
             if found is not None:  # the resume stands
                 spec.write(request.out / RESOLVED_SPEC)
-            if spec.audit.at_start and found is not None and spec.trains_adapters:
-                console.message("no audit: the weights of a resumed run with adapters cannot be audited yet")
-            elif spec.audit.at_start:
+            if spec.audit.at_start:
                 report = await unless_stopped(context.stop, parts.audit(local.spec, found, controller))
                 _say(console, report.lines())
                 (request.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
@@ -261,6 +257,8 @@ async def _train_offline(
 async def _evaluate_on_prompts(request: RunRequest, spec: RolloutSpec, console: Console) -> dict[str, float]:
     if spec.evaluation is None:
         raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
+    if spec.model.adapter is not None:
+        raise UsageError("model.adapter: an engine that evaluates loads no adapter; merge it (troupe export --merge)")
     spec = spec.without_adapters()
     request = replace(request, spec=spec)
     local = fetch(spec, console)

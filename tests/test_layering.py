@@ -71,7 +71,7 @@ OWNERS = {
     "deepspeed": ("workers.training",),
     "duckdb": ("orchestrator.reporting.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
-    "peft": ("workers.models.adapter",),
+    "peft": ("workers.audit.scorer", "workers.models.adapter"),
     "vllm": (
         "workers.rollout",
         "workers.measured_rollout",

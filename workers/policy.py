@@ -36,7 +36,6 @@ from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chun
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
-from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.step_length import HeldStep
@@ -74,10 +73,9 @@ class PolicyWorker(TrainingRank):
         if config.weight_store is not None and dist.get_rank() == 0:
             self._weight_store = WeightStore(config.weight_store, config.run_id)
         announce(Activity.MODEL)
-        model = load_causal(config.model, partitioner_for(config.model, config.trainer))
-        adapter = None if config.lora is None else ModelAdapter(model, config.lora, config.model, config.seed)
+        model = load_causal(self._below, partitioner_for(config.model, config.trainer))
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
-        self._train(module, model, model.dtype, adapter)
+        adapter = self._train(module, model, model.dtype)
         if adapter is not None and config.reference_model == config.model:
             self._base_of = adapter
         elif config.reference_model is not None:

@@ -126,7 +126,10 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     trained = size
     if rank.adapters:
         trained = replace(size, backbone=rank.adapters, head=0, largest=rank.adapters)
-        parts[device].append(Part("base model", width * size.parameters))
+        below = math.ceil(size.parameters / rank.ranks) if stage == 3 else size.parameters
+        parts[device].append(Part("base model", width * below))
+        if stage == 3 and rank.ranks > 1:
+            parts[device].append(Part("base layers", width * min(size.parameters, LIVE), "pass"))
     for where, part in zero_states(trained, width, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
         parts[where].append(part)
     if trainer.ema_decay:

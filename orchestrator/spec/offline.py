@@ -174,6 +174,7 @@ class OfflineSpec(RunSpec, frozen=True):
             total_updates=self.updates,
             seed=self.seed,
             device=self.device,
+            lora=self.roles.policy.lora,
         )
 
     def dispatch(self, rollout: Callable[[Any], T], offline: Callable[[OfflineSpec], T]) -> T:

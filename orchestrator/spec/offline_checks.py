@@ -14,6 +14,7 @@ from troupe.orchestrator.spec.checks import (
     template_problems,
     trainer_problems,
 )
+from troupe.orchestrator.spec.lora_checks import adapter_problems
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import ReferenceRole
@@ -88,6 +89,7 @@ def _devices(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
     yield from shard_problems(spec.roles.reference)
     yield from trainer_problems(spec.roles.trainers())
+    yield from adapter_problems(spec)
 
 
 def _data(spec: OfflineSpec) -> Iterator[Finding]:

@@ -244,13 +244,10 @@ class RolloutSpec(RunSpec, frozen=True):
         if self.roles.judge is not None:
             judge = self.roles.judge.tensor_parallel_size
             engines["roles.judge.model"] = ("roles.judge.tensor_parallel_size", judge)
-        adapters = [("roles.policy.lora", "is not supported for models with experts; train all weights")]
-        unfit = self.trains_adapters and "model" in models and preflight.has_experts(models["model"])
         return [
             *super().model_problems(models),
             *heads,
             *preflight.undivided_models(models, engines),
-            *(adapters if unfit else ()),
         ]
 
     def _algorithm_problems(self) -> Iterator[Finding]:
@@ -374,6 +371,7 @@ class RolloutSpec(RunSpec, frozen=True):
             total_updates=self.critic_updates,
             seed=self.seed,
             device=role.device,
+            lora=role.lora,
         )
 
     def reward_config(self) -> ScoringConfig:
@@ -400,11 +398,6 @@ class RolloutSpec(RunSpec, frozen=True):
     def trains(self) -> Literal["policy"]:
         """What kind of model the run writes."""
         return "policy"
-
-    @property
-    def trains_adapters(self) -> bool:
-        """See `RunSpec.trains_adapters`."""
-        return self.roles.policy.lora is not None
 
     @property
     def rollouts(self) -> RolloutSpec:

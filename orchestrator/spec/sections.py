@@ -117,6 +117,11 @@ class RolloutRole(EngineRole):
 class TrainerRole(TrainerConfig, RoleResources):
     """Workers that train a model: one DeepSpeed rank each."""
 
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the model's weights; null: train all weights. Engines load the adapters of
+    each version, and a reference that is colocated with the policy is the same model without them. A reward model's or
+    critic's head trains besides, whole."""
+
     @property
     def data_parallel_size(self) -> int:
         """Number of shares that the rows of a batch are divided into."""
@@ -138,9 +143,6 @@ class PolicyRole(TrainerRole):
     share_prompts: bool = True
     """Train the samples of a group behind one copy of their prompt where they are packed and it saves work; the result
     is the same to float tolerance."""
-    lora: LoraConfig | None = None
-    """Train low-rank adapters instead of the model's weights; null: train all weights. The engines load the adapters
-    of each version, and a reference that is colocated with the policy is the same model without them."""
 
 
 class CriticRole(TrainerRole):

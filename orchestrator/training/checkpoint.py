@@ -25,6 +25,7 @@ from typing import Any
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,6 @@ MODEL = "model"
 """Folder of a checkpoint that holds the policy as a Hugging Face model."""
 AVERAGE = "model-average"
 """Folder of a checkpoint that holds the moving average of its weights, if the run keeps one."""
-_ADAPTERS = "adapter_config.json"
-"""File of a folder that holds adapters."""
 _MERGE = "troupe.workers.training.merging:merge"
 _MERGE_S = 3600.0
 STATE = "state.json"
@@ -350,7 +349,7 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
 
 def has_adapters(model: Path) -> bool:
     """Whether the folder of a checkpoint's model holds adapters instead of a whole model."""
-    return (model / _ADAPTERS).is_file()
+    return (model / ADAPTER_CONFIG).is_file()
 
 
 def write_merged(source: Path, target: Path) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from troupe.workers.audit.older_weights import OlderWeights
-from troupe.workers.contract.audit import Floats, PromptDifference, ScoreRequest, TokenScores
+from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, Floats, PromptDifference, ScoreRequest, TokenScores
 from troupe.workers.data.plain_text import as_text
 from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 from troupe.workers.models.attention import choose_attention
@@ -82,7 +83,7 @@ def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
         raise ValueError(f"the trainer scored no tokens of {missing[0]}")
     rows = [_row(row) for row in rollouts]
     with torch.no_grad():
-        model = _load(request, request.weights, torch.float32)
+        model = _load_audited(request, torch.float32)
         exact, hypotheses, tempered, above = _score(request, model, rows)
         if request.thorough:
             hypotheses |= _thorough(request, model, rows)
@@ -136,6 +137,35 @@ def _load(request: ScoreRequest, folder: str, dtype: torch.dtype, attention: str
         experts_implementation="eager",  # others refuse float64
     )
     return loaded.eval()
+
+
+def _load_audited(request: ScoreRequest, dtype: torch.dtype, attention: str | None = "eager") -> PreTrainedModel:
+    """The model that sampler and trainer must have. An adapter stays beside the weights, by peft."""
+    model = _load(request, request.weights, dtype, attention)
+    return model if request.adapter is None else _with_adapter(model, request.adapter)
+
+
+def _with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    from peft import PeftModel
+
+    adapted: Any = PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
+    return adapted.get_base_model().eval()
+
+
+@contextmanager
+def _counted(model: PreTrainedModel, factor: float) -> Iterator[None]:
+    """Inside the block the model's adapter counts `factor` times."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    own = [dict(layer.scaling) for layer in layers]
+    for layer in layers:
+        layer.scaling = {name: factor * scaling for name, scaling in layer.scaling.items()}
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, own, strict=True):
+            layer.scaling = scaling
 
 
 def _run(
@@ -233,10 +263,10 @@ def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
     """Log-probs that differ from the scorer's by the rounding of the run's data type and head."""
     temperature = request.temperature
     if request.model.dtype == "float32":
-        other = _load(request, request.weights, torch.float64)
+        other = _load_audited(request, torch.float64)
     else:  # eager attention would round its weights to bfloat16, which no engine does
         attention = choose_attention(request.weights, request.model.trust_remote_code)
-        other = _load(request, request.weights, torch.bfloat16, attention)
+        other = _load_audited(request, torch.bfloat16, attention)
     head = other.get_output_embeddings()
     parts = []
     for row in rows:
@@ -250,7 +280,7 @@ def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
 
 
 def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]) -> dict[str, Floats]:
-    """Log-probs at other positions, and with older weights."""
+    """Log-probs at other positions, with older weights, and with other adapters."""
     found = {}
     for name in ("response+1", "response-1", "response from 0", "all+1"):
         found[f"positions:{name}"] = _pass(model, rows, request.temperature, name)
@@ -259,6 +289,13 @@ def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_Rollout
         for group in older.changed():
             with older.in_place(group):
                 found[f"weights:{group}"] = _pass(model, rows, request.temperature)
+    if request.adapter is not None:
+        for name, factor in ((MISSING, 0.0), (DOUBLED, 2.0)):
+            with _counted(model, factor):
+                found[f"adapter:{name}"] = _pass(model, rows, request.temperature)
+    if request.previous_adapter is not None:
+        older_model = _with_adapter(_load(request, request.weights, torch.float32), request.previous_adapter)
+        found[f"adapter:{STALE}"] = _pass(older_model, rows, request.temperature)
     return found
 
 

@@ -74,6 +74,10 @@ class ModelConfig(Frozen):
     """Folder with a Hugging Face model (config, safetensors, tokenizer), or its name on the hub (`org/name`)."""
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit of a model on the hub; null: main. A run is pinned to the commit. Folders have none."""
+    adapter: str | None = Field(default=None, min_length=1)
+    """Folder of an adapter (LoRA, peft's format) for the model, such as `troupe export` writes. Adapters that train
+    (`lora`) start from it, with the same rank, alpha and targets. Elsewhere it is added to the weights when they are
+    loaded, in float32 before rounding once."""
     dtype: Dtype = "bfloat16"
     """Data type of the weights and of matrix multiplications."""
     float32_head: bool = True
@@ -266,8 +270,8 @@ class LoraConfig(Frozen):
     """Layers that have an adapter, by the last part of their name, such as `[q_proj, v_proj]`; `all-linear`: every
     linear layer but the output head."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of an adapter's inputs that is dropped in training. Only 0 is supported: with dropout, the log-probs of an
-    update would not be those of the policy that sampled."""
+    """Share of an adapter's inputs that is dropped in training. Only 0 is supported: with dropout, an update would not
+    compute what the sampler and an evaluation compute."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases train besides. Only `none` is supported: vLLM loads no biases with an adapter."""
     rslora: bool = False
@@ -590,6 +594,8 @@ class CriticConfig(Frozen):
     total_updates: int
     seed: int
     device: Device
+    lora: LoraConfig | None = None
+    """Train adapters and the value head; None: train all weights."""
 
 
 class ReferenceConfig(Frozen):

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import RankPlan
+from troupe.workers.models.adapter_folder import add_folder
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.dropout import disable_dropout
@@ -58,7 +59,8 @@ def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> 
 
     Raises:
         OSError: the folder or its weights are missing.
-        ValueError: some weights are missing and would be random (a reward model has no output head).
+        ValueError: some weights are missing and would be random (a reward model has no output head), or the adapter
+            does not fit the model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -68,6 +70,7 @@ def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> 
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{config.path}: not a language model: no weights for {', '.join(missing[:5])}")
+    _add_adapter(model, config, partitioner)
     _prepared(model, partitioner)
     if config.computes_float32_logits:
         _multiply_in_float32(model)
@@ -100,6 +103,7 @@ def load_value(config: ModelConfig, partitioner: Partitioner | None = None) -> P
         raise ValueError(f"{config.path}: {type(model).__name__} has no linear head named score")
     if any(name.startswith("score.") for name in info["missing_keys"]):
         nn.init.zeros_(score.weight)
+    _add_adapter(model, config, partitioner)
     score.__class__ = Float32Head
     return _prepared(model, partitioner)
 
@@ -126,6 +130,17 @@ def _reading(config: ModelConfig, partitioner: Partitioner | None) -> AbstractCo
 
     found = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     return partitioner.reading(config.path, found.get_text_config().vocab_size)
+
+
+def _add_adapter(model: PreTrainedModel, config: ModelConfig, partitioner: Partitioner | None) -> None:
+    """Add the adapter of a model's configuration, if there is one, to its weights."""
+    if config.adapter is None:
+        return
+    if partitioner is not None:
+        raise ValueError(
+            f"{config.adapter}: an adapter cannot be added to a model that is partitioned while it is read"
+        )
+    add_folder(model, config.adapter, config.path)
 
 
 def _prepared(model: PreTrainedModel, partitioner: Partitioner | None) -> PreTrainedModel:
