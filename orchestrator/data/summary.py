@@ -67,7 +67,7 @@ def _parts(pool: Pool) -> list[str]:
     if pool.left_out:
         parts.append(f"{pool.left_out} removed because data.train has the same prompt (data.held_out)")
     if pool.repeated:
-        parts.append(f"{pool.repeated} of them repeat the prompt of an earlier row (dedupe: true leaves them out)")
+        parts.append(f"{pool.repeated} with the prompt of an earlier row (dedupe: true leaves them out)")
     if pool.deduped:
         parts.append(f"{pool.deduped} left out because an earlier row has the same prompt (dedupe)")
     if pool.bad_rows:
