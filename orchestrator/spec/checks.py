@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
@@ -16,6 +16,7 @@ from troupe.orchestrator.spec.sections import (
     ReasoningGymSource,
     ReferenceRole,
     RoleName,
+    SourceShare,
     TrainerRole,
 )
 from troupe.orchestrator.spec.tool_parsers import parser_problem
@@ -82,6 +83,16 @@ def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[
         yield "evaluation", "needs data.eval"
     if not (evaluation.every_steps or evaluation.at_start or evaluation.at_end):
         yield "evaluation", "never runs: set every_steps, at_start or at_end, or remove the section"
+
+
+def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
+    """Shares of the sources of `data.train` that cannot work together."""
+    names = [source.name for source in sources]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            yield f"data.train.{number}.name", f"two sources have the name '{name}'"
+    if sources and all(source.repeats for source in sources):
+        yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
 
 
 def output_problems(folder: str) -> Iterator[Finding]:
