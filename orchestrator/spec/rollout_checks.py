@@ -436,6 +436,8 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
         path = f"data.train.{number}"
         if source.group_size is not None and source.group_size < least:
             yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
+        if source.environment is not None and spec.roles.environment is None:
+            yield f"{path}.environment", "has no effect: there is no role environment; remove it"
         if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
             limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
             yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"

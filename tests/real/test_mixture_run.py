@@ -1,7 +1,8 @@
-"""A run on two sources with rewards of their own, killed and resumed: real Ray, vLLM and DeepSpeed."""
+"""A run on two sources with rewards of their own, one of them with episodes, killed and resumed, on the real stack."""
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,7 @@ from troupe.orchestrator.spec.load import load_rollout_spec
 
 TINY = ROOT / "deploy" / "specs" / "tiny-mixture.yaml"
 SPEC = load_rollout_spec(TINY)
-SIZES = {"sums": 8, "products": 4}
-LETTERS = {"vowels": "aeiou", "consonants": "bcdfghjklmnpqrstvwxyz"}
-LABELS = {"sums": "vowels", "products": "consonants"}
+SIZES = {"sums": 8, "games": 4}
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +53,25 @@ def test_a_killed_and_resumed_mixture_draws_each_prompt_of_its_order_once(run: R
 
 @pytest.mark.real
 def test_each_source_is_sampled_and_rewarded_as_it_says(run: Run) -> None:
+    """Sums are single responses with a share of vowels; games are episodes of two turns with the environment's reward."""
     for step in run.steps():
         for row in trajectories(run.out, step).to_pylist():
-            source = row["source"]
-            assert row["prompt_uid"].startswith(f"{source}-")
-            assert ("Answer with one number." in row["messages"]) is (source == "products")
-            assert len(row["response_ids"]) <= (4 if source == "products" else 6)
+            assert row["prompt_uid"].startswith(f"{row['source']}-")
             (component,) = row["components"]
-            assert component["name"] == LABELS[source]
-            assert row["reward"] == pytest.approx(share(row["response"], LETTERS[component["name"]]))
-
-
-def share(text: str, letters: str) -> float:
-    """Share of the letters of a text, by the definition of `letter_share`."""
-    return sum(c in letters for c in text) / len(text) if text else 0.0
+            if row["source"] == "sums":
+                text = row["response"]
+                assert (component["name"], row["conversation"]) == ("vowels", "")
+                assert len(row["response_ids"]) <= 6
+                assert row["reward"] == pytest.approx(sum(c in "aeiou" for c in text) / len(text) if text else 0.0)
+            else:
+                said = json.loads(row["conversation"])
+                turns = [turn["end"] - turn["start"] for turn in row["turns"] if turn["name"] == "assistant"]
+                assert said[0] == {"role": "system", "content": "Answer with one number."}
+                assert component["name"] == "environment"
+                assert row["reward"] in (0.0, 0.9, 1.0)
+                assert len(turns) <= 2 and max(turns) <= 4
+    last = run.metrics[-1]
+    assert last["episodes/turns"] <= 2 and last["episodes/failed"] == 0
 
 
 @pytest.mark.real
@@ -86,7 +90,7 @@ def test_the_counts_by_source_of_a_resumed_run_are_those_of_its_samples(run: Run
             assert line[f"source/{source}/dropped"] == 0
         solved = [row["reward"] >= 0.3 for row in rows if row["source"] == "sums"]
         assert line["source/sums/pass_rate"] == pytest.approx(sum(solved) / len(solved))
-        assert "source/products/pass_rate" not in line
+        assert "source/games/pass_rate" not in line
         assert ledger_balances(line)
     last = run.metrics[-1]
     assert sum(trained.values()) == last["ledger/trained"] == last["ledger/dispatched"]
@@ -95,6 +99,6 @@ def test_the_counts_by_source_of_a_resumed_run_are_those_of_its_samples(run: Run
 
 @pytest.mark.real
 def test_samples_are_selected_by_their_source(run: Run, tmp_path: Path) -> None:
-    found = run_troupe(tmp_path, "samples", str(run.out), "--where", "source = 'products'", "--limit", "1")
+    found = run_troupe(tmp_path, "samples", str(run.out), "--where", "source = 'games'", "--limit", "1")
     rows: list[dict[str, Any]] = [r for s in run.steps() for r in trajectories(run.out, s).to_pylist()]
-    assert f"1 of {sum(row['source'] == 'products' for row in rows)} samples" in found
+    assert f"1 of {sum(row['source'] == 'games' for row in rows)} samples" in found
