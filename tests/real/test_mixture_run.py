@@ -53,7 +53,7 @@ def test_a_killed_and_resumed_mixture_draws_each_prompt_of_its_order_once(run: R
 
 @pytest.mark.real
 def test_each_source_is_sampled_and_rewarded_as_it_says(run: Run) -> None:
-    """Sums are single responses with a share of vowels; games are episodes of two turns with the environment's reward."""
+    """Sums are single responses, rewarded by their vowels; games are episodes, rewarded by the environment."""
     for step in run.steps():
         for row in trajectories(run.out, step).to_pylist():
             assert row["prompt_uid"].startswith(f"{row['source']}-")
