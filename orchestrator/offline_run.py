@@ -7,7 +7,8 @@ from pathlib import Path
 
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.examples import ExamplePool
-from troupe.orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
+from troupe.orchestrator.data.mixture import PromptMixture
+from troupe.orchestrator.data.prompts import DataError, PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics, named
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.replay.step_recorder import StepKeeper
@@ -66,7 +67,7 @@ class OfflineRun:
             tokenized, table = await self._tokenize(held_out, "data.eval")
             evaluator = self._evaluator(tokenized, table)
             data |= _tokenized("eval", held_out, tokenized)
-        order = PromptSource(examples, spec.seed)
+        order = self._order(examples)
         ledger = Ledger()
         if found is not None:
             with found.restoring():
@@ -92,6 +93,16 @@ class OfflineRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         return Controller(spec, components, store, sinks, self._context.console, self._context.stop, done)
+
+    def _order(self, examples: Tokenized) -> PromptOrder:
+        """The order of examples. Raises DataError: no example of a source can be used."""
+        mixture = self._spec.data.mixture
+        if not mixture:
+            return PromptSource(examples, self._spec.seed)
+        for number, source in enumerate(mixture):
+            if source.name not in examples.parts:
+                raise DataError(f"data.train.{number}: no row of {source.name} fits the model")
+        return PromptMixture([examples.parts[source.name] for source in mixture], mixture, self._spec.seed)
 
     async def evaluator(self, pool: ExamplePool) -> ExampleEvaluator:
         """Held-out metrics of the current model on `data.eval`; on all of it unless the spec says otherwise."""
@@ -119,7 +130,8 @@ class OfflineRun:
         if summary.refused:
             words = f"{summary.refused} rows do not fit and are skipped"
             self._context.console.message(f"{label}: {words}; the first: {summary.problems[0]}")
-        return Tokenized(summary.usable, pool.digest), table
+        parts = {name: Tokenized(rows, pool.parts[name].digest) for name, rows in summary.sources.items()}
+        return Tokenized(summary.usable, pool.digest, parts), table
 
     def _maker(self, table: TableRef) -> BatchMaker:
         return BatchMaker(self._trainer, self._reference(), table, self._spec.schedule)

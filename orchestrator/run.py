@@ -244,7 +244,8 @@ async def _train_offline(
     examples = load_examples(local.spec)
     if found is not None:
         with found.restoring():
-            require_same_rows("data.train", found.state["source"], examples[0].digest)
+            for section, own, digest in drawn_rows(examples[0], found.state["source"]):
+                require_same_rows(section, own, digest)
     checks = _check_data(console, local.spec, named(*examples))
     async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
         await unless_stopped(context.stop, checks)

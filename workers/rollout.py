@@ -197,7 +197,7 @@ class RolloutWorker:
         if not 0 <= request.row < prompts.num_rows:
             raise IndexError(f"row {request.row} is outside the pool of {prompts.num_rows} prompts")
         prompt = prompts.slice(request.row, 1).to_pylist()[0]
-        if self._config.episode is not None:
+        if self._config.episode is not None and request.episodes:
             return await self._generate_episodes(request, prompt, self._config.episode)
         started = time.monotonic()
         try:

@@ -315,6 +315,7 @@ class RolloutScheduler:
                 seed=sampling_seed(self._seed, group.pick.prompt_uid),
                 candidates=True,
                 max_tokens=settings.max_tokens,
+                episodes=settings.episodes,
             )
             greedy = replace(request, samples=1, greedy=True, candidates=False)
             requests = [request, *([greedy] if self._greedy_baseline else [])]

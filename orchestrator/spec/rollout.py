@@ -67,6 +67,8 @@ class GroupSettings:
     """Longest response, in tokens; None: `sampling.max_tokens`."""
     rewards: str = ""
     """Key of the source's reward functions in the configuration of reward workers; empty: those of the role."""
+    episodes: bool = False
+    """Whether a sample is an episode in the environment; False: one response to its prompt."""
     solved_at: float | None = None
     """A sample with at least this reward counts as solved; None: the reward does not say."""
 
@@ -106,7 +108,7 @@ class RolloutSpec(RunSpec, frozen=True):
     def group_settings(self) -> tuple[GroupSettings, ...]:
         """How groups are sampled and scored, for each source of `data.train`."""
         if not self.data.mixture:
-            return (GroupSettings(self.group_size),)
+            return (GroupSettings(self.group_size, episodes=self.roles.environment is not None),)
         return tuple(self._of_source(number, source) for number, source in enumerate(self.data.mixture))
 
     def _of_source(self, number: int, source: MixedSource) -> GroupSettings:
@@ -115,7 +117,14 @@ class RolloutSpec(RunSpec, frozen=True):
             derived = self._solved_by_role if source.rewards is None else _right_or_wrong(source.rewards)
             solved_at = derived if curriculum is None else curriculum.solved_at
         own = "" if source.rewards is None else f"data.train.{number}"
-        return GroupSettings(source.group_size or self.group_size, source.name, source.max_tokens, own, solved_at)
+        return GroupSettings(
+            samples=source.group_size or self.group_size,
+            source=source.name,
+            max_tokens=source.max_tokens,
+            rewards=own,
+            solved_at=solved_at,
+            episodes=self.roles.environment is not None and source.environment != "none",
+        )
 
     @property
     def group_sizes(self) -> frozenset[int]:

@@ -13,6 +13,7 @@ from troupe.orchestrator.spec.checks import (
     changed,
     environment_problems,
     evaluation_problems,
+    mixture_problems,
     output_problems,
     shard_problems,
     shares_of,
@@ -429,19 +430,17 @@ def _data(spec: RolloutSpec) -> Iterator[Finding]:
 
 def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
     """Settings of the sources of a mixture that cannot work."""
-    names = [source.name for source in spec.data.mixture]
+    yield from mixture_problems(spec.data.mixture)
     least = algorithms.row_of(spec.algorithm).min_group_size
     for number, source in enumerate(spec.data.mixture):
         path = f"data.train.{number}"
-        if source.name in names[:number]:
-            yield f"{path}.name", f"two sources have the name '{source.name}'"
         if source.group_size is not None and source.group_size < least:
             yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
+        if source.environment is not None and spec.roles.environment is None:
+            yield f"{path}.environment", "has no effect: there is no role environment; remove it"
         if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
             limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
             yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"
-    if spec.data.mixture and all(source.repeats for source in spec.data.mixture):
-        yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
 
 
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:

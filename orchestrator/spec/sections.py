@@ -444,6 +444,9 @@ class MixedPrompts(SourceShare):
     """Samples per prompt; null: `algorithm.group_size`."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest response (of an episode: longest turn), in tokens, at most `sampling.max_tokens`; null: that."""
+    environment: Literal["none"] | None = None
+    """`none`: a sample is one response to its prompt, although the run has the role `environment`; null: it is an
+    episode there, if the run has that role."""
 
 
 class MixedFile(MixedPrompts, FileSource):

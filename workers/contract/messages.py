@@ -200,6 +200,8 @@ class GroupRequest:
     """Longest response, in tokens, where it is shorter than that of training."""
     forms: bool = True
     """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
+    episodes: bool = True
+    """Whether a sample is an episode, where the run has an environment; False: one response to its prompt."""
 
 
 @dataclass(frozen=True)

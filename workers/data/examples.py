@@ -193,6 +193,7 @@ def tokenize(
     rows = _Rows()
     problems: list[str] = []
     usable = refused = tokens = 0
+    sources: Counter[str] = Counter()
     for example in texts.to_pylist():
         try:
             prompt_ids, responses, masks = _encode(tokenizer, example, config)
@@ -216,7 +217,9 @@ def tokenize(
             )
             tokens += len(prompt_ids) + len(ids)
         usable += 1
-    return ExampleSummary(usable, tokens, refused, tuple(problems)), rows.table()
+        if (source := example.get("source")) is not None:
+            sources[source] += 1
+    return ExampleSummary(usable, tokens, refused, tuple(problems), dict(sources)), rows.table()
 
 
 def _encode(

@@ -226,12 +226,12 @@ def test_repeated_prompts_are_counted_and_left_out_on_request(tmp_path: Path) ->
     rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate("abacab")]
     counted = load_pool(jsonl(tmp_path, *rows))
     assert (counted.rows, counted.repeated, counted.deduped) == (6, 3, 0)
-    line = "data.train: 6 rows, 3 of them repeat the prompt of an earlier row (dedupe: true leaves them out)"
+    line = "data.train: 6 rows, 3 repeat an earlier one (dedupe: true leaves them out)"
     assert describe(named(counted, None)) == [line]
     once = load_pool(jsonl(tmp_path, *rows, dedupe=True))
     assert (once.rows, once.repeated, once.deduped) == (3, 0, 3)
     assert texts(once, "answer") == ["0", "1", "3"]  # the first row with each prompt
-    line = "data.train: 3 rows, 3 left out because an earlier row has the same prompt (dedupe)"
+    line = "data.train: 3 rows, 3 that repeat an earlier one left out (dedupe)"
     assert describe(named(once, None)) == [line]
 
 

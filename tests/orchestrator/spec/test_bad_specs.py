@@ -997,6 +997,28 @@ CPU_CASES += [
         "27: data.train: needs 1 or more entries, got 0",
         (ONE, "  train: []"),
     ),
+    mixed_case(
+        "mixed_no_environment",
+        "31: data.train.0.environment: has no effect: there is no role environment; remove it",
+        "repeats: 2",
+        "environment: none",
+    ),
+    mixed_case(
+        "mixed_environment_of_nobody",
+        "14: roles.environment: no source of data.train plays in it (environment: none); remove the role",
+        "repeats: 2",
+        "environment: none",
+        ("      rewards: [{name: length}]", "      environment: none"),
+        ("  reward:\n", "  environment: {name: guess_number}\n  reward:\n"),
+        ("  eval:\n    kind: jsonl\n    path: eval.jsonl\nevaluation:\n  every_steps: 2\n", ""),
+    ),
+    mixed_case(
+        "mixed_environment_reward",
+        "37: data.train.1.rewards.0.name: scores episodes only, but data.train.1 has none (environment: none)",
+        "rewards: [{name: length}]",
+        "environment: none\n      rewards: [{name: environment}]",
+        ("  reward:\n", "  environment: {name: guess_number}\n  reward:\n"),
+    ),
     case(
         "over_one_source",
         "31: data.curriculum.over_sources: needs several sources in data.train; remove it",
