@@ -122,8 +122,13 @@ def modules() -> tuple[Module, ...]:
     return tuple(found)
 
 
-def imports(module: Module) -> Iterator[Import]:
+@cache
+def imports(module: Module) -> tuple[Import, ...]:
     """Every import of a module. `from a import b` is an import of `a.b` if that is a module of the two packages."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[Import]:
     names = {other.name for other in modules()}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -141,11 +146,11 @@ def imports(module: Module) -> Iterator[Import]:
                 yield Import(full if full in names else target, module.location(node))
 
 
-def calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
+@cache
+def calls(module: Module) -> tuple[tuple[str, ast.Call], ...]:
     """Every call and the dotted name of the called function."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+    found = (node for node in ast.walk(module.tree) if isinstance(node, ast.Call))
+    return tuple((ast.unparse(node.func), node) for node in found)
 
 
 def belongs_to(target: str, package: str) -> bool:

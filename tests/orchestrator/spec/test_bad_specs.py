@@ -11,8 +11,10 @@ from typing import get_args
 
 import pytest
 
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.contract.reward_names import REWARD_FUNCTIONS
 from troupe.workers.contract.weight_backends import TransferBackend
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -375,8 +377,7 @@ CPU_CASES = [
     case(
         "reward_unknown",
         (
-            "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: environment, judge, exact_match, "
-            "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share, equations, python_tests; "
+            f"16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: {', '.join(REWARD_FUNCTIONS)}; "
             "your own: package.module:function)"
         ),
         ("      - name: exact_match", "      - name: zzz"),
@@ -439,8 +440,7 @@ CPU_CASES = [
         "process_of_one_reward",
         (
             "17: roles.reward.functions.0.process: dcpo takes one reward for a response; remove it or use one of "
-            "reinforce, actor_critic, actor_critic_gae, ppo, ppo_penalty, trpo, ppo_max, grpo, dr_grpo, rloo, remax, "
-            "reinforce_pp, reinforce_pp_baseline, dapo, gspo, gspo_token, cispo"
+            f"{', '.join(name for name in ALGORITHMS if name not in ('dcpo', 'raft', 'distill'))}"
         ),
         ("      - name: exact_match\n        weight: 1.0", "      - name: mine.rewards:judge\n        process: true"),
         ("  name: grpo", "  name: dcpo"),
