@@ -13,20 +13,21 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick
-from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError
+from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError, WorkerRaised
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
+from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.workers.contract.environments import OK
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
+from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, RewardSummary
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,9 @@ class _Open:
     running: bool = False
     """Whether it is being generated or scored."""
     started_at_version: int = 0
-    """Weight version of the engine at the start of the latest attempt."""
+    """Weight version of the engine at the start of the latest attempt, or of the attempt with the finished samples."""
+    finished: Samples | None = None
+    """Samples that are not sampled again: an earlier run has finished them, or all of them wait for their scores."""
     scored: ScoredGroup | None = None
 
 
@@ -105,8 +108,12 @@ class RolloutScheduler:
         self._order = 0
         self._opening = False
         """Whether a task that opens the free slots is running."""
+        self._groups: dict[str, _Open] = {}
+        """All open groups by prompt_uid, those of the batch that is being trained among them."""
         self._finished: list[_Open] = []
         """Scored groups that are not in a batch yet."""
+        self._batch: list[_Open] = []
+        """Groups of the batch that is being trained."""
         self._running: Counter[int] = Counter()
         """Number of running groups by the version at which they started; versions without any are absent."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,14 +123,76 @@ class RolloutScheduler:
         self._refused = 0
         self._without_signal = 0
         """Zero-advantage groups replaced since the last batch."""
-        self._lost_groups: list[OpenGroup] = ledger.open_groups()
+        self._in_checkpoint: list[OpenGroup] = ledger.open_groups()
+        """Groups that were open at the checkpoint from which the run resumes, until the start."""
+        self._kept: dict[str, GroupProgress] = {}
+        """What the checkpoint has of them, by prompt_uid."""
+
+    def restore(self, state: Mapping[str, int], groups: Sequence[GroupProgress]) -> int:
+        """Takes over what a checkpoint has of the groups that were open, before the start.
+
+        A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
+        reach, is sampled again as those of which the checkpoint has nothing.
+
+        Args:
+            state: A value of `state`; without a count, it is 0 (checkpoints of earlier versions).
+            groups: What there is of open groups.
+
+        Returns:
+            Finished samples that are not sampled again.
+        """
+        self._failed_samples = state.get("failed_samples", 0)
+        self._refused = state.get("refused", 0)
+        self._without_signal = state.get("without_signal", 0)
+        attempts = {group.prompt_uid: group.attempt for group in self._in_checkpoint}
+        usable = [
+            group
+            for group in sorted(groups, key=lambda group: group.started_at_version)
+            if attempts.get(group.prompt_uid) == group.attempt and group.fits(self._group_size)
+        ]
+        # As many groups as were open at one version or before fill the next batches, the oldest first.
+        for place, group in enumerate(usable):
+            trained_at = self.version + place // self._schedule.prompts_per_step
+            if trained_at - group.started_at_version <= self._schedule.max_staleness:
+                self._kept[group.prompt_uid] = group
+            else:
+                logger.warning("sampling %s again: its samples are too old for this spec", group.prompt_uid)
+        return sum(group.samples for group in self._kept.values())
+
+    def state(self) -> dict[str, int]:
+        """Counts since the last batch, JSON-ready."""
+        return {
+            "failed_samples": self._failed_samples,
+            "refused": self._refused,
+            "without_signal": self._without_signal,
+        }
+
+    def progress(self, running: Sequence[tuple[Sequence[FinishedSamples], TableRef]]) -> list[GroupProgress]:
+        """What exists of every open group that has finished samples, in order of dispatch.
+
+        Args:
+            running: What the engines have finished of the groups that run (`EnginePool.finished_samples`).
+        """
+        partial = {(one.prompt_uid, one.attempt): Samples(one, table) for own, table in running for one in own}
+        found: list[GroupProgress] = []
+        for uid, group in self._groups.items():
+            # The engine may have answered before it finished the rest.
+            parts = [part for part in (group.finished, partial.get((uid, group.attempt))) if part is not None]
+            finished = max(parts, key=lambda part: len(part.summary.samples), default=None)
+            if group.scored is not None or finished is not None:
+                found.append(GroupProgress(uid, group.attempt, group.started_at_version, group.scored, finished))
+        return found
 
     def start(self) -> None:
         """Opens all slots that the staleness limit allows; groups in flight at the last checkpoint come first."""
-        for lost in self._lost_groups:
+        for known in self._in_checkpoint:
             self._opened += 1
-            self._launch(PromptPick(lost.prompt_uid, lost.row), self._ledger.retry(lost.prompt_uid))
-        self._lost_groups = []
+            pick, progress = PromptPick(known.prompt_uid, known.row), self._kept.get(known.prompt_uid)
+            if progress is None:
+                self._launch(pick, self._ledger.retry(known.prompt_uid))
+            else:
+                self._continue(pick, progress)
+        self._in_checkpoint, self._kept = [], {}
         self._dispatch()
 
     async def next_batch(self, progress: Progress | None = None) -> list[ScoredGroup]:
@@ -150,6 +219,7 @@ class RolloutScheduler:
                 batch = [group.scored for group in ready if group.scored is not None]
                 taken = set(ready)
                 self._finished = [group for group in self._finished if group not in taken]
+                self._batch = ready
                 self._failed_samples = 0
                 self._refused = 0
                 self._without_signal = 0
@@ -159,6 +229,7 @@ class RolloutScheduler:
 
     def resample(self, groups: Sequence[ScoredGroup]) -> None:
         """Samples groups of the last batch again, because their data were lost before training."""
+        self._batch = []
         for group in groups:
             uid = group.summary.prompt_uid
             self._launch(PromptPick(uid, group.row), self._ledger.retry(uid))
@@ -166,6 +237,9 @@ class RolloutScheduler:
     def advance(self, version: int) -> None:
         """Records that the engines serve `version` and opens the slots that this frees."""
         self.version = version
+        for group in self._batch:
+            del self._groups[group.pick.prompt_uid]
+        self._batch = []
         self._dispatch()
 
     async def close(self) -> None:
@@ -218,9 +292,25 @@ class RolloutScheduler:
 
     def _launch(self, pick: PromptPick, attempt: int) -> None:
         """Starts the task of a group."""
-        group = _Open(self._order, pick, attempt)
+        self._create_task(pick.prompt_uid, self._run, self._open(pick, attempt))
+
+    def _continue(self, pick: PromptPick, progress: GroupProgress) -> None:
+        """Opens a group with what there is of it."""
+        group = self._open(pick, progress.attempt)
+        group.started_at_version, group.scored = progress.started_at_version, progress.scored
+        group.finished = progress.finished
+        if group.scored is not None:
+            group.scored = replace(group.scored, row=pick.row)
+            self._finished.append(group)
+        else:
+            # Its samples have an age while it waits for an engine too: `_ready` must not pass it over.
+            self._start(group, group.started_at_version)
+            self._create_task(pick.prompt_uid, self._run, group)
+
+    def _open(self, pick: PromptPick, attempt: int) -> _Open:
+        group = self._groups[pick.prompt_uid] = _Open(self._order, pick, attempt)
         self._order += 1
-        self._create_task(pick.prompt_uid, self._run, group)
+        return group
 
     def _create_task(self, name: str, work: Callable[..., Coroutine[object, object, None]], *args: object) -> None:
         task = asyncio.create_task(self._guard(work, *args), name=name)
@@ -245,6 +335,7 @@ class RolloutScheduler:
             except DataLost as error:
                 logger.warning("sampling %s again: %s", group.pick.prompt_uid, error)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
+                group.finished = None
                 self._stop(group)
         self._replace(group, f"its data were lost {self._failures.max_attempts} times", failed=True)
 
@@ -264,6 +355,7 @@ class RolloutScheduler:
         if summary.refused:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
+        group.finished = Samples(FinishedSamples(summary.prompt_uid, summary.attempt, summary.samples), rollouts)
         scored = await self._scorer.score(summary, rollouts, group.pick.row)
         if greedy:
             rewards, _ = await self._scorer.rewards.score(greedy[0][1])
@@ -284,11 +376,12 @@ class RolloutScheduler:
         Raises:
             WorkerError: The error of the last attempt.
         """
-        samples = self._group_size + self._greedy_baseline
         tries = 0
         while True:
+            done = () if group.finished is None else group.finished.summary.samples
+            samples = self._group_size - len(done) + self._greedy_baseline
             engine = await self._pool.acquire(samples)
-            self._start(group, engine.version)
+            self._start(group, engine.version if group.finished is None else group.started_at_version)
             request = GroupRequest(
                 prompt_uid=group.pick.prompt_uid,
                 row=group.pick.row,
@@ -296,13 +389,20 @@ class RolloutScheduler:
                 samples=self._group_size,
                 seed=sampling_seed(self._seed, group.pick.prompt_uid),
                 candidates=True,
+                finished=done,
             )
-            greedy = replace(request, samples=1, greedy=True, candidates=False)
-            requests = [request, *([greedy] if self._greedy_baseline else [])]
+            rows = None if group.finished is None else group.finished.rollouts
+            calls = [self._pool.generate(request, self._prompt_pool, engine, rows)]
+            if self._greedy_baseline:
+                greedy = replace(request, samples=1, greedy=True, candidates=False, finished=())
+                calls.append(self._pool.generate(greedy, self._prompt_pool, engine))
             try:
-                results = await gather_all(self._pool.generate(asked, self._prompt_pool, engine) for asked in requests)
+                results = await gather_all(calls)
             except WorkerError as error:
-                self._stop(group)
+                if isinstance(error, WorkerRaised):
+                    group.finished = None  # its rows may be what failed, or are lost with their node
+                if group.finished is None:
+                    self._stop(group)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
@@ -367,6 +467,7 @@ class RolloutScheduler:
     def _drop(self, group: _Open, reason: str) -> None:
         """Drops the remaining samples of the group and frees its slot."""
         self._stop(group)
+        del self._groups[group.pick.prompt_uid]
         self._ledger.drop_group(group.pick.prompt_uid, reason)
         self._opened -= 1
 
