@@ -410,7 +410,7 @@ class FakeReward:
         kept = []
         for number, (uid, _) in enumerate(request.groups):
             own = {table.kind: table for table in tables if uid in table.uids}
-            places = {kind: KeptTable(f"{kind}-{request.part:03d}-{number}", 0) for kind in own}
+            places = {kind: KeptTable(kind, f"{kind}-{request.part:03d}-{number}", 0) for kind in own}
             for kind, table in own.items():
                 (Path(folder) / places[kind].file).write_text(json.dumps(table))
             kept.append(places)
@@ -694,6 +694,9 @@ class FakeRun(ABC, Generic[SpecT]):
     def build(self) -> Controller:
         """Build the controller. Called inside the running event loop."""
 
+    async def take_over(self) -> None:
+        """Take over what the checkpoint has besides the state. Called inside the running event loop, after `build`."""
+
     def open_store(self) -> tuple[CheckpointStore, Checkpoint | None, Ledger]:
         """The run's checkpoints, the one to resume from, and the ledger as it was then."""
         store = CheckpointStore(self.out / "checkpoints", 2)
@@ -711,7 +714,9 @@ class FakeRun(ABC, Generic[SpecT]):
         """Run to the end."""
 
         async def run() -> RunOutcome:
-            return await self.build().run()
+            controller = self.build()
+            await self.take_over()
+            return await controller.run()
 
         return asyncio.run(run())
 
@@ -720,6 +725,7 @@ class FakeRun(ABC, Generic[SpecT]):
 
         async def run() -> RunOutcome:
             controller = self.build()
+            await self.take_over()
 
             async def stop() -> None:
                 while controller.version < version:

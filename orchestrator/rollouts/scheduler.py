@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -123,8 +123,8 @@ class RolloutScheduler:
         self._refused = 0
         self._without_signal = 0
         """Zero-advantage groups replaced since the last batch."""
-        self._in_checkpoint: list[OpenGroup] = ledger.open_groups()
-        """Groups that were open at the checkpoint from which the run resumes, until the start."""
+        self._in_checkpoint = deque(ledger.open_groups())
+        """Groups that were open at the checkpoint from which the run resumes, and that are not opened again yet."""
         self._kept: dict[str, GroupProgress] = {}
         """What the checkpoint has of them, by prompt_uid."""
 
@@ -185,14 +185,16 @@ class RolloutScheduler:
 
     def start(self) -> None:
         """Opens all slots that the staleness limit allows; groups in flight at the last checkpoint come first."""
+        left: deque[OpenGroup] = deque()
         for known in self._in_checkpoint:
-            self._opened += 1
-            pick, progress = PromptPick(known.prompt_uid, known.row), self._kept.get(known.prompt_uid)
-            if progress is None:
-                self._launch(pick, self._ledger.retry(known.prompt_uid))
-            else:
-                self._continue(pick, progress)
-        self._in_checkpoint, self._kept = [], {}
+            if (progress := self._kept.get(known.prompt_uid)) is not None:
+                self._opened += 1
+                self._continue(PromptPick(known.prompt_uid, known.row), progress)
+            elif self._free > 0:
+                self._reopen(known)
+            else:  # the spec has fewer slots than that of the checkpoint
+                left.append(known)
+        self._in_checkpoint, self._kept = left, {}
         self._dispatch()
 
     async def next_batch(self, progress: Progress | None = None) -> list[ScoredGroup]:
@@ -277,9 +279,17 @@ class RolloutScheduler:
     def _open_some(self) -> None:
         """Opens up to `_OPENED_AT_ONCE` free slots with the next prompts."""
         for _ in range(min(self._free, _OPENED_AT_ONCE)):
+            if self._in_checkpoint:
+                self._reopen(self._in_checkpoint.popleft())
+                continue
             self._opened += 1
             pick = self._next_prompt()
             self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self._group_size))
+
+    def _reopen(self, known: OpenGroup) -> None:
+        """Opens a slot for a group that was open at the checkpoint, as a new attempt."""
+        self._opened += 1
+        self._launch(PromptPick(known.prompt_uid, known.row), self._ledger.retry(known.prompt_uid))
 
     async def _open_the_rest(self) -> None:
         """Opens the remaining slots; other tasks run between two portions. Ends when no slot is free."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import pyarrow as pa
 
@@ -93,7 +92,7 @@ REWARDS = pa.schema(
 """Rewards of one group, from a reward worker."""
 
 
-def token_scores(column: Literal["ref_logprobs", "values", "old_logprobs"]) -> pa.Schema:
+def token_scores(column: str) -> pa.Schema:
     """Schema of a table with one float per response token, under the name `column`."""
     return pa.schema(
         [*IDENTITY, SEGMENT, pa.field(column, pa.list_(pa.float32()), nullable=False)], metadata=SCHEMA_METADATA
@@ -306,6 +305,8 @@ class KeepRequest:
 class KeptTable:
     """Where the rows of one group are."""
 
+    kind: str
+    """See `kind_of`."""
     file: str
     """Name of a Parquet file in the folder of the kept groups."""
     row_group: int

@@ -14,7 +14,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from troupe.workers.contract.messages import KeepRequest, KeptTable, identities, kind_of
+from troupe.workers.contract.messages import (
+    REWARDS,
+    ROLLOUTS,
+    KeepRequest,
+    KeptTable,
+    identities,
+    kind_of,
+    token_scores,
+)
 
 Kept = dict[str, KeptTable]
 """Where the tables of one group are, by kind."""
@@ -65,20 +73,23 @@ def keep_groups(folder: str | Path, request: KeepRequest, tables: Sequence[pa.Ta
                     files[kind] = _File(name, open_files.enter_context(writer))
                 file = files[kind]
                 file.writer.write_table(table, row_group_size=max(1, table.num_rows))
-                found[kind] = KeptTable(file.name, file.groups)
+                found[kind] = KeptTable(kind, file.name, file.groups)
                 file.groups += 1
             kept.append(found)
     return tuple(kept)
 
 
 def read_group(folder: str | Path, kept: KeptTable) -> pa.Table:
-    """The rows of one group from one file, with the schema they were written with.
+    """The rows of one group from one file.
 
     Raises:
         OSError, pa.ArrowInvalid: The file cannot be read.
+        ValueError: The table has other columns than tables of its kind have in this version.
     """
+    schemas = {"rollouts": ROLLOUTS, "rewards": REWARDS}
     with pq.ParquetFile(Path(folder) / kept.file) as file:
-        return file.read_row_group(kept.row_group)
+        # Without the numbers of the fields, which Parquet adds to the schema.
+        return file.read_row_group(kept.row_group).cast(schemas.get(kept.kind) or token_scores(kept.kind))
 
 
 def _rows_by_group(request: KeepRequest, tables: Sequence[pa.Table]) -> Mapping[tuple[str, int], dict[str, pa.Table]]:
