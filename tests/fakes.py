@@ -388,12 +388,12 @@ class FakeReward:
     async def connect_judge(self, judge: Judge) -> None:
         """Uses no judge."""
 
-    async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
+    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
         """One group."""
         await asyncio.sleep(0)
         (uid,), samples = rollouts.uids, rollouts.samples
-        rewards = _alternating(samples)
-        return RewardSummary(uid, rollouts.attempt, ("ok",) * samples, rewards, {"fake": rewards}), rollouts
+        given = _alternating(samples)
+        return RewardSummary(uid, rollouts.attempt, ("ok",) * samples, given, {"fake": given}), rollouts
 
     async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
         """Writes nothing."""
@@ -437,13 +437,13 @@ class FaultyReward(FakeReward):
         self.fail = fail or {}
         self.uniform = uniform
 
-    async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
+    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
         """One group."""
         uid = rollouts.uids[0]
         statuses = tuple(self.fail.get((uid, i), "ok") for i in range(rollouts.samples))
         differs = uid not in self.uniform
-        rewards = tuple(float(differs and i % 2) if s == "ok" else None for i, s in enumerate(statuses))
-        return RewardSummary(uid, rollouts.attempt, statuses, rewards, {"fake": rewards}), FakeTable("rewards", (uid,))
+        given = tuple(float(differs and i % 2) if s == "ok" else None for i, s in enumerate(statuses))
+        return RewardSummary(uid, rollouts.attempt, statuses, given, {"fake": given}), FakeTable("rewards", (uid,))
 
 
 class FakeTrainer:
@@ -543,6 +543,8 @@ class FakePolicy(FakeTrainer):
         """Those of them without loss."""
         self.candidates: list[tuple[tuple[str, int], ...]] = []
         """Those of them that come from other sources."""
+        self.sources: list[Mapping[str, str]] = []
+        """Source of every prompt of a batch, within which statistics are computed."""
         self.skip_updates = False
         self.kl_old: tuple[float, ...] = ()
         """KL(old || new) that the first updates find; 0 after them."""
@@ -563,6 +565,7 @@ class FakePolicy(FakeTrainer):
         self.prepared.append(request.keep)
         self.masked.append(request.masked)
         self.candidates.append(request.candidates)
+        self.sources.append(request.sources)
         table = FakeTable("train", tuple(uid for uid, _ in request.keep))
         return TrainSummary(self._rows(request), {"advantages/std": 1.0}), table
 

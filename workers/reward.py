@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig
+from troupe.workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
 from troupe.workers.contract.environments import OK, cause_of
 from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.messages import (
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from troupe.workers.rewards.model import RewardModel
 
 MODEL_LABEL = "reward_model"
+Component = EnvironmentReward | JudgeReward | RewardProcess
+"""What computes one component of a reward from samples."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,21 @@ def _counted(failures: Iterable[tuple[str, str]]) -> tuple[Fault, ...]:
     return tuple(faults.values())
 
 
+class _Rewards:
+    """The components of one reward; components of several rewards may share a process."""
+
+    def __init__(self, config: RewardConfig, component: Callable[[RewardFunctionConfig, int], Component]) -> None:
+        self.labels = component_labels(config)
+        model_weight = (config.model_weight,) if config.model else ()
+        self.weights = (*(function.weight for function in config.functions), *model_weight)
+        same = [function.model_copy(update={"weight": 1.0, "label": ""}) for function in config.functions]
+        before = [same[:number].count(function) for number, function in enumerate(same)]
+        self.functions = [component(function, n) for function, n in zip(config.functions, before, strict=True)]
+        self.has_model = config.model is not None
+        self.gives_steps = any(function.process for function in config.functions)
+        self.splits_text = any(f.process and f.name != ENVIRONMENT_REWARD for f in config.functions)
+
+
 class RewardWorker:
     """Scores groups of samples. Every reward function runs in its own process."""
 
@@ -163,7 +180,7 @@ class RewardWorker:
         """Set up the components.
 
         Args:
-            config: Reward functions and reward model.
+            config: Reward functions and reward model; a `ScoringConfig` has further reward functions by name.
             name: Name of the worker.
             device: Device of the reward model.
             policy: The model whose tokenizer made the responses; needed for process rewards, and to know whether its
@@ -174,16 +191,21 @@ class RewardWorker:
         self.name = name
         self.device: Device = device
         self.policy = policy
-        self.labels = component_labels(config)
-        model_weight = (config.model_weight,) if config.model else ()
-        self.weights = (*(function.weight for function in config.functions), *model_weight)
-        self._functions = [_component(function, config.memory_limit_mib) for function in config.functions]
-        self._processes = [function for function in self._functions if isinstance(function, RewardProcess)]
-        self._judges = [function for function in self._functions if isinstance(function, JudgeReward)]
+        self._components: dict[str, Component] = {}
+        """By what their outcomes depend on, which is neither weight nor label."""
+        own = {name: RewardConfig(functions=functions) for name, functions in _sets(config).items()}
+        self._rewards = {name: _Rewards(part, self._component) for name, part in {"": config, **own}.items()}
+        self._processes = [part for part in self._components.values() if isinstance(part, RewardProcess)]
+        self._judges = [part for part in self._components.values() if isinstance(part, JudgeReward)]
         self._model: RewardModel | None = None
-        self._gives_steps = any(function.process for function in config.functions)
-        self._splits_text = any(f.process and f.name != ENVIRONMENT_REWARD for f in config.functions)
         self._tokenizer: Any = None
+
+    def _component(self, function: RewardFunctionConfig, before: int) -> Component:
+        """The component of a function, `before` times used in the same reward: components of one run concurrently."""
+        key = f"{before} {function.model_dump_json(exclude={'weight', 'label'})}"
+        if key not in self._components:
+            self._components[key] = _component(function, self.config.memory_limit_mib)
+        return self._components[key]
 
     def start(self) -> WorkerHealth:
         """Load every function and the model, so that errors show before the run.
@@ -193,7 +215,7 @@ class RewardWorker:
             ValueError, OSError: the reward model or the policy's tokenizer cannot be loaded, or a judge's cache or key.
         """
         try:
-            if self._splits_text:
+            if any(rewards.splits_text for rewards in self._rewards.values()):
                 self._tokenizer = _load_tokenizer(self.policy)
             announce(Activity.FUNCTIONS)
             for process in self._processes:
@@ -219,45 +241,52 @@ class RewardWorker:
         for function in self._judges:
             function.connect(judge)
 
-    def score(self, rollouts: pa.Table) -> tuple[RewardSummary, pa.Table]:
+    def score(self, rollouts: pa.Table, rewards: str = "") -> tuple[RewardSummary, pa.Table]:
         """Score one group: from a ROLLOUTS table to a REWARDS table with one row per sample, in order of sample_index.
+
+        Args:
+            rollouts: The group's ROLLOUTS table.
+            rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
 
         Raises:
             ValueError: it is not a rollouts table, or not of exactly one group and attempt.
+            KeyError: there are no reward functions of this name.
             RuntimeError: there is a reward model, or there are process rewards, and `start` was not called.
             JudgeGone: the judge is being replaced.
         """
         started = time.perf_counter()
+        asked = self._rewards[rewards]
         rollouts = _samples_of(_check_group(rollouts))
         statuses = rollouts["episode_status"].to_pylist()
         played = [status == OK for status in statuses]
         # Episodes that have failed are not scored.
-        scored = self._components(rollouts.filter(pa.array(played))) if any(played) else [[] for _ in self.labels]
+        scored = self._outcomes(asked, rollouts.filter(pa.array(played))) if any(played) else [[] for _ in asked.labels]
         components = [_with_failed(outcomes, statuses) for outcomes in scored]
         per_sample = list(zip(*components, strict=True))
-        rewards = [
-            combine(self.labels, self.weights, outcomes) if status == OK else SampleReward(status, None)
+        combined = [
+            combine(asked.labels, asked.weights, outcomes) if status == OK else SampleReward(status, None)
             for outcomes, status in zip(per_sample, statuses, strict=True)
         ]
-        if self._gives_steps:
+        if asked.gives_steps:
             texts = rollouts.select(["response", "response_ids", "conversation", "tokens"]).to_pylist()
-            rewards = [self._with_spans(*parts) for parts in zip(rewards, per_sample, texts, strict=True)]
+            rows = zip(combined, per_sample, texts, strict=True)
+            combined = [self._with_spans(asked.weights, *parts) for parts in rows]
         identities = rollouts.select([field.name for field in IDENTITY]).to_pylist()
         summary = RewardSummary(
             prompt_uid=identities[0]["prompt_uid"],
             attempt=identities[0]["attempt"],
-            statuses=tuple(reward.status for reward in rewards),
-            rewards=tuple(reward.reward for reward in rewards),
+            statuses=tuple(reward.status for reward in combined),
+            rewards=tuple(reward.reward for reward in combined),
             components={
                 label: tuple(outcome.value for outcome in outcomes)
-                for label, outcomes in zip(self.labels, components, strict=True)
+                for label, outcomes in zip(asked.labels, components, strict=True)
             },
-            steps_differ=len({reward for sample in rewards for _, reward in sample.spans}) > 1,
-            faults=(*find_faults(self.labels, scored), *episode_faults(statuses)),
+            steps_differ=len({reward for sample in combined for _, reward in sample.spans}) > 1,
+            faults=(*find_faults(asked.labels, scored), *episode_faults(statuses)),
             seconds=time.perf_counter() - started,
             peak=self._peak(),
         )
-        return summary, _rewards_table(identities, self.labels, rewards, per_sample)
+        return summary, _rewards_table(identities, asked.labels, combined, per_sample)
 
     def write_trajectories(self, path: str, step: int, *tables: pa.Table) -> int:
         """Join the tables of a step into one Parquet file; returns its rows. See `troupe.workers.data.trajectories`."""
@@ -292,18 +321,20 @@ class RewardWorker:
         functions = [process.pid for process in self._processes if process.pid is not None]
         return Peak(resident_peak(functions), 0 if self._model is None else self._model.gpu_peak())
 
-    def _components(self, rollouts: pa.Table) -> list[list[Outcome]]:
+    def _outcomes(self, asked: _Rewards, rollouts: pa.Table) -> list[list[Outcome]]:
         """Outcomes by component, then by sample. Functions run concurrently, the model on this thread."""
         samples = _samples(rollouts)
         with contextlib.ExitStack() as stack:
             futures = []
-            if self._functions:
-                pool = stack.enter_context(ThreadPoolExecutor(len(self._functions)))
-                futures = [pool.submit(function.score, samples) for function in self._functions]
-            model = [] if self.config.model is None else [self._loaded_model().score(rollouts)]
+            if asked.functions:
+                pool = stack.enter_context(ThreadPoolExecutor(len(asked.functions)))
+                futures = [pool.submit(function.score, samples) for function in asked.functions]
+            model = [self._loaded_model().score(rollouts)] if asked.has_model else []
             return [*(future.result() for future in futures), *model]
 
-    def _with_spans(self, reward: SampleReward, outcomes: Sequence[Outcome], row: dict[str, Any]) -> SampleReward:
+    def _with_spans(
+        self, weights: Sequence[float], reward: SampleReward, outcomes: Sequence[Outcome], row: dict[str, Any]
+    ) -> SampleReward:
         """The reward with its process rewards, or a failed reward that says why there are none."""
         if reward.reward is None:
             return reward
@@ -314,7 +345,7 @@ class RewardWorker:
             return ends if row["conversation"] else token_counts(ends, text, ids, self._decode)
 
         try:
-            spans = reward_spans(self.weights, outcomes, row["tokens"], counts)
+            spans = reward_spans(weights, outcomes, row["tokens"], counts)
         except ValueError as error:
             return SampleReward(f"steps: {error}", None)
         return replace(reward, spans=spans)
@@ -331,9 +362,12 @@ class RewardWorker:
         return self._model
 
 
-def _component(
-    function: RewardFunctionConfig, memory_limit_mib: int
-) -> EnvironmentReward | JudgeReward | RewardProcess:
+def _sets(config: RewardConfig) -> dict[str, tuple[RewardFunctionConfig, ...]]:
+    """Further reward functions of a worker, by name."""
+    return config.sets if isinstance(config, ScoringConfig) else {}
+
+
+def _component(function: RewardFunctionConfig, memory_limit_mib: int) -> Component:
     if function.name == ENVIRONMENT_REWARD:
         return EnvironmentReward(function)
     if function.name == JUDGE_REWARD:

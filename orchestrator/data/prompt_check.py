@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.data.prompts import Pool
-from troupe.orchestrator.data.summary import Pools
+from troupe.orchestrator.data.summary import Pools, by_source
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.workers.isolation.probe import ProbeFailed, ask
@@ -56,9 +56,9 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()
     # `data.eval`, the smaller one, comes first: where the time ends, less is left out.
-    messages: dict[str, list[str]] = {
-        name: _first(pools[name], "messages", most) for name in ("eval", "train") if name in pools
-    }
+    parts = by_source(pools)
+    sections = [name for name in parts if name == "eval"] + [name for name in parts if name not in ("eval", "ptx")]
+    messages: dict[str, list[str]] = {name: _first(parts[name], "messages", most) for name in sections}
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}
     try:
@@ -73,16 +73,17 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found[name] = classify(name, own, template, spec.prompt_room, _first(pools[name], "origin", most))
-    checks = [found[name] for name in ("train", "eval") if name in found]
+        found[name] = classify(name, own, template, spec.prompt_room, _first(parts[name], "origin", most))
+    checks = [found[name] for name in (*sections[1:], *sections[:1])] if "eval" in found else [*found.values()]
     problems: dict[str, str] = {}
     for path, problem in (finding for check in checks for finding in check.problems):
         problems.setdefault(path, problem)  # what is wrong for both is said once
-    return PromptCheck(
-        tuple(problems.items()),
-        (*notes, *(line for check in checks for line in check.lines)),
-        {name: count for check in checks for name, count in check.refused.items()},
-    )
+    refused: dict[str, int] = {}
+    for section, count in (item for check in checks for item in check.refused.items()):
+        whole = section.partition(".")[0]  # of a mixture
+        refused[whole] = refused.get(whole, 0) + count
+    lines = (*notes, *(line for check in checks for line in check.lines))
+    return PromptCheck(tuple(problems.items()), lines, refused)
 
 
 def _answers(pools: Pools, most: int) -> Iterator[str]:
@@ -111,7 +112,7 @@ def classify(
     """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line.
 
     Args:
-        name: Name of the prompts' section in `data`.
+        name: The prompts' section in `data`, of a mixture with the source.
         replies: Length of each prompt in tokens, or why it has none.
         template: The field that decides how prompts are rendered.
         room: Tokens that a prompt may have.

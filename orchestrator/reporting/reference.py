@@ -17,7 +17,7 @@ PHASES = ("generate", "prepare", "update", "sync", "evaluate", "checkpoint")
 """What `PHASE` in a pattern stands for: the phases of `seconds/PHASE` and `utilisation/PHASE`."""
 
 _PLACEHOLDERS = {"TRAINER": "|".join(TRAINERS), "ROLE": "|".join(table.NAMES), "PHASE": "|".join(PHASES)}
-_PLACEHOLDERS |= {"COMPONENT": ".+", "K": "[0-9]+"}
+_PLACEHOLDERS |= {"COMPONENT": ".+", "K": "[0-9]+", "SOURCE": "[a-z0-9-]+"}
 _PLACEHOLDER = re.compile(r"[A-Z]+")
 
 

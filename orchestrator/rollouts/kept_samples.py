@@ -40,6 +40,8 @@ _PER_PART = 16
 """Groups in the same files: a damaged file costs these."""
 _NOT_OF_SAMPLES = frozenset(ScaledRole.model_fields)
 """Fields of a role that say where and how often it runs."""
+_OF_SOURCE = {"name", "group_size", "max_tokens", "rewards"}
+"""Fields of a mixture's source that its samples depend on."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ _JSON = TypeAdapter(KeptGroups)
 
 def fingerprint(spec: RolloutSpec) -> str:
     """Digest of what the spec says about sampling and scoring, without numbers of workers and their resources."""
-    roles = spec.roles
+    roles, mixture = spec.roles, spec.data.mixture
     scoring = {
         name: None
         if role is None
@@ -91,6 +93,7 @@ def fingerprint(spec: RolloutSpec) -> str:
         "algorithm": spec.algorithm.model_dump(mode="json", exclude_defaults=True),
         "max_model_len": roles.rollout.max_model_len,
         "critic": roles.critic is not None,
+        "sources": [source.model_dump(mode="json", include=_OF_SOURCE, exclude_defaults=True) for source in mixture],
         **scoring,
     }
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -20,11 +20,12 @@ from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError, WorkerRaised
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
-from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, RewardSummary
@@ -86,11 +87,26 @@ class RolloutScheduler:
         prompt_pool: TableRef,
         version: int = 0,
         observe: Observe | None = None,
+        settings: RowTable[GroupSettings] | None = None,
     ) -> None:
+        """Opens no group yet.
+
+        Args:
+            spec: The spec.
+            pool: The engines.
+            scorer: Scores finished groups.
+            ledger: Accounts for samples; its open groups are dispatched first.
+            next_prompt: The order of prompts.
+            prompt_pool: The table that they are rows of.
+            version: Version of the policy.
+            observe: Is told of groups that are replaced although they are scored.
+            settings: How groups are sampled, by the row of their prompt; None: all alike.
+        """
         self._schedule = spec.schedule
         self._failures = spec.failures
         self._seed = spec.seed
-        self._group_size = spec.group_size
+        self.settings = settings or RowTable.of((0,), spec.group_settings)
+        self._samples_per_step = spec.samples_per_step
         self._min_group = algorithms.row_of(spec.algorithm).min_group_size
         self._greedy_baseline = algorithms.advantage(spec.algorithm).baseline == "greedy"
         """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
@@ -144,11 +160,11 @@ class RolloutScheduler:
         self._failed_samples = state.get("failed_samples", 0)
         self._refused = state.get("refused", 0)
         self._without_signal = state.get("without_signal", 0)
-        attempts = {group.prompt_uid: group.attempt for group in self._in_checkpoint}
+        known = {group.prompt_uid: (group.attempt, self.settings[group.row].samples) for group in self._in_checkpoint}
         usable = [
             group
             for group in sorted(groups, key=lambda group: group.started_at_version)
-            if attempts.get(group.prompt_uid) == group.attempt and group.fits(self._group_size)
+            if (own := known.get(group.prompt_uid)) is not None and group.attempt == own[0] and group.fits(own[1])
         ]
         # As many groups as were open at one version or before fill the next batches, the oldest first.
         for place, group in enumerate(usable):
@@ -186,9 +202,9 @@ class RolloutScheduler:
     def start(self) -> None:
         """Opens all slots that the staleness limit allows; groups in flight at the last checkpoint come first."""
         left: deque[OpenGroup] = deque()
+        self._opened += len(self._kept)
         for known in self._in_checkpoint:
             if (progress := self._kept.get(known.prompt_uid)) is not None:
-                self._opened += 1
                 self._continue(PromptPick(known.prompt_uid, known.row), progress)
             elif self._free > 0:
                 self._reopen(known)
@@ -284,7 +300,7 @@ class RolloutScheduler:
                 continue
             self._opened += 1
             pick = self._next_prompt()
-            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self._group_size))
+            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.settings[pick.row].samples))
 
     def _reopen(self, known: OpenGroup) -> None:
         """Opens a slot for a group that was open at the checkpoint, as a new attempt."""
@@ -366,9 +382,10 @@ class RolloutScheduler:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
         group.finished = Samples(FinishedSamples(summary.prompt_uid, summary.attempt, summary.samples), rollouts)
-        scored = await self._scorer.score(summary, rollouts, group.pick.row)
+        functions = self.settings[group.pick.row].rewards
+        scored = await self._scorer.score(summary, rollouts, group.pick.row, functions)
         if greedy:
-            rewards, _ = await self._scorer.rewards.score(greedy[0][1])
+            rewards, _ = await self._scorer.rewards.score(greedy[0][1], functions)
             if rewards.rewards[0] is None:
                 self._replace(group, f"reward of the greedy response: {rewards.statuses[0]}", failed=True)
                 return
@@ -386,19 +403,21 @@ class RolloutScheduler:
         Raises:
             WorkerError: The error of the last attempt.
         """
+        settings = self.settings[group.pick.row]
         tries = 0
         while True:
             done = () if group.finished is None else group.finished.summary.samples
-            samples = self._group_size - len(done) + self._greedy_baseline
+            samples = settings.samples - len(done) + self._greedy_baseline
             engine = await self._pool.acquire(samples)
             self._start(group, engine.version if group.finished is None else group.started_at_version)
             request = GroupRequest(
                 prompt_uid=group.pick.prompt_uid,
                 row=group.pick.row,
                 attempt=group.attempt,
-                samples=self._group_size,
+                samples=settings.samples,
                 seed=sampling_seed(self._seed, group.pick.prompt_uid),
                 candidates=True,
+                max_tokens=settings.max_tokens,
                 finished=done,
             )
             rows = None if group.finished is None else group.finished.rollouts
@@ -431,7 +450,7 @@ class RolloutScheduler:
         replacements lasts (dynamic sampling).
         """
         failures = [(i, s) for i, s in enumerate(scored.rewards.statuses) if s != "ok"]
-        if self._group_size - len(failures) < self._min_group:
+        if len(scored.rewards.statuses) - len(failures) < self._min_group:
             self._replace(group, f"reward: {failures[0][1]}", failed=True)
             return
         for sample_index, status in failures:
@@ -469,7 +488,7 @@ class RolloutScheduler:
         logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)
         if failed:
-            self._count_failures(self._group_size)
+            self._count_failures(self.settings[group.pick.row].samples)
         else:
             self._count_refusal(reason)
         self._dispatch()
@@ -493,7 +512,7 @@ class RolloutScheduler:
     def _count_failures(self, samples: int) -> None:
         """Counts failed samples; raises BatchFailed if this step has too many."""
         self._failed_samples += samples
-        budget = self._failures.max_failed_fraction * self._schedule.prompts_per_step * self._group_size
+        budget = self._failures.max_failed_fraction * self._samples_per_step
         if self._failed_samples > budget:
             raise BatchFailed(
                 f"{self._failed_samples} samples of this step failed, more than failures.max_failed_fraction allows "

@@ -119,8 +119,12 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         self._judge_start_s = judge_start_s
         self._faults = FaultLog()
 
-    async def score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
+    async def score(self, rollouts: TableRef, rewards: str = "") -> tuple[RewardSummary, TableRef]:
         """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
+
+        Args:
+            rollouts: The group's ROLLOUTS table.
+            rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
 
         Returns:
             Rewards by sample, and a reference to the REWARDS table.
@@ -133,7 +137,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         while True:
             try:
                 summary, table = await self.call(
-                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts)
+                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards)
                 )
             except JudgeLost:
                 if asyncio.get_running_loop().time() > deadline:
@@ -283,21 +287,21 @@ class Scorer:
         self.rewards = rewards
         self.token_scorers = tuple(token_scorers)
 
-    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int) -> ScoredGroup:
+    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int, functions: str = "") -> ScoredGroup:
         """Scores one group with all of them concurrently.
 
         Args:
             summary: The group's summary.
             rollouts: The group's ROLLOUTS table.
             row: Row of the prompt in the prompt pool.
+            functions: Which reward functions (`RewardPool.score`).
 
         Raises:
             WorkerError: The first call that failed; the others are cancelled.
         """
         lengths = row_lengths(summary)
-        (rewards, reward_table), *tokens = await gather_all(
-            [self.rewards.score(rollouts), *(scorer.score(lengths, rollouts) for scorer in self.token_scorers)]
-        )
+        scorers = (scorer.score(lengths, rollouts) for scorer in self.token_scorers)
+        (rewards, reward_table), *tokens = await gather_all([self.rewards.score(rollouts, functions), *scorers])
         group = ScoredGroup(
             summary, rewards, rollouts, reward_table, tuple(ref for refs in tokens for ref in refs), row
         )

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
 from troupe.orchestrator.spec.migration import counterpart
+from troupe.orchestrator.spec.sections import LIST, SECTION
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the spec."""
@@ -94,6 +95,10 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
     for item in items:
         if item["type"] == "missing" and item["loc"] in misspelt:
             continue
+        if item["type"] == "too_short" and any(
+            one["loc"][: len(item["loc"])] == item["loc"] != one["loc"] for one in items
+        ):
+            continue  # pydantic counts the entries that are valid
         kind, context = item["type"], item.get("ctx", {})
         path = _without_tags(item["loc"], data)
         if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -196,7 +201,9 @@ def _without_tags(location: Path, data: Any) -> Path:
     path: list[str | int] = []
     node: Any = data
     for part in location:
-        if isinstance(node, dict) and part not in node and node.get("kind") == part:
+        if isinstance(node, dict) and part not in node and part in (node.get("kind"), SECTION):
+            continue
+        if part == LIST and not isinstance(node, dict):
             continue
         path.append(part)
         try:
@@ -210,6 +217,9 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
     """Names of the fields a section may have, given pydantic's location of it."""
     annotation: Any = root
     for part in location:
+        if part in (SECTION, LIST) and (forms := _of_form(annotation, part)):
+            annotation = forms
+            continue
         models = list(models_in(annotation))
         tagged = [model for model in models if part in _tags(model)]
         if tagged:
@@ -217,6 +227,15 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
         elif isinstance(part, str):
             annotation = next((m.model_fields[part].annotation for m in models if part in m.model_fields), None)
     return [name for model in models_in(annotation) for name in model.model_fields]
+
+
+def _of_form(annotation: Any, form: str | int) -> Any:
+    """The members of a union of a section and a list that have this form; None: it is no such union."""
+    members = [get_args(one)[0] if get_origin(one) is Annotated else one for one in get_args(annotation)]
+    lists = [member for member in members if get_origin(member) is tuple]
+    if not lists:
+        return None
+    return Union[tuple(lists if form == LIST else [one for one in members if one not in lists])]  # noqa: UP007
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from troupe.orchestrator.algorithms import section as algorithms
@@ -23,7 +23,7 @@ from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import EngineRole, ReasoningGymSource
+from troupe.orchestrator.spec.sections import DataSource, EngineRole, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
@@ -113,10 +113,11 @@ def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
 def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
     schedule = spec.schedule
     for name, role in spec.roles.trainers().items():
-        if spec.samples_per_step < role.data_parallel_size * schedule.minibatches:
+        smallest = min(spec.group_sizes)
+        if schedule.prompts_per_step * smallest < role.data_parallel_size * schedule.minibatches:
             yield (
                 "schedule.prompts_per_step",
-                f"{schedule.prompts_per_step} prompts of {spec.group_size} samples are too few for "
+                f"{schedule.prompts_per_step} prompts of {smallest} samples are too few for "
                 f"{shares_of(name, role)} times {schedule.minibatches} minibatches",
             )
     if schedule.max_staleness > 0 and spec.roles.rollout.colocate_with is not None:
@@ -295,8 +296,24 @@ def _reward(spec: RolloutSpec) -> Iterator[Finding]:
     if weights and not any(weights):
         yield "roles.reward", "every weight is 0: there is nothing to learn"
     labels = ["reward_model"] if reward.model is not None else []
-    for index, function in enumerate(reward.functions):
-        path = f"roles.reward.functions.{index}"
+    yield from _functions(spec, "roles.reward.functions", reward.functions, labels)
+    if spec.data.eval is None and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
+        why = "has no effect: every source of data.train has rewards of its own; leave them out of one source"
+        yield "roles.reward.functions", f"{why}, and give its functions here"
+    for path, functions in spec.reward_functions().items():
+        if path.startswith("data."):
+            if not any(function.weight for function in functions):
+                yield path, "every weight is 0: there is nothing to learn"
+            yield from _functions(spec, path, functions, [])
+    yield from _judge(spec)
+
+
+def _functions(
+    spec: RolloutSpec, section: str, functions: Sequence[RewardFunctionConfig], labels: list[str]
+) -> Iterator[Finding]:
+    """Reward functions of one list that cannot work; `labels`: those of components before them."""
+    for index, function in enumerate(functions):
+        path = f"{section}.{index}"
         label = _label(function)
         if label in labels:
             yield f"{path}.label", f"two components have the label '{label}'; set another label for one of them"
@@ -304,23 +321,22 @@ def _reward(spec: RolloutSpec) -> Iterator[Finding]:
         if function.timeout_s >= spec.schedule.score_timeout_s:
             limit = spec.schedule.score_timeout_s
             yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
-        yield from _reward_name(spec, f"{path}.name", function.name)
+        yield from _reward_name(spec, section, f"{path}.name", function.name)
         if function.batched and function.name in REWARD_FUNCTIONS:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
         if function.process:
             yield from _process(spec, f"{path}.process", function)
-    yield from _judge(spec)
 
 
 def _judge(spec: RolloutSpec) -> Iterator[Finding]:
     """The function `judge` without a judge, or a judge without the function."""
-    functions = spec.roles.reward.functions
-    asking = [n for n, f in enumerate(functions) if f.name == JUDGE_REWARD and not f.args.get("endpoint")]
+    lists = ((f"{path}.{n}", f) for path, one in spec.reward_functions().items() for n, f in enumerate(one))
+    asking = [path for path, f in lists if f.name == JUDGE_REWARD and not f.args.get("endpoint")]
     judge = spec.roles.judge
     if judge is None:
-        for index in asking:
+        for path in asking:
             why = "needs a role `judge`, or args.endpoint with the url and the model of one"
-            yield f"roles.reward.functions.{index}.name", why
+            yield f"{path}.name", why
         return
     if not asking:
         yield "roles.judge", "no reward function asks it: add the function `judge`, or remove the role"
@@ -335,26 +351,41 @@ def _label(function: RewardFunctionConfig) -> str:
 
 
 def _component(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
-    """A field that names a reward component which the spec does not have."""
+    """A field that names a reward component which the spec, or one of its sources, does not have."""
     reward = spec.roles.reward
-    labels = [_label(function) for function in reward.functions]
-    labels += ["reward_model"] if reward.model is not None else []
-    if name not in labels:
-        known = f"there are: {', '.join(labels)}"
-        yield path, f"no reward component '{name[:60]}' ({nearest(name, labels) or known})"
+    of_role = [_label(function) for function in reward.functions]
+    of_role += ["reward_model"] if reward.model is not None else []
+    of_sources = {
+        f" in the rewards of {one.name}": of_role if one.rewards is None else list(map(_label, one.rewards))
+        for one in spec.data.mixture
+    }
+    for where, labels in (of_sources or {"": of_role}).items():
+        if name not in labels:
+            known = f"there are: {', '.join(labels)}"
+            yield path, f"no reward component '{name[:60]}'{where} ({nearest(name, labels) or known})"
+            return
 
 
-def _reward_name(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
+def _reward_name(spec: RolloutSpec, section: str, path: str, name: str) -> Iterator[Finding]:
+    """A reward function that does not exist, or that cannot score the prompts it is meant for."""
     if name not in REWARD_FUNCTIONS and not IMPORTED.fullmatch(name):
         known = f"shipped: {', '.join(REWARD_FUNCTIONS)}; your own: package.module:function"
         yield path, f"no reward function '{name[:60]}' ({nearest(name, REWARD_FUNCTIONS) or known})"
-    for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
-        if source is None:
-            continue
+    for split, source in _scored_by(spec, section).items():
         if name == "reasoning_gym" and not isinstance(source, ReasoningGymSource):
             yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
         if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
             yield path, f"compares with the correct answer, but data.{split}.answer is null"
+
+
+def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
+    """The sources whose prompts a list of reward functions scores, by their path in the section `data`."""
+    own = {f"train.{n}" for n, one in enumerate(spec.data.mixture) if one.rewards is not None}
+    sources = spec.data.prompt_sources()
+    if section == "roles.reward.functions":
+        return {split: source for split, source in sources.items() if split not in own}
+    split = section.removeprefix("data.").removesuffix(".rewards")
+    return {split: sources[split]}
 
 
 def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
@@ -369,10 +400,8 @@ def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> It
 
 
 def _data(spec: RolloutSpec) -> Iterator[Finding]:
-    sources = {"train": spec.data.train, "eval": spec.data.eval}
+    sources = spec.data.prompt_sources()
     for split, source in sources.items():
-        if source is None:
-            continue
         if "{prompt}" not in source.template:
             yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
         if isinstance(source, ReasoningGymSource):
@@ -382,16 +411,37 @@ def _data(spec: RolloutSpec) -> Iterator[Finding]:
                         yield f"data.{split}.recipes.{index}.args.{name}", f"set data.{split}.{name} instead"
             if len(source.recipes) > source.size:
                 yield f"data.{split}.size", f"{source.size} prompts cannot cover {len(source.recipes)} recipes"
-    for split, source in sources.items():
-        if source is not None and not isinstance(source, ReasoningGymSource) and source.candidates is not None:
+        elif source.candidates is not None:
             yield from _candidates(spec, split)
-    if spec.data.curriculum is not None and spec.data.curriculum.component is not None:
-        yield from _component(spec, "data.curriculum.component", spec.data.curriculum.component)
-    prompts = {f"data.{split}": source for split, source in sources.items() if source is not None}
+    curriculum = spec.data.curriculum
+    if curriculum is not None and curriculum.component is not None:
+        yield from _component(spec, "data.curriculum.component", curriculum.component)
+    if curriculum is not None and curriculum.over_sources and len(spec.data.mixture) < 2:
+        yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
+    prompts = {f"data.{split}": source for split, source in sources.items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
-    train, held = sources["train"], sources["eval"]
-    if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
-        yield "data.eval.seed", f"must differ from data.train.seed, {train.seed}: the tasks would be the same"
+    held = spec.data.eval
+    for split, train in spec.data.train_sources().items():
+        if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
+            yield "data.eval.seed", f"must differ from data.{split}.seed, {train.seed}: the tasks would be the same"
+    yield from _mixture(spec)
+
+
+def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
+    """Settings of the sources of a mixture that cannot work."""
+    names = [source.name for source in spec.data.mixture]
+    least = algorithms.row_of(spec.algorithm).min_group_size
+    for number, source in enumerate(spec.data.mixture):
+        path = f"data.train.{number}"
+        if source.name in names[:number]:
+            yield f"{path}.name", f"two sources have the name '{source.name}'"
+        if source.group_size is not None and source.group_size < least:
+            yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
+        if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
+            limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
+            yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"
+    if spec.data.mixture and all(source.repeats for source in spec.data.mixture):
+        yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
 
 
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:

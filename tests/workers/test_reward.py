@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig
+from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
 from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.data.trajectories import join_rewards, write_trajectories
@@ -113,6 +113,30 @@ def test_reward_is_the_weighted_sum_and_components_are_unweighted(worker: Reward
     assert table["reward"].to_pylist() == [1.75, 0.0, 1.75]
     assert table["components"].to_pylist()[0] == [{"name": "last_number", "value": 1.0}, {"name": "x", "value": 0.5}]
     assert table["reward_spans"].to_pylist() == [[], [], []]
+
+
+def test_a_group_is_scored_with_the_functions_that_are_named() -> None:
+    """The named functions replace those of the role; the same function in both has one process."""
+    config = ScoringConfig(
+        functions=(function("last_number", weight=2.0), function("last_number", label="again", weight=0.0)),
+        sets={"data.eval.words": (function("exact_match"), function("last_number", weight=3.0, label="number"))},
+    )
+    worker = RewardWorker(config, "reward-0")
+    worker.start()
+    try:
+        own, _ = worker.score(rollouts(["5", "x 5", "6"]))
+        named, table = worker.score(rollouts(["5", "x 5", "6"]), "data.eval.words")
+        peers = [process.pid for process in worker._processes]
+        with pytest.raises(KeyError, match="other"):
+            worker.score(rollouts(["5"]), "other")
+    finally:
+        worker.close()
+    assert own.components == {"last_number": (1.0, 1.0, 0.0), "again": (1.0, 1.0, 0.0)}
+    assert own.rewards == (2.0, 2.0, 0.0)
+    assert named.components == {"exact_match": (1.0, 0.0, 0.0), "number": (1.0, 1.0, 0.0)}
+    assert named.rewards == (4.0, 3.0, 0.0)
+    assert [entry["name"] for entry in table["components"].to_pylist()[0]] == ["exact_match", "number"]
+    assert len(set(peers)) == 3  # last_number twice, as components of one reward run at the same time
 
 
 def test_a_failed_component_fails_the_reward_and_says_which(worker: RewardWorker) -> None:

@@ -218,6 +218,9 @@ class TrainerConfig(OptimizerConfig):
     packing: bool = True
     """Concatenate the sequences of a micro-batch into one row, without padding, where the model takes that; the result
     is the same to float tolerance. False: pad them to one length."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Kernels of norms, rotary positions and gated MLPs. `liger` (GPU only): those of the package liger-kernel, which
+    use less memory; at the start they are compared with the model's own."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -326,6 +329,14 @@ class RewardConfig(Frozen):
     """Maximum memory that the process of one reward function may allocate, in MiB."""
     threads: int = Field(default=0, ge=0)
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
+
+
+class ScoringConfig(RewardConfig):
+    """Configuration of one reward worker: the rewards of the role, and those of data that have their own."""
+
+    sets: dict[str, tuple[RewardFunctionConfig, ...]] = Field(default_factory=dict)
+    """Reward functions by the path of the section that they belong to (`data.eval.math500`), used instead of the
+    role's functions and reward model."""
 
 
 class JudgeConfig(Frozen):

@@ -218,8 +218,13 @@ class Reward(Replica, Protocol):
         """Asks this judge from now on."""
         ...
 
-    def score(self, rollouts: TableRef) -> Reply[tuple[RewardSummary, TableRef]]:
-        """Scores one group; returns its rewards by sample and a REWARDS table."""
+    def score(self, rollouts: TableRef, rewards: str = "") -> Reply[tuple[RewardSummary, TableRef]]:
+        """Scores one group; returns its rewards by sample and a REWARDS table.
+
+        Args:
+            rollouts: The group's ROLLOUTS table.
+            rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
+        """
         ...
 
     def write_trajectories(self, path: str, step: int, *tables: TableRef) -> Reply[int]:
