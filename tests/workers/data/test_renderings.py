@@ -106,7 +106,8 @@ TALKS = {
 }
 ENDS_ELSEWHERE = {
     "behind the last turn": (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if loop.last and m.role == 'assistant' %}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}<|im_end|>{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     ),
     "behind the user's turns": (
