@@ -25,8 +25,22 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
-from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_failed, unless_stopped
-from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, require_files, trainer_layouts
+from troupe.orchestrator.training.batch import (
+    Batch,
+    BatchSource,
+    HeldOut,
+    Snapshot,
+    unless_failed,
+    unless_stopped,
+)
+from troupe.orchestrator.training.checkpoint import (
+    AVERAGE,
+    MODEL,
+    CheckpointError,
+    CheckpointStore,
+    require_files,
+    trainer_layouts,
+)
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
@@ -168,9 +182,11 @@ class Controller:
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
             await self.components.keeper.settle()
+            snapshot = await source.snapshot()  # before the groups in flight are cancelled
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
             await self.components.keeper.settle()
+            snapshot = await source.snapshot()
         except WorkerError as error:
             error.locate(self.version + 1, self._timers.failed)
             raise
@@ -187,7 +203,7 @@ class Controller:
             await self.components.keeper.close()
             await self._recorder.close()
         await source.flush()
-        await self._save()
+        await self._save(snapshot)
         await self._recorder.close()
         ledger = self.components.ledger
         ledger.check()
@@ -282,7 +298,7 @@ class Controller:
         if not every or self.version % every:
             return
         try:
-            await self._save()
+            await self._save(await self.components.source.snapshot())
         except (OSError, WorkerRaised, ExportFailed) as error:
             self._failed_saves += 1
             self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
@@ -295,22 +311,31 @@ class Controller:
         else:
             self._failed_saves = 0
 
-    async def _save(self) -> None:
-        """Writes one atomic checkpoint of everything a resumed run needs, unless this step is saved already.
+    async def _save(self, snapshot: Snapshot) -> None:
+        """Writes one atomic checkpoint of everything a resumed run needs.
+
+        A step that is saved already gets only the samples that have been finished since.
 
         Raises:
             ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
             OSError: It is not written.
             WorkerError: It is not written.
         """
-        if self._saved_at == self.version:
+        again = self._saved_at == self.version
+        if again and snapshot.write is None:
             return
         components = self.components
-        state = {"step": self.version, "source": components.source.state(), "ledger": components.ledger.state()}
+        state = {"step": self.version, "source": snapshot.state, "ledger": snapshot.ledger}
         state["memory"] = self.state.model_dump(mode="json")
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
         started = asyncio.get_running_loop().time()
-        folder, failed = await components.recovery.retry(self._save_trainers)
+        if again:
+            folder, failed = await self._saved_files(), None
+            if folder is None:
+                return
+        else:
+            folder, failed = await components.recovery.retry(self._save_trainers)
+        samples = 0 if snapshot.write is None else await snapshot.write(folder)
         saved = await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
         seconds = round(asyncio.get_running_loop().time() - started, 4)
         if failed is not None:
@@ -318,8 +343,16 @@ class Controller:
                 f"the model cannot be exported: {failed.detail}; {saved.path} holds the trainers' state: "
                 "`--resume` continues from it and exports again"
             ) from failed
-        self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds)
+        self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds, samples=samples)
         self._saved_at = self.version
+
+    async def _saved_files(self) -> Path | None:
+        """A folder with the files of this step's checkpoint; None where samples cannot be added to them."""
+        try:
+            return await asyncio.to_thread(self.store.begin_again, self.version)
+        except CheckpointError as error:
+            logger.warning("samples finished since the checkpoint of step %d are not kept: %s", self.version, error)
+            return None
 
     async def _try_save(self) -> None:
         """Has every trainer write a small part of what the run saves, so that what cannot be saved is known now.

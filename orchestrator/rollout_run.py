@@ -26,6 +26,7 @@ from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.evaluation import Evaluator
 from troupe.orchestrator.rollouts.handover import MemoryHandover
+from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
@@ -137,6 +138,8 @@ class RolloutRun:
         if spec.trains_adapters or (found is not None and self._handover is not None):
             await recovery.retry(lambda: sync.push(done))
         scheduler = self._scheduler(ledger, prompts, curriculum, done, settings)
+        if found is not None:
+            await self._take_over(found, scheduler)
         rollouts = RolloutComponents(
             workers=self._workers,
             pool=self._pool,
@@ -266,6 +269,14 @@ class RolloutRun:
         table = self._context.cluster.put(self._data.train.table)
         observe = None if curriculum is None else curriculum.observe
         return RolloutScheduler(self._spec, self._pool, scorer, ledger, prompts.next, table, done, observe, settings)
+
+    async def _take_over(self, found: Checkpoint, scheduler: RolloutScheduler) -> None:
+        """Has the scheduler take over the finished samples of groups that were open at the checkpoint."""
+        groups = await read_samples(found, self._spec, self._rewards)
+        with found.restoring():
+            samples = scheduler.restore(found.state["source"].get("scheduler", {}), groups)
+        if samples:
+            self._context.console.message(f"{samples} finished samples of the checkpoint are not sampled again")
 
     async def _load(self, found: Checkpoint) -> None:
         """Loads the checkpoint of policy and critic."""

@@ -19,8 +19,19 @@ from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
 from troupe.workers.contract.environments import OK, cause_of
 from troupe.workers.contract.judges import Judge
-from troupe.workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
+from troupe.workers.contract.messages import (
+    IDENTITY,
+    REWARDS,
+    ROLLOUTS,
+    Fault,
+    KeepRequest,
+    KeptTable,
+    Peak,
+    RewardSummary,
+    WorkerHealth,
+)
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
+from troupe.workers.data.kept_groups import Kept, keep_groups, read_group
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
 from troupe.workers.data.turn_ends import without_end
@@ -284,6 +295,15 @@ class RewardWorker:
     def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:
         """Write the readable columns of ROLLOUTS and REWARDS tables; returns the number of rows."""
         return write_evaluation(path, step, tables)
+
+    def keep_groups(self, folder: str, request: KeepRequest, *tables: pa.Table) -> tuple[Kept, ...]:
+        """Write groups that a later run takes over. See `troupe.workers.data.kept_groups`."""
+        return keep_groups(folder, request, tables)
+
+    def read_group(self, folder: str, kept: KeptTable) -> tuple[int, pa.Table]:
+        """(rows, table) of one group from files that `keep_groups` wrote."""
+        table = read_group(folder, kept)
+        return table.num_rows, table
 
     def health(self) -> WorkerHealth:
         """Health of the worker; a reward worker has no policy version."""

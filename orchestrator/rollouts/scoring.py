@@ -21,7 +21,7 @@ from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.rollouts.fault_log import FaultLog
 from troupe.orchestrator.training.micro_batches import plan_ranks
-from troupe.workers.contract.messages import GroupSummary, RewardSummary
+from troupe.workers.contract.messages import GroupSummary, KeepRequest, KeptTable, RewardSummary
 from troupe.workers.contract.roles import Reward, TableRef
 
 _JUDGE_PAUSE_S = 1.0
@@ -154,6 +154,19 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
     async def write_evaluation(self, path: str, step: int, tables: Sequence[TableRef]) -> None:
         """Writes the samples of an evaluation as Parquet, on the least-loaded worker; raises WorkerError."""
         await self.call(lambda worker: worker.call(Reward.write_evaluation, self._timeout_s, path, step, *tables))
+
+    async def keep_groups(
+        self, folder: str, request: KeepRequest, tables: Sequence[TableRef], timeout_s: float
+    ) -> tuple[dict[str, KeptTable], ...]:
+        """Has the least-loaded worker write groups for a later run; see `Reward.keep_groups`. Raises WorkerError."""
+        return await self.call(lambda worker: worker.call(Reward.keep_groups, timeout_s, folder, request, *tables))
+
+    async def read_group(self, folder: str, kept: KeptTable) -> TableRef:
+        """A table of a group that `keep_groups` wrote, read by the least-loaded worker. Raises WorkerError."""
+        _, table = await self.call(
+            lambda worker: worker.call_for_table(Reward.read_group, self._timeout_s, folder, kept)
+        )
+        return table
 
 
 _Waiting = tuple[list[int], TableRef, asyncio.Future[tuple[TableRef, ...]]]

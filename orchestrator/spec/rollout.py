@@ -20,13 +20,13 @@ from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
     AuditConfig,
-    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     FailureConfig,
     MixedSource,
     OutputConfig,
     RolesConfig,
+    RolloutCheckpointConfig,
     ScheduleConfig,
     WeightSyncConfig,
 )
@@ -92,7 +92,7 @@ class RolloutSpec(RunSpec, frozen=True):
     """How new weights reach the engines."""
     audit: AuditConfig = AuditConfig()
     """Whether sampler and trainer are compared before the first step."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: RolloutCheckpointConfig = RolloutCheckpointConfig()
     """When the run's state is saved."""
     failures: FailureConfig = FailureConfig()
     """Which failures are tolerated, and when the run stops."""

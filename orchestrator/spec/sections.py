@@ -589,6 +589,14 @@ class CheckpointConfig(Frozen):
     """Newest checkpoints kept."""
 
 
+class RolloutCheckpointConfig(CheckpointConfig):
+    """When the state of a run on rollouts is saved, and what it contains."""
+
+    samples_mib: int = Field(default=1024, ge=0)
+    """Most MiB of a checkpoint for finished samples of groups that are not trained yet, which a resumed run takes over;
+    0: it samples them again."""
+
+
 class AlarmConfig(Frozen):
     """Detects reward hacking: the reward is above its mean so far while one of these limits is exceeded."""
 

@@ -34,6 +34,8 @@ MODEL = "model"
 """Folder of a checkpoint that holds the policy as a Hugging Face model."""
 AVERAGE = "model-average"
 """Folder of a checkpoint that holds the moving average of its weights, if the run keeps one."""
+SAMPLES = "samples"
+"""Folder of a checkpoint that holds finished samples of open groups. A run resumes without what is damaged there."""
 _MERGE = "troupe.workers.training.merging:merge"
 _MERGE_S = 3600.0
 STATE = "state.json"
@@ -77,6 +79,8 @@ class Checkpoint:
     path: Path
     state: dict[str, Any]
     """The state passed to `commit`."""
+    damaged: frozenset[str] = frozenset()
+    """Files of the folder `samples` that are missing or changed, by path relative to the checkpoint."""
 
     @property
     def exported(self) -> bool:
@@ -163,6 +167,23 @@ class CheckpointStore:
             CheckpointError: It cannot be created.
         """
         return self._begin(_folder_name(step))
+
+    def begin_again(self, step: int) -> Path:
+        """As `begin`, with the files of the step's checkpoint as links, without its samples: only these are new.
+
+        Raises:
+            CheckpointError: It cannot be created, or the file system has no links.
+        """
+        before, path = self.directory / _folder_name(step), self._begin(_folder_name(step))
+        with _naming(path):
+            try:
+                for entry in before.iterdir():
+                    if entry.is_dir() and entry.name != SAMPLES:
+                        shutil.copytree(entry, path / entry.name, copy_function=os.link)
+            except OSError:
+                self.discard(path)
+                raise
+        return path
 
     def _begin(self, name: str) -> Path:
         path = self.directory / f"{_SAVING}{name}"
@@ -254,6 +275,8 @@ class CheckpointStore:
 def verify(path: Path) -> Checkpoint:
     """Verifies every file of a checkpoint against its manifest.
 
+    Damaged samples do not make a checkpoint invalid: they are sampled again (`Checkpoint.damaged`).
+
     Raises:
         InvalidCheckpoint: A file is missing, changed or not listed, or the manifest or the state cannot be read.
         OSError: A file cannot be read.
@@ -265,21 +288,28 @@ def verify(path: Path) -> Checkpoint:
     if manifest.get("step") != _step_of(path.name):
         raise InvalidCheckpoint(f"{MANIFEST} belongs to step {manifest.get('step')}")
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in _files(path)}
+    damaged: set[str] = set()
+
+    def refuse(name: str, problem: str) -> None:
+        if not name.startswith(f"{SAMPLES}/"):
+            raise InvalidCheckpoint(problem)
+        damaged.add(name)
+
     for name, entry in listed.items():
-        if name not in sizes:
-            raise InvalidCheckpoint(f"{name} is missing")
         expected = entry.get("bytes") if isinstance(entry, dict) else None
-        if sizes[name] != expected:
-            raise InvalidCheckpoint(f"{name} has {sizes[name]} bytes; {MANIFEST} lists {expected}")
+        if name not in sizes:
+            refuse(name, f"{name} is missing")
+        elif sizes[name] != expected:
+            refuse(name, f"{name} has {sizes[name]} bytes; {MANIFEST} lists {expected}")
     if unlisted := sizes.keys() - listed.keys():
         raise InvalidCheckpoint(f"{min(unlisted)} is not listed in {MANIFEST}")
     for name, found in _describe_files(path, sync=False).items():
         if found["sha256"] != listed[name].get("sha256"):
-            raise InvalidCheckpoint(f"{name} has changed: its SHA-256 differs from {MANIFEST}")
+            refuse(name, f"{name} has changed: its SHA-256 differs from {MANIFEST}")
     step = _step_of(path.name)
     if STATE not in listed or step is None:
         raise InvalidCheckpoint(f"{STATE} is not listed in {MANIFEST}")
-    return Checkpoint(step, path, _read_json(path / STATE))
+    return Checkpoint(step, path, _read_json(path / STATE), frozenset(damaged))
 
 
 def require_files(folder: Path, count: int) -> None:

@@ -44,6 +44,7 @@ from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
@@ -89,8 +90,16 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.texts_per_step = 6
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
+        self.taken_over = 0
+        """Finished samples that the run has taken over from its checkpoint."""
         self.mixed_rows: tuple[int, ...] = ()
         """Rows of each source of a mixture."""
+
+    async def take_over(self) -> None:
+        """Take over the finished samples of the checkpoint."""
+        if self.found is not None:
+            groups = await read_samples(self.found, self.spec, self.rewards)
+            self.taken_over = self.scheduler.restore(self.found.state["source"].get("scheduler", {}), groups)
 
     def build(self) -> Controller:
         """Build the controller. Call it inside the running event loop."""
@@ -122,6 +131,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
                 texts.restore(found.state["source"]["texts"])
         observe = None if curriculum is None else curriculum.observe
         scheduler = RolloutScheduler(self.spec, pool, scorer, ledger, prompts.next, None, done, observe, settings)
+        self.found, self.scheduler = found, scheduler
         makers = RolloutComponents(
             Workers({"policy": policy}),
             pool,

@@ -98,7 +98,10 @@ async def test_an_option_of_the_spec_reaches_the_engine(worker: RolloutWorker, t
 async def test_a_summary_counts_the_finished_samples_of_running_groups(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of four samples finish early; a group that ends meanwhile reports them as `finished_ahead`."""
+    """Three of four samples finish early; a group that ends meanwhile reports them as `finished_ahead`.
+
+    A checkpoint gets them from `finished_samples`; the group ends as it would without.
+    """
     tokens = {"long": (1, 1, 1, 400), "short": (8,)}
     params = worker._sampling_params
 
@@ -111,8 +114,13 @@ async def test_a_summary_counts_the_finished_samples_of_running_groups(
     long = asyncio.create_task(worker.generate(replace(REQUEST, prompt_uid="long"), PROMPTS))
     summary, _ = await worker.generate(replace(REQUEST, prompt_uid="short", samples=1), PROMPTS)
     assert (summary.finished_ahead, long.done()) == (3, False)
-    summary, _ = await long
+    (found,), table = await worker.finished_samples()
+    assert (found.prompt_uid, found.attempt, long.done()) == ("long", REQUEST.attempt, False)
+    summary, whole = await long
     assert summary.finished_ahead == 0
+    assert found.samples == summary.samples[:3]
+    assert table.to_pylist() == whole.to_pylist()[:3]
+    assert (await worker.finished_samples())[0] == ()
 
 
 async def test_samples_of_a_group_share_cached_prompt_blocks(worker: RolloutWorker) -> None:
@@ -136,6 +144,22 @@ async def test_the_same_seed_gives_the_same_samples(worker: RolloutWorker) -> No
     assert [row["response_ids"] for row in mixed] == alone
     drawn = [tuple(ids) for ids in alone] + [tuple(row["response_ids"]) for other in others for row in other]
     assert len(set(drawn)) == len(drawn) == 16
+
+
+@pytest.mark.parametrize("kept", [(0, 2), (1,), (0, 1, 2, 3)])
+async def test_a_group_continues_from_its_finished_samples(worker: RolloutWorker, kept: tuple[int, ...]) -> None:
+    """The others are those of the whole group; all rows belong to the new attempt."""
+    summary, table = await worker.generate(REQUEST, PROMPTS)
+    finished = tuple(summary.samples[index] for index in kept)
+    again = replace(REQUEST, attempt=5, finished=finished)
+    rest, whole = await worker.generate_rest(again, PROMPTS, table.take(pa.array(kept)))
+    assert whole.schema.equals(ROLLOUTS, check_metadata=True)
+    assert rest.attempt == 5 and rest.samples == summary.samples
+    timings = {"generate_s", "first_token_s"}
+    for row, before in zip(whole.to_pylist(), table.to_pylist(), strict=True):
+        same = before["sample_index"] in kept
+        names = row.keys() - {"attempt"} - (set() if same else timings)
+        assert row["attempt"] == 5 and {name: row[name] for name in names} == {name: before[name] for name in names}
 
 
 async def test_seeds_of_neighbouring_groups_do_not_overlap() -> None:

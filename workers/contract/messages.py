@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import pyarrow as pa
 
@@ -95,7 +94,7 @@ REWARDS = pa.schema(
 """Rewards of one group, from a reward worker."""
 
 
-def token_scores(column: Literal["ref_logprobs", "values", "old_logprobs"]) -> pa.Schema:
+def token_scores(column: str) -> pa.Schema:
     """Schema of a table with one float per response token, under the name `column`."""
     return pa.schema(
         [*IDENTITY, SEGMENT, pa.field(column, pa.list_(pa.float32()), nullable=False)], metadata=SCHEMA_METADATA
@@ -143,6 +142,25 @@ TEXTS = pa.schema(
     metadata=SCHEMA_METADATA,
 )
 """Texts cut into pieces: `prompt_uid` is the origin of the text, `sample_index` the number of the piece."""
+
+
+SCORES = ("old_logprobs", "ref_logprobs", "values")
+"""Columns of the token-score tables."""
+
+
+def kind_of(table: pa.Table) -> str:
+    """`rollouts`, `rewards`, or the column of a token-score table. Raises ValueError for another table."""
+    names = set(table.column_names)
+    if "response_ids" in names:
+        return "rollouts"
+    if {"status", "reward"} <= names:
+        return "rewards"
+    scores = [name for name in SCORES if name in names]
+    if len(scores) != 1:
+        raise ValueError(
+            f"a table with columns {sorted(names)} is neither a rollouts, a rewards nor a token_scores table"
+        )
+    return scores[0]
 
 
 def identities(table: pa.Table) -> list[Identity]:
@@ -202,6 +220,14 @@ class GroupRequest:
     """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
     episodes: bool = True
     """Whether a sample is an episode, where the run has an environment; False: one response to its prompt."""
+    finished: tuple[SampleSummary, ...] = ()
+    """Samples that are not sampled again: an earlier run has finished them (`RolloutEngine.generate_rest`)."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the samples to generate."""
+        finished = {sample.sample_index for sample in self.finished}
+        return [index for index in range(self.samples) if index not in finished]
 
 
 @dataclass(frozen=True)
@@ -256,6 +282,38 @@ class SampleSummary:
     def row_lengths(self) -> tuple[int, ...]:
         """Tokens of each row of the sample, prompt included."""
         return self.segments or (self.prompt_tokens + self.response_tokens,)
+
+
+@dataclass(frozen=True)
+class FinishedSamples:
+    """Samples of a running group that are finished while others of the group still run."""
+
+    prompt_uid: str
+    attempt: int
+    samples: tuple[SampleSummary, ...]
+
+
+@dataclass(frozen=True)
+class KeepRequest:
+    """Request to write groups that a later run takes over (`troupe.workers.data.kept_groups`)."""
+
+    part: int
+    """Number of the files that this request writes."""
+    groups: tuple[tuple[str, int], ...]
+    """(prompt_uid, attempt) of the groups, the most valuable first."""
+    max_bytes: int
+    """Most bytes to write; groups that do not fit are left out."""
+
+
+@dataclass(frozen=True)
+class KeptTable:
+    """Where the rows of one group are."""
+
+    kind: str
+    """See `kind_of`."""
+    file: str
+    """Name of a Parquet file in the folder of the kept groups."""
+    row_group: int
 
 
 @dataclass(frozen=True)
