@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -29,7 +30,7 @@ from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unle
 from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, require_files, trainer_layouts
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import BestState, ControllerState
 from troupe.orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)
@@ -80,11 +81,17 @@ class RunOutcome:
     drop_reasons: dict[str, int]
     peak_memory: str
     """Per role, in one line."""
+    ended_early: str = ""
+    """Why the run has ended before its last step; empty: it has not, or was stopped."""
+    best: BestState = field(default_factory=BestState)
+    """The best evaluations."""
 
     def summary(self, out: Path) -> dict[str, str]:
         """The lines shown at the end of a run, by label."""
         counts = self.ledger
-        lines = {"steps": f"{self.steps_done}{' (stopped; continue with --resume)' if self.stopped else ''}"}
+        note = " (stopped; continue with --resume)" if self.stopped else ""
+        note = f" ({self.ended_early})" if self.ended_early else note
+        lines = {"steps": f"{self.steps_done}{note}"}
         for name in ("accuracy", "reward", "loss"):
             before, after = self.first_eval.get(f"eval/{name}"), self.last_eval.get(f"eval/{name}")
             if after is not None and self.last_eval is self.first_eval:  # the run was stopped before the next one
@@ -92,6 +99,9 @@ class RunOutcome:
             elif after is not None:
                 first = f"{before:.3f} before, " if before is not None else ""
                 lines[f"held-out {name}"] = f"{first}{after:.3f} after"
+        if self.best.steps:
+            first = self.best.steps[0]
+            lines["best checkpoint"] = f"step {first.step}, {self.best.metric} {first.value:.4g}"
         lines["samples"] = "{dispatched} dispatched, {trained} trained, {dropped} dropped".format_map(counts)
         lines |= {f"dropped: {reason}": str(count) for reason, count in self.drop_reasons.items()}
         lines["peak memory"] = self.peak_memory
@@ -133,6 +143,8 @@ class Controller:
         """Step of the last complete checkpoint."""
         self._failed_saves = 0
         self._alarm = ""
+        if (best := spec.checkpoint.best) is not None:
+            self._keep_best(self.state.best.of(best))
 
     async def run(self) -> RunOutcome:
         """Trains until the last step, or saves and returns after the step during which `stop` was set."""
@@ -164,7 +176,7 @@ class Controller:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
             self._timers = self._new_timers()
-            while self.version < spec.schedule.steps and not self._alarm_stops():
+            while self.version < spec.schedule.steps and not self._alarm_stops() and not self._has_no_gain():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
             await self.components.keeper.settle()
@@ -191,17 +203,46 @@ class Controller:
         await self._recorder.close()
         ledger = self.components.ledger
         ledger.check()
-        how = "finished" if self.version >= spec.schedule.steps else "alarm" if self._alarm_stops() else "stopped"
-        self._recorder.events.record("run_ended", how=how)
+        early = self.version < spec.schedule.steps and self._has_no_gain()
+        how = "finished" if self.version >= spec.schedule.steps or early else "stopped"
+        how = "alarm" if how == "stopped" and self._alarm_stops() else how
+        self._recorder.events.record("run_ended", how=how, **({"detail": self._no_gain()} if early else {}))
         return RunOutcome(
             self.version,
-            self.version < spec.schedule.steps,
+            how != "finished",
             first_eval,
             last_eval,
             ledger.counts(),
             ledger.drop_reasons(),
             self.components.peaks.summary(),
+            self._no_gain() if early else "",
+            self.state.best,
         )
+
+    def _has_no_gain(self) -> bool:
+        """Whether the run ends early (`checkpoint.patience`)."""
+        return self.state.is_over(self._spec.checkpoint)
+
+    def _no_gain(self) -> str:
+        """Why the run ends early."""
+        best = self.state.best
+        return f"no gain of {best.metric} in {best.without_gain} evaluations (checkpoint.patience)"
+
+    def _keep_best(self, best: BestState) -> None:
+        """Protects the checkpoints of the best evaluations from now on."""
+        self.state = self.state.model_copy(update={"best": best})
+        self.store.protected = best.saved
+
+    def _note_best(self, metrics: Mapping[str, float]) -> None:
+        """Compares an evaluation with those before it."""
+        config = self._spec.checkpoint.best
+        if config is None or not metrics:
+            return
+        value = metrics.get(config.metric)
+        if value is None or not math.isfinite(value):
+            logger.warning("step %d: the evaluation has no %s: it is not compared", self.version, config.metric)
+            return
+        self._keep_best(self.state.best.seen(self.version, value, config.keep))
 
     def _alarm_stops(self) -> bool:
         """Whether the alarm ends the run. The run is saved as at any other stop."""
@@ -273,19 +314,22 @@ class Controller:
         )
         if not self.version:
             self.sinks.write(0, metrics)
+        self._note_best(metrics)
         shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if v or k not in _QUIET_METRICS)
         self.console.message(f"held-out after step {self.version}: {shown}")
         return metrics
 
     async def _save_if_due(self) -> None:
-        every = self._spec.checkpoint.every_steps
-        if not every or self.version % every:
+        every, best = self._spec.checkpoint.every_steps, self.state.best
+        if (not every or self.version % every) and self.version not in best.saved:
             return
         try:
             await self._save()
         except (OSError, WorkerRaised, ExportFailed) as error:
             self._failed_saves += 1
             self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
+            if not isinstance(error, ExportFailed):
+                self._keep_best(best.without(self.version))
             limit = self._spec.failures.failed_saves
             if self._failed_saves > limit:
                 why = f"{error} ({self.store.free_space()})"

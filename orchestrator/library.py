@@ -167,6 +167,7 @@ def export(
     folder: str | Path,
     *,
     step: int | None = None,
+    best: bool = False,
     average: bool = False,
     merge: bool = False,
 ) -> Path:
@@ -178,6 +179,7 @@ def export(
         run: The run, or its folder.
         folder: The folder to write; it must not exist.
         step: Step of the checkpoint; None: the newest valid one.
+        best: That of the best evaluation (`checkpoint.best`) instead.
         average: The moving average of the weights (`ema_decay`) instead of the weights.
         merge: Add the adapters to the model below them, in float32 before rounding once, and write the whole model.
 
@@ -188,17 +190,21 @@ def export(
     """
     from troupe.orchestrator.training.checkpoint import has_adapters, write_merged, write_model
 
-    source = model_of(run, step=step, average=average)
+    source = model_of(run, step=step, best=best, average=average)
     if merge and not has_adapters(source):
         raise UsageError(f"{source} is a whole model: there are no adapters to merge")
     return write_merged(source, Path(folder)) if merge else write_model(source, Path(folder))
 
 
-def model_of(run: Outcome | str | Path, *, step: int | None = None, average: bool = False) -> Path:
+def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
     """Folder of the model in a checkpoint of a run; see `export`. Raises OSError where there is none."""
+    from troupe.orchestrator.training.best import best_step
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
 
-    return exported_model(_folder(run) / "checkpoints", step, AVERAGE if average else MODEL)
+    checkpoints = _folder(run) / "checkpoints"
+    if best and step is not None:
+        raise UsageError("name a step or the best one, not both")
+    return exported_model(checkpoints, best_step(checkpoints) if best else step, AVERAGE if average else MODEL)
 
 
 def samples(

@@ -21,7 +21,7 @@ from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
-from troupe.orchestrator.data.summary import Pools, describe, named
+from troupe.orchestrator.data.summary import Pools, describe, named_examples
 from troupe.orchestrator.errors import TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.launcher import WorkerLauncher
@@ -41,6 +41,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.event_log import recorded_failure
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.versions import versions as describe_versions
 from troupe.orchestrator.why.observer import RunObserver
 from troupe.workers.contract.roles import Worker
@@ -132,19 +133,23 @@ class Saved:
     step: int
     """Of the newest one; 0 without one."""
     complete: bool
-    """Whether it is the last step of the spec, valid, and has the exported model."""
+    """Whether it is the last step of the spec, or the one at which the run has ended early, valid, and has the exported
+    model."""
 
 
 def saved(request: RunRequest) -> Saved:
     """What a run folder holds. A checkpoint that would make the run complete is verified."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
+    checkpoint, steps = request.spec.checkpoint, request.spec.schedule.steps
     newest = max(store.steps(), default=0)
-    if newest < request.spec.schedule.steps:
+    if newest < steps and checkpoint.patience is None:
         return Saved(newest, False)
     found = store.latest()
     if found is None:
         return Saved(0, False)
-    return Saved(found.step, found.step >= request.spec.schedule.steps and found.exported)
+    with found.restoring():
+        early = ControllerState.model_validate(found.state["memory"]).is_over(checkpoint)
+    return Saved(found.step, (found.step >= steps or early) and found.exported)
 
 
 def evaluate(request: RunRequest, console: Console) -> dict[str, float]:
@@ -247,7 +252,7 @@ async def _train_offline(
     if found is not None:
         with found.restoring():
             require_same_rows("data.train", found.state["source"], examples[0].digest)
-    checks = _check_data(console, local.spec, named(*examples))
+    checks = _check_data(console, local.spec, named_examples(*examples))
     async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
         await unless_stopped(context.stop, checks)
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
@@ -282,7 +287,7 @@ async def _evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Con
     examples, held_out = load_examples(local.spec) if spec.data.eval is not None else (None, None)
     if examples is None or held_out is None:
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
-    _say(console, describe(named(examples, held_out)))
+    _say(console, describe(named_examples(examples, held_out)))
     async with open_run(request, local, console) as context:
         evaluator = await unless_stopped(context.stop, OfflineRun(spec, request.out, context).evaluator(held_out))
         running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.data.prompts import Pool
-from troupe.orchestrator.data.summary import Pools
+from troupe.orchestrator.data.summary import Pools, is_held_out
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.workers.isolation.probe import ProbeFailed, ask
@@ -56,9 +56,9 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()
     # `data.eval`, the smaller one, comes first: where the time ends, less is left out.
-    messages: dict[str, list[str]] = {
-        name: _first(pools[name], "messages", most) for name in ("eval", "train") if name in pools
-    }
+    held_out = [name for name in pools if is_held_out(name)]
+    sections = [*held_out, *(name for name in pools if name == "train")]
+    messages: dict[str, list[str]] = {name: _first(pools[name], "messages", most) for name in sections}
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}
     try:
@@ -73,8 +73,8 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found[name] = classify(name, own, template, spec.prompt_room, _first(pools[name], "origin", most))
-    checks = [found[name] for name in ("train", "eval") if name in found]
+        found[name] = classify(name, own, template, spec.room_for(name), _first(pools[name], "origin", most))
+    checks = [found[name] for name in (*sections[len(held_out) :], *held_out)]
     problems: dict[str, str] = {}
     for path, problem in (finding for check in checks for finding in check.problems):
         problems.setdefault(path, problem)  # what is wrong for both is said once

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import (
@@ -84,6 +85,28 @@ def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[
         yield "evaluation", "never runs: set every_steps, at_start or at_end, or remove the section"
 
 
+_LOW_IS_GOOD = ("loss", "nll", "failed_samples", "refused", "truncated", "calibration_error")
+"""Last words of metrics of which no run wants the highest."""
+
+
+def best_problems(spec: RunSpec) -> Iterator[Finding]:
+    """A best checkpoint by a metric that no evaluation reports, and patience without one."""
+    best = spec.checkpoint.best
+    if best is None:
+        if spec.checkpoint.patience is not None:
+            yield "checkpoint.patience", "needs checkpoint.best: the metric that is to become better"
+        return
+    if spec.evaluation is None or not spec.evaluation.every_steps:
+        yield "checkpoint.best", "needs evaluations during the run: set evaluation.every_steps above 0"
+        return
+    known = spec.evaluation_metrics()
+    if known and best.metric not in known:
+        hint = nearest(best.metric, known) or f"there are: {', '.join(known)}"
+        yield "checkpoint.best.metric", f"no evaluation reports '{best.metric[:60]}' ({hint})"
+    elif best.mode == "max" and best.metric.rpartition("/")[2].endswith(_LOW_IS_GOOD):
+        yield "checkpoint.best.mode", f"the highest {best.metric} would be the worst; set it to min"
+
+
 def output_problems(folder: str) -> Iterator[Finding]:
     """A run folder that would be named after the scheme of a URL."""
     if "://" in folder:
@@ -115,8 +138,8 @@ def environment_problems(spec: RolloutSpec) -> Iterator[Finding]:
     if role is None:
         return
     yield from _environment(spec, role)
-    for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
-        if source is not None and not isinstance(source, ReasoningGymSource) and source.candidates is not None:
+    for split, source in {"train": spec.data.train, **spec.data.held_out_sets()}.items():
+        if not isinstance(source, ReasoningGymSource) and source.candidates is not None:
             yield (
                 f"data.{split}.candidates",
                 "answers from other sources are no episodes: remove it, or the environment",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
 from troupe.orchestrator.spec.migration import counterpart
+from troupe.orchestrator.spec.sections import NAMED_SETS, ONE_SOURCE
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the spec."""
@@ -109,6 +110,9 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
     return problems
 
 
+_FORMS: Mapping[Any, bool] = {ONE_SOURCE: False, NAMED_SETS: True}
+"""Whether a form of a section is a map."""
+
 _EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -196,7 +200,9 @@ def _without_tags(location: Path, data: Any) -> Path:
     path: list[str | int] = []
     node: Any = data
     for part in location:
-        if isinstance(node, dict) and part not in node and node.get("kind") == part:
+        if isinstance(node, dict) and part not in node and part in (node.get("kind"), *_FORMS):
+            continue
+        if part == "[key]":  # the key itself is wrong
             continue
         path.append(part)
         try:
@@ -210,6 +216,12 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
     """Names of the fields a section may have, given pydantic's location of it."""
     annotation: Any = root
     for part in location:
+        if part in _FORMS:
+            annotation = next(inner for inner in _members(annotation) if (get_origin(inner) is dict) is _FORMS[part])
+            continue
+        if get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+            continue
         models = list(models_in(annotation))
         tagged = [model for model in models if part in _tags(model)]
         if tagged:
@@ -217,6 +229,15 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
         elif isinstance(part, str):
             annotation = next((m.model_fields[part].annotation for m in models if part in m.model_fields), None)
     return [name for model in models_in(annotation) for name in model.model_fields]
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The members of a union of forms, without what annotates them."""
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and get_origin(annotation) is None):
+        yield annotation
+    else:
+        for argument in get_args(annotation):
+            yield from _members(argument)
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -12,7 +12,6 @@ from troupe.workers.contract.config import Frozen, ModelConfig
 if TYPE_CHECKING:
     from troupe.orchestrator.spec.base import RunSpec
 
-FrozenT = TypeVar("FrozenT", bound=Frozen)
 SpecT = TypeVar("SpecT", bound="RunSpec")
 
 
@@ -44,10 +43,10 @@ def with_sections(spec: SpecT, sections: Mapping[str, Frozen]) -> SpecT:
     return spec
 
 
-def _replaced(node: FrozenT, path: Sequence[str], section: Frozen) -> FrozenT:
+def _replaced(node: Any, path: Sequence[str], section: Frozen) -> Any:
     name, *rest = path
-    inner: Any = dict(node)[name]
-    return node.model_copy(update={name: _replaced(inner, rest, section) if rest else section})
+    changed = {name: _replaced(dict(node)[name], rest, section) if rest else section}
+    return node.model_copy(update=changed) if isinstance(node, Frozen) else {**node, **changed}
 
 
 def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:

@@ -220,6 +220,11 @@ class OfflineSpec(RunSpec, frozen=True):
         sources = {"train": self.data.train, "eval": self.data.eval}
         return {name: source for name, source in sources.items() if source is not None}
 
+    def evaluation_metrics(self) -> list[str]:
+        """See `RunSpec.evaluation_metrics`."""
+        names = () if self.data.eval is None else ("examples", *self.algorithm.reported)
+        return [f"eval/{name}" for name in names]
+
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model.
 

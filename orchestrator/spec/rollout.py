@@ -15,6 +15,7 @@ from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import engine_options, preflight
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
+from troupe.orchestrator.spec.held_out import HeldOutSettings, right_from
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
@@ -23,6 +24,7 @@ from troupe.orchestrator.spec.sections import (
     DataConfig,
     EvaluationConfig,
     FailureConfig,
+    HeldOut,
     OutputConfig,
     RolesConfig,
     ScheduleConfig,
@@ -37,13 +39,12 @@ from troupe.workers.contract.config import (
     JudgeConfig,
     ModelConfig,
     PolicyConfig,
-    RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    ScoringConfig,
     Sleep,
     TrainerConfig,
 )
-from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 T = TypeVar("T")
@@ -172,11 +173,27 @@ class RolloutSpec(RunSpec, frozen=True):
         if self.evaluation is not None and self.evaluation.solved_at is not None:
             return self.evaluation.solved_at
         reward = self.roles.reward
-        weighted = [function for function in reward.functions if function.weight]
-        if len(weighted) != 1 or (reward.model is not None and reward.model_weight):
-            return None
-        (only,) = weighted
-        return only.weight if only.name in RIGHT_OR_WRONG and only.weight > 0 else None
+        return None if reward.model is not None and reward.model_weight else right_from(reward.functions)
+
+    def held_out_sets(self) -> list[HeldOutSettings]:
+        """How each source of `data.eval` is sampled and scored, in the order of the spec."""
+        evaluation = self.evaluation or EvaluationConfig()
+        found: list[HeldOutSettings] = []
+        for name, source in self.data.held_out_sets().items():
+            own = source if isinstance(source, HeldOut) else HeldOut()
+            rewards = own.rewards
+            solved_at = self.solved_at if rewards is None else right_from(rewards)
+            found.append(
+                HeldOutSettings(
+                    section=name,
+                    sampling=own.sampling or evaluation.sampling,
+                    functions=rewards or self.roles.reward.functions,
+                    own_rewards=rewards is not None,
+                    solved_at=solved_at if own.solved_at is None else own.solved_at,
+                    level=own.level,
+                )
+            )
+        return found
 
     def missing(self) -> list[Finding]:
         """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""
@@ -184,7 +201,10 @@ class RolloutSpec(RunSpec, frozen=True):
         if self.roles.judge is not None:
             engines["judge"] = self.roles.judge.engine
         options = engine_options.unknown_options(engines)
-        functions = preflight.unusable_functions(self.roles.reward.functions)
+        functions = list(preflight.unusable_functions(self.roles.reward.functions))
+        for held_out in self.held_out_sets():
+            if held_out.own_rewards:
+                functions += preflight.unusable_functions(held_out.functions, held_out.rewards_section)
         environment = preflight.unusable_environment(self.roles.environment)
         return [*super().missing(), *options, *functions, *environment, *self._algorithm_problems()]
 
@@ -327,9 +347,14 @@ class RolloutSpec(RunSpec, frozen=True):
             device=role.device,
         )
 
-    def reward_config(self) -> RewardConfig:
+    def evaluation_metrics(self) -> list[str]:
+        """See `RunSpec.evaluation_metrics`."""
+        return [name for held_out in self.held_out_sets() for name in held_out.metric_names()]
+
+    def reward_config(self) -> ScoringConfig:
         """Configuration of each reward worker."""
-        return self.roles.reward.worker_config(RewardConfig)
+        sets = {held_out.rewards: held_out.functions for held_out in self.held_out_sets() if held_out.own_rewards}
+        return self.roles.reward.worker_config(ScoringConfig, sets=sets)
 
     def dispatch(self, rollout: Callable[[RolloutSpec], T], offline: Callable[[Any], T]) -> T:
         """Call `rollout` with this spec."""
@@ -366,6 +391,16 @@ class RolloutSpec(RunSpec, frozen=True):
         longest, response = self.roles.rollout.max_model_len, self.sampling.max_tokens
         words = f"roles.rollout.max_model_len {longest} leaves beside sampling.max_tokens {response}"
         return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
+
+    def room_for(self, section: str) -> PromptRoom:
+        """See `RunSpec.room_for`; beside the longest response of an evaluation."""
+        longest = self.roles.rollout.max_model_len
+        for held_out in self.held_out_sets():
+            response = held_out.sampling.max_tokens
+            if held_out.section == section and response is not None and self.roles.environment is None:
+                words = f"roles.rollout.max_model_len {longest} leaves beside a response of {response} in evaluation"
+                return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
+        return self.prompt_room
 
     @property
     def trainer(self) -> str:
@@ -407,5 +442,5 @@ class RolloutSpec(RunSpec, frozen=True):
 
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
-        sources = {"train": self.data.train, "eval": self.data.eval, "ptx": self.data.ptx}
-        return {name: source for name, source in sources.items() if source is not None}
+        texts = {} if self.data.ptx is None else {"ptx": self.data.ptx}
+        return {"train": self.data.train, **self.data.held_out_sets(), **texts}

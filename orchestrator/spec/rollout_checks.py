@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from troupe.orchestrator.algorithms import section as algorithms
@@ -10,6 +10,7 @@ from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.checks import (
     IMPORTED,
     INSIDE_ANOTHER,
+    best_problems,
     changed,
     environment_problems,
     evaluation_problems,
@@ -20,11 +21,12 @@ from troupe.orchestrator.spec.checks import (
     trainer_problems,
 )
 from troupe.orchestrator.spec.engine_options import refused_options
+from troupe.orchestrator.spec.held_out import HeldOutSettings
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import EngineRole, ReasoningGymSource
-from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
+from troupe.orchestrator.spec.sections import DataSource, EngineRole, HeldOut, ReasoningGymSource
+from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
@@ -294,33 +296,69 @@ def _reward(spec: RolloutSpec) -> Iterator[Finding]:
     weights += [reward.model_weight] if reward.model is not None else []
     if weights and not any(weights):
         yield "roles.reward", "every weight is 0: there is nothing to learn"
-    labels = ["reward_model"] if reward.model is not None else []
+    held_out = spec.held_out_sets()
+    shared = ["train", *(one.section for one in held_out if not one.own_rewards)]
+    taken = ["reward_model"] if reward.model is not None else []
+    yield from _functions(spec, "roles.reward.functions", reward.functions, shared, taken)
     for index, function in enumerate(reward.functions):
-        path = f"roles.reward.functions.{index}"
+        if function.process:
+            yield from _process(spec, f"roles.reward.functions.{index}.process", function)
+    for one in held_out:
+        if one.own_rewards:
+            yield from _functions(spec, one.rewards_section, one.functions, [one.section], [])
+            yield from _held_out_functions(one)
+    yield from _judge(spec)
+
+
+def _functions(
+    spec: RolloutSpec, path: str, functions: Sequence[RewardFunctionConfig], scored: Sequence[str], taken: list[str]
+) -> Iterator[Finding]:
+    """What is wrong with the reward functions of a section.
+
+    Args:
+        spec: The spec.
+        path: The section.
+        functions: Its functions.
+        scored: Sections in `data` whose samples they score.
+        taken: Labels of the reward's other components.
+    """
+    labels = list(taken)
+    for index, function in enumerate(functions):
         label = _label(function)
         if label in labels:
-            yield f"{path}.label", f"two components have the label '{label}'; set another label for one of them"
+            yield f"{path}.{index}.label", f"two components have the label '{label}'; set another label for one of them"
         labels.append(label)
         if function.timeout_s >= spec.schedule.score_timeout_s:
             limit = spec.schedule.score_timeout_s
-            yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
-        yield from _reward_name(spec, f"{path}.name", function.name)
+            yield f"{path}.{index}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
+        yield from _reward_name(spec, f"{path}.{index}.name", function.name, scored)
         if function.batched and function.name in REWARD_FUNCTIONS:
-            yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
+            yield f"{path}.{index}.batched", f"{function.name} takes one response at a time; remove it"
+
+
+def _held_out_functions(held_out: HeldOutSettings) -> Iterator[Finding]:
+    """Fields of reward functions that only training reads."""
+    for index, function in enumerate(held_out.functions):
         if function.process:
-            yield from _process(spec, f"{path}.process", function)
-    yield from _judge(spec)
+            yield f"{held_out.rewards_section}.{index}.process", "only training uses the rewards of steps; remove it"
+    if not any(function.weight for function in held_out.functions):
+        yield held_out.rewards_section, "every weight is 0: there is no reward to report"
 
 
 def _judge(spec: RolloutSpec) -> Iterator[Finding]:
     """The function `judge` without a judge, or a judge without the function."""
-    functions = spec.roles.reward.functions
-    asking = [n for n, f in enumerate(functions) if f.name == JUDGE_REWARD and not f.args.get("endpoint")]
+    sections = {"roles.reward.functions": spec.roles.reward.functions}
+    sections |= {one.rewards_section: one.functions for one in spec.held_out_sets()}
+    asking = [
+        f"{section}.{index}.name"
+        for section, functions in sections.items()
+        for index, function in enumerate(functions)
+        if function.name == JUDGE_REWARD and not function.args.get("endpoint")
+    ]
     judge = spec.roles.judge
     if judge is None:
-        for index in asking:
-            why = "needs a role `judge`, or args.endpoint with the url and the model of one"
-            yield f"roles.reward.functions.{index}.name", why
+        for path in asking:
+            yield path, "needs a role `judge`, or args.endpoint with the url and the model of one"
         return
     if not asking:
         yield "roles.judge", "no reward function asks it: add the function `judge`, or remove the role"
@@ -344,17 +382,22 @@ def _component(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
         yield path, f"no reward component '{name[:60]}' ({nearest(name, labels) or known})"
 
 
-def _reward_name(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
+def _reward_name(spec: RolloutSpec, path: str, name: str, scored: Sequence[str]) -> Iterator[Finding]:
     if name not in REWARD_FUNCTIONS and not IMPORTED.fullmatch(name):
         known = f"shipped: {', '.join(REWARD_FUNCTIONS)}; your own: package.module:function"
         yield path, f"no reward function '{name[:60]}' ({nearest(name, REWARD_FUNCTIONS) or known})"
-    for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
-        if source is None:
-            continue
+    sources = _prompts(spec)
+    for split in scored:
+        source = sources[split]
         if name == "reasoning_gym" and not isinstance(source, ReasoningGymSource):
             yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
         if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
             yield path, f"compares with the correct answer, but data.{split}.answer is null"
+
+
+def _prompts(spec: RolloutSpec) -> dict[str, DataSource]:
+    """The sources of prompts by the name of their section in `data`."""
+    return {"train": spec.data.train, **spec.data.held_out_sets()}
 
 
 def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
@@ -369,10 +412,8 @@ def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> It
 
 
 def _data(spec: RolloutSpec) -> Iterator[Finding]:
-    sources = {"train": spec.data.train, "eval": spec.data.eval}
+    sources = _prompts(spec)
     for split, source in sources.items():
-        if source is None:
-            continue
         if "{prompt}" not in source.template:
             yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
         if isinstance(source, ReasoningGymSource):
@@ -383,22 +424,23 @@ def _data(spec: RolloutSpec) -> Iterator[Finding]:
             if len(source.recipes) > source.size:
                 yield f"data.{split}.size", f"{source.size} prompts cannot cover {len(source.recipes)} recipes"
     for split, source in sources.items():
-        if source is not None and not isinstance(source, ReasoningGymSource) and source.candidates is not None:
+        if not isinstance(source, ReasoningGymSource) and source.candidates is not None:
             yield from _candidates(spec, split)
     if spec.data.curriculum is not None and spec.data.curriculum.component is not None:
         yield from _component(spec, "data.curriculum.component", spec.data.curriculum.component)
-    prompts = {f"data.{split}": source for split, source in sources.items() if source is not None}
+    prompts = {f"data.{split}": source for split, source in sources.items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
-    train, held = sources["train"], sources["eval"]
-    if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
-        yield "data.eval.seed", f"must differ from data.train.seed, {train.seed}: the tasks would be the same"
+    train = spec.data.train
+    for split, held in spec.data.held_out_sets().items():
+        if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
+            yield f"data.{split}.seed", f"must differ from data.train.seed, {train.seed}: the tasks would be the same"
 
 
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:
     row = algorithms.row_of(spec.algorithm)
     others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator == "best_of_group"]
-    if split == "eval":
-        yield "data.eval.candidates", "has no effect: the evaluation scores the policy's samples only; remove it"
+    if split != "train":
+        yield f"data.{split}.candidates", "has no effect: the evaluation scores the policy's samples only; remove it"
     elif row.name not in others:
         why = f"{row.name} trains on the policy's samples only; remove it or use one of {', '.join(others)}"
         yield f"data.{split}.candidates", why
@@ -425,12 +467,35 @@ def _output(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def _evaluation(spec: RolloutSpec) -> Iterator[Finding]:
+    yield from best_problems(spec)
     evaluation = spec.evaluation
     if evaluation is None:
         return
     yield from evaluation_problems(evaluation, spec.data.eval is not None)
-    if evaluation.sampling.samples > 1 and evaluation.sampling.temperature == 0:
-        yield "evaluation.sampling.samples", "greedy samples are all the same; set a temperature above 0"
+    samplings = {"evaluation.sampling": evaluation.sampling}
+    samplings |= {
+        f"data.{section}.sampling": source.sampling
+        for section, source in spec.data.held_out_sets().items()
+        if isinstance(source, HeldOut) and source.sampling is not None
+    }
+    for path, sampling in samplings.items():
+        yield from _eval_sampling(spec, path, sampling)
+
+
+def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iterator[Finding]:
+    if sampling.temperature == 0:
+        if sampling.samples > 1:
+            yield f"{path}.samples", "greedy samples are all the same; set a temperature above 0"
+        if sampling.top_k:
+            yield f"{path}.top_k", "has no effect on greedy decoding; set a temperature above 0"
+    longest = sampling.max_tokens
+    if longest is None:
+        return
+    if longest >= spec.roles.rollout.max_model_len:
+        room = f"roles.rollout.max_model_len, {spec.roles.rollout.max_model_len}"
+        yield f"{path}.max_tokens", f"{longest} leaves no room for a prompt in {room}"
+    elif spec.roles.environment is not None and longest > spec.sampling.max_tokens:
+        yield f"{path}.max_tokens", f"turns of episodes have at most sampling.max_tokens, {spec.sampling.max_tokens}"
 
 
 def _alarm(spec: RolloutSpec) -> Iterator[Finding]:
