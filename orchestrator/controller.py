@@ -18,6 +18,7 @@ from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.held_out import held_out_lines
 from troupe.orchestrator.reporting.metrics import PhaseTimers, mean_of
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -39,8 +40,10 @@ _MOST_DIGESTS = 64
 """Engines whose acknowledgement an event names."""
 _TRAINER_PROBE_S = 5.0
 """Longest interval between two probes of trainers that have no call."""
-_QUIET_METRICS = ("eval/refused", "eval/failed_samples")
+_QUIET_METRICS = ("refused", "failed_samples", "truncated")
 """Shown after an evaluation only where they are not 0."""
+_IN_REPORT_ONLY = ("_low", "_high", "solved_at")
+"""Ends of metrics of an evaluation that only the report and the files show; with those by level."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class RunOutcome:
             elif after is not None:
                 first = f"{before:.3f} before, " if before is not None else ""
                 lines[f"held-out {name}"] = f"{first}{after:.3f} after"
+        lines |= held_out_lines(self.first_eval, self.last_eval)
         if self.best.steps:
             first = self.best.steps[0]
             lines["best checkpoint"] = f"step {first.step}, {self.best.metric} {first.value:.4g}"
@@ -109,6 +113,15 @@ class RunOutcome:
             if (out / name).exists():
                 lines[name] = str(out / name)
         return lines
+
+
+def _is_shown(metric: str) -> bool:
+    """Whether a metric of an evaluation is shown when it has ended."""
+    return "/level/" not in metric and not metric.endswith(_IN_REPORT_ONLY)
+
+
+def _is_quiet(metric: str) -> bool:
+    return metric.endswith(_QUIET_METRICS)
 
 
 class Controller:
@@ -315,7 +328,7 @@ class Controller:
         if not self.version:
             self.sinks.write(0, metrics)
         self._note_best(metrics)
-        shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if v or k not in _QUIET_METRICS)
+        shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if _is_shown(k) and (v or not _is_quiet(k)))
         self.console.message(f"held-out after step {self.version}: {shown}")
         return metrics
 

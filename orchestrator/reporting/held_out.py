@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from troupe.workers.contract.reward_names import NO_ANSWER
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+_SHOWN = re.compile(r"reward|avg|pass@[0-9]+|maj@[0-9]+")
 _SEED = 2107_03374
 
 
@@ -92,6 +94,30 @@ class _Terms:
 
     sums: Sequence[float]
     counts: Sequence[float]
+
+
+def held_out_lines(first: Mapping[str, float], last: Mapping[str, float]) -> dict[str, str]:
+    """What is shown at the end of a run of its named sets, by label: before and after training, with intervals.
+
+    Args:
+        first: Metrics of the first evaluation of this process; empty: a resumed run has none.
+        last: Those of the last one.
+    """
+    lines: dict[str, str] = {}
+    for name, value in last.items():
+        parts = name.split("/")
+        if len(parts) != 3 or parts[0] != "eval" or not _SHOWN.fullmatch(parts[2]):
+            continue
+        if parts[2] == "reward" and f"eval/{parts[1]}/avg" in last:
+            continue
+        low, high = last.get(f"{name}_low"), last.get(f"{name}_high")
+        bounds = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+        before = first.get(name)
+        shown = (
+            f"{before:.3f} before, {value:.3f} after" if before is not None and last is not first else f"{value:.3f}"
+        )
+        lines[f"{parts[1]} {parts[2]}"] = f"{shown}{bounds}"
+    return lines
 
 
 def summarize(
