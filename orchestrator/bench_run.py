@@ -15,7 +15,8 @@ from troupe.orchestrator.bench.sequences import GroupLengths
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import TableRef, WorkerHandle
-from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_pool
+from troupe.orchestrator.data.mixture import group_settings, prompt_order
+from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.pools.workers import Workers
@@ -76,7 +77,7 @@ def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, Prompt
     for point in points:
         if (key := _data_key(point)) not in pools:
             spec = fetch(point.spec, console).spec
-            pools[key] = load_pool(spec.data.train, spec.failures.on_bad_row, plain=spec.model.plain)
+            pools[key] = load_train_pool(spec.data, spec.failures.on_bad_row, plain=spec.model.plain)
     return pools
 
 
@@ -128,6 +129,7 @@ class _PointBench:
         self._prompts = prompts
         self._point = point
         self._spec = point.spec
+        self._settings = group_settings(point.spec, prompts)
         engines = context.workers.engines[: point.workers]
         workers = Workers({**context.workers.by_role, "rollout": engines})
         self._context = RunContext(context.cluster, context.launcher, workers, context.console, context.stop)
@@ -140,12 +142,12 @@ class _PointBench:
         """The result of all batches. Raises TroupeError."""
         batches = self._unmeasured + self._request.batches
         spec = measured_spec(self._spec, batches)
-        picks = BatchPrompts(self._prompts, spec.seed, batches, spec.schedule.prompts_per_step)
+        picks = BatchPrompts(prompt_order(spec, self._prompts), batches, spec.schedule.prompts_per_step)
         pools = RunPools(spec, self._context)
         table = self._context.cluster.put(self._prompts.table)
         use = MeasuredEngine.use_sampling
         await gather_all(meter.call(use, _METER_TIMEOUT_S, spec.sampling) for meter in self._meters)
-        sampling = SamplingBatches(spec, pools.engines, picks.next, table)
+        sampling = SamplingBatches(spec, pools.engines, picks.next, table, self._settings)
         product: list[MeasuredBatch] = []
         bare: list[MeasuredBatch] = []
         try:
@@ -180,9 +182,15 @@ class _PointBench:
     async def _bare(self, picks: Sequence[PromptPick], prompts: TableRef) -> MeasuredBatch:
         """The same prompts and seeds, spread evenly over the engines; an engine gets all of its samples at once."""
         await self._prepare()
-        size = self._spec.group_size
         requests = [
-            GroupRequest(pick.prompt_uid, pick.row, 0, size, sampling_seed(self._spec.seed, pick.prompt_uid))
+            GroupRequest(
+                prompt_uid=pick.prompt_uid,
+                row=pick.row,
+                attempt=0,
+                samples=self._settings[pick.row].samples,
+                seed=sampling_seed(self._spec.seed, pick.prompt_uid),
+                max_tokens=self._settings[pick.row].max_tokens,
+            )
             for pick in picks
         ]
         count, timeout_s = len(self._meters), self._spec.schedule.step_timeout_s

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from troupe.orchestrator.data.mixture import group_settings
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.pools.engines import EnginePool
@@ -27,7 +29,7 @@ from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates
@@ -160,7 +162,8 @@ async def _resample(run: Path, plan: ResamplePlan, address: str | None, console:
     request = RunRequest(plan.spec, run, resume=False, address=address)
     tables: list[pa.Table] = []
     async with open_run(request, local, console, frozenset({*TRAINERS, "rollout"})) as context:
-        sampling = _Sampling(plan.spec, context, context.cluster.put(data.train.table))
+        settings = group_settings(plan.spec, data.train)
+        sampling = _Sampling(plan.spec, context, context.cluster.put(data.train.table), settings)
         updates = _updates(plan.spec, context.workers, console)
         version = 0
         if replay.checkpoint is not None:
@@ -184,13 +187,16 @@ async def _resample(run: Path, plan: ResamplePlan, address: str | None, console:
 class _Sampling:
     """The engines of a run, which sample groups with the weights of the policy."""
 
-    def __init__(self, spec: RolloutSpec, context: RunContext, prompts: TableRef) -> None:
+    def __init__(
+        self, spec: RolloutSpec, context: RunContext, prompts: TableRef, settings: RowTable[GroupSettings]
+    ) -> None:
         policy = context.workers.policy
         if policy is None:
             raise TroupeError("the run has no policy workers")
         self._spec = spec
         self._context = context
         self._prompts = prompts
+        self._settings = settings
         self.pool = EnginePool(context.workers.engines, context.launcher.engine, spec)
         self._sync = weight_sync(spec, policy, self.pool, context.cluster)
 
@@ -203,7 +209,8 @@ class _Sampling:
 
     async def _group(self, group: GroupOrigin) -> pa.Table:
         seed = sampling_seed(self._spec.seed, group.prompt_uid)
-        request = GroupRequest(group.prompt_uid, group.row, 0, group.samples, seed)
+        longest = self._settings[group.row].max_tokens
+        request = GroupRequest(group.prompt_uid, group.row, 0, group.samples, seed, max_tokens=longest)
         engine = await self.pool.acquire(group.samples)
         try:
             summary, table = await self.pool.generate(request, self._prompts, engine)

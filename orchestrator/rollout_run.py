@@ -13,7 +13,9 @@ from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
-from troupe.orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
+from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
+from troupe.orchestrator.data.prompts import DataError, PromptOrder, PromptPool, evaluation_picks, load_pools
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.summary import Pools, data_metrics, named
 from troupe.orchestrator.data.texts import Pieces, TextOrder, TextPool, load_texts
 from troupe.orchestrator.live.control import ControlServer
@@ -32,7 +34,7 @@ from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, Weigh
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
@@ -104,9 +106,11 @@ class RolloutRun:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, policy = self._spec, self._workers.require_policy()
         done = found.step if found is not None else 0
-        ledger, advantages, state = Ledger(), None, None
-        curriculum = None if spec.data.curriculum is None else Curriculum(spec.data.curriculum, spec.seed)
-        prompts = PromptSource(self._data.train, spec.seed, curriculum)
+        settings = group_settings(spec, self._data.train)
+        source_of = (lambda row: settings[row].source) if spec.data.mixture else None
+        ledger, advantages, state = Ledger(source_of), None, None
+        curriculum = curriculum_of(spec, settings)
+        prompts = prompt_order(spec, self._data.train, curriculum)
         updates = RolloutUpdates(spec, policy, self._workers.critic, self._context.console)
         updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
@@ -124,7 +128,7 @@ class RolloutRun:
         texts = await self._texts(policy)
         if found is not None:
             with found.restoring():
-                ledger = Ledger.restore(found.state["ledger"])
+                ledger = Ledger.restore(found.state["ledger"], source_of)
                 advantages = AdvantageState.model_validate(found.state["source"]["advantages"])
                 prompts.restore(found.state["source"]["prompts"])
                 if texts is not None:
@@ -134,7 +138,7 @@ class RolloutRun:
         # Engines that rest wake with weights, and engines without adapters do not sample.
         if spec.trains_adapters or (found is not None and self._handover is not None):
             await recovery.retry(lambda: sync.push(done))
-        scheduler = self._scheduler(ledger, prompts, curriculum, done)
+        scheduler = self._scheduler(ledger, prompts, curriculum, done, settings)
         rollouts = RolloutComponents(
             workers=self._workers,
             pool=self._pool,
@@ -261,12 +265,17 @@ class RolloutRun:
         return TextOrder(Pieces(table, summary.tokens, pool.digest), source.texts_per_step, self._spec.seed)
 
     def _scheduler(
-        self, ledger: Ledger, prompts: PromptSource, curriculum: Curriculum | None, done: int
+        self,
+        ledger: Ledger,
+        prompts: PromptOrder,
+        curriculum: Curriculum | None,
+        done: int,
+        settings: RowTable[GroupSettings],
     ) -> RolloutScheduler:
         scorer = Scorer(self._rewards, self._pools.token_scorers())
         table = self._context.cluster.put(self._data.train.table)
         observe = None if curriculum is None else curriculum.observe
-        return RolloutScheduler(self._spec, self._pool, scorer, ledger, prompts.next, table, done, observe)
+        return RolloutScheduler(self._spec, self._pool, scorer, ledger, prompts.next, table, done, observe, settings)
 
     async def _load(self, found: Checkpoint) -> None:
         """Loads the checkpoint of policy and critic."""

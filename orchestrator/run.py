@@ -20,6 +20,7 @@ from troupe.orchestrator.capacity.placement import role_sizes, room
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.examples import load_examples
+from troupe.orchestrator.data.mixture import drawn_rows
 from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
 from troupe.orchestrator.data.summary import Pools, describe, named_examples
 from troupe.orchestrator.errors import TroupeError, UsageError, WorkerError
@@ -213,7 +214,8 @@ async def _train_on_rollouts(
     if found is not None:
         with found.restoring():
             state = found.state["source"]
-            require_same_rows("data.train", state["prompts"], data.train.digest)
+            for section, own, digest in drawn_rows(data.train, state["prompts"]):
+                require_same_rows(section, own, digest)
             if data.texts is not None:
                 require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
     checks = _check_data(console, local.spec, data.pools, COUNTED)

@@ -513,6 +513,8 @@ class FakePolicy(FakeTrainer):
         """Those of them without loss."""
         self.candidates: list[tuple[tuple[str, int], ...]] = []
         """Those of them that come from other sources."""
+        self.sources: list[Mapping[str, str]] = []
+        """Source of every prompt of a batch, within which statistics are computed."""
         self.skip_updates = False
         self.kl_old: tuple[float, ...] = ()
         """KL(old || new) that the first updates find; 0 after them."""
@@ -533,6 +535,7 @@ class FakePolicy(FakeTrainer):
         self.prepared.append(request.keep)
         self.masked.append(request.masked)
         self.candidates.append(request.candidates)
+        self.sources.append(request.sources)
         table = FakeTable("train", tuple(uid for uid, _ in request.keep))
         return TrainSummary(self._rows(request), {"advantages/std": 1.0}), table
 

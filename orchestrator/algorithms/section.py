@@ -169,6 +169,9 @@ class AlgorithmConfig(Frozen):
     mask_truncated: bool = False
     """Responses cut at `sampling.max_tokens` carry no loss; their rewards remain in the statistics of their group
     (overlong filtering: DAPO, arXiv 2503.14476, sec. 3.4)."""
+    by_source: bool = True
+    """With several sources in `data.train`: whitening, `reward_scale` and the running mean of returns are computed
+    within each source; false: over all of them together. Groups are compared within themselves in any case."""
     dynamic_sampling_on: str | None = None
     """Dynamic sampling: replace groups in which this reward component (its label, or `reward_model`) has equal values,
     such as a correctness beside shaping terms; null: the reward."""

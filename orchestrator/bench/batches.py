@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from troupe.orchestrator.cluster.worker_group import TableRef
-from troupe.orchestrator.data.prompts import PromptPick, PromptPool, PromptSource
+from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
-from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.messages import GroupSummary, RewardSummary
 
@@ -23,7 +24,7 @@ class Unscored(Scorer):
     def __init__(self) -> None:
         super().__init__(RewardPool((), 1.0), ())
 
-    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int) -> ScoredGroup:
+    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int, functions: str = "") -> ScoredGroup:
         """The group, with a reward of 0 for every sample."""
         count = len(summary.samples)
         rewards = RewardSummary(summary.prompt_uid, summary.attempt, ("ok",) * count, (0.0,) * count, {})
@@ -46,7 +47,14 @@ class SampledBatch:
 class SamplingBatches:
     """Runs batches; a batch is the generation that a step of synchronous training would wait for."""
 
-    def __init__(self, spec: RolloutSpec, pool: EnginePool, next_prompt: NextPrompt, prompts: TableRef) -> None:
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        pool: EnginePool,
+        next_prompt: NextPrompt,
+        prompts: TableRef,
+        settings: RowTable[GroupSettings] | None = None,
+    ) -> None:
         """Samples nothing yet.
 
         Args:
@@ -54,8 +62,9 @@ class SamplingBatches:
             pool: The engines.
             next_prompt: The prompts of all batches, in order.
             prompts: The table that they are rows of.
+            settings: How groups are sampled, by the row of their prompt; None: all alike.
         """
-        self._scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), next_prompt, prompts)
+        self._scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), next_prompt, prompts, settings=settings)
         self._batch = 0
 
     async def run(self) -> SampledBatch:
@@ -77,8 +86,7 @@ class SamplingBatches:
 class BatchPrompts:
     """The prompts of every batch, in the order of a run."""
 
-    def __init__(self, pool: PromptPool, seed: int, batches: int, prompts: int) -> None:
-        source = PromptSource(pool, seed)
+    def __init__(self, source: PromptOrder, batches: int, prompts: int) -> None:
         self.by_batch = [[source.next() for _ in range(prompts)] for _ in range(batches)]
         """A prompt that an engine refuses is replaced by the next one, so that later batches may begin further on."""
         planned = itertools.chain.from_iterable(self.by_batch)

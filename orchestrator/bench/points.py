@@ -168,7 +168,7 @@ def _rollouts(spec: RolloutSpec) -> str:
         spec.sampling.model_dump(mode="json"),
         spec.group_size,
         spec.schedule.prompts_per_step,
-        spec.data.train.model_dump(mode="json"),
+        [source.model_dump(mode="json") for source in spec.data.train_sources().values()],
         spec.seed,
     ]
     return _text(parts)

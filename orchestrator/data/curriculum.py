@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from troupe.orchestrator.data.readers import DataError
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.workers.contract.messages import RewardSummary
 
@@ -38,6 +39,15 @@ def draw_probability(pass_rate: float, floor: float) -> float:
     return max(floor, 4.0 * pass_rate * (1.0 - pass_rate))
 
 
+@dataclass(frozen=True)
+class CurriculumSource:
+    """One source of a mixture, to its curriculum."""
+
+    name: str
+    solved_at: float
+    """A sample with at least this reward counts as solved."""
+
+
 class Curriculum:
     """Decides which prompts a pass over the data draws, from the results of finished steps alone.
 
@@ -45,9 +55,19 @@ class Curriculum:
     depends on the seed, the epoch, the row and these results, so that a resumed run decides alike.
     """
 
-    def __init__(self, config: CurriculumConfig, seed: int) -> None:
+    def __init__(self, config: CurriculumConfig, seed: int, sources: RowTable[CurriculumSource] | None = None) -> None:
+        """Nothing is known yet.
+
+        Args:
+            config: How results decide.
+            seed: Seed of the run.
+            sources: The sources of a mixture, by row; None: there is one source.
+        """
         self._config = config
         self._seed = seed
+        self._sources = sources
+        self._of_sources: dict[str, Results] = {}
+        """Results of each source of a mixture."""
         self._results: dict[int, Results] = {}
         """By row; rows without results are absent."""
         self._step: dict[int, Results] = {}
@@ -70,11 +90,14 @@ class Curriculum:
         component = self._config.component
         values = rewards.rewards if component is None else rewards.components[component]
         usable = [v for v, reward in zip(values, rewards.rewards, strict=True) if v is not None and reward is not None]
-        solved = sum(value >= self._config.solved_at for value in usable)
+        solved_at = self._config.solved_at if self._sources is None else self._sources[row].solved_at
+        solved = sum(value >= solved_at for value in usable)
         self._step[row] = self._step.get(row, Results()).followed_by(Results(solved, len(usable)), decay=1.0)
 
     def mark_trained(self) -> None:
         """Ends a step: its results count for the draws that follow."""
+        if self._sources is not None:
+            self._add_to_sources(self._sources)
         for row, results in self._step.items():
             before = self._results.get(row, Results())
             self._results[row] = before.followed_by(results, self._config.decay)
@@ -88,22 +111,41 @@ class Curriculum:
         }
         self._step, self._skipped = {}, 0
 
+    def source_factor(self, row: int) -> float:
+        """Factor on the weight of the row's source: with `over_sources` as for prompts, from its own pass rate."""
+        if self._sources is None or not self._config.over_sources:
+            return 1.0
+        return self._probability(self._of_sources.get(self._sources[row].name, Results()))
+
+    def _add_to_sources(self, sources: RowTable[CurriculumSource]) -> None:
+        """Adds the step's results to those of their sources."""
+        step: dict[str, Results] = {}
+        for row, results in self._step.items():
+            name = sources[row].name
+            step[name] = step.get(name, Results()).followed_by(results, decay=1.0)
+        for name, results in step.items():
+            before = self._of_sources.get(name, Results())
+            self._of_sources[name] = before.followed_by(results, self._config.decay)
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the last finished step."""
         return self._metrics
 
     def state(self) -> dict[str, Any]:
         """All results, JSON-ready; its size follows the prompts that have some."""
-        return {"results": _listed(self._results), "step": _listed(self._step), "skipped": self._skipped}
+        state = {"results": _listed(self._results), "step": _listed(self._step), "skipped": self._skipped}
+        sources = {name: [one.solved, one.samples] for name, one in self._of_sources.items()}
+        return state | ({} if self._sources is None else {"sources": sources})
 
     def restore(self, state: Any, rows: int) -> None:
         """Resume from a value of `state`, for a pool of `rows` prompts. Raises DataError where it is damaged."""
         try:
             results, step = _results(state["results"], rows), _results(state["step"], rows)
             skipped = int(state["skipped"])
-        except (KeyError, TypeError, ValueError) as error:
+            sources = {str(name): Results(*map(float, counts)) for name, counts in state.get("sources", {}).items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"cannot resume: the curriculum's state is damaged ({error!r})") from None
-        self._results, self._step, self._skipped = results, step, skipped
+        self._results, self._step, self._skipped, self._of_sources = results, step, skipped, sources
         self._set_aside = sum(map(self._is_set_aside, results.values()))
 
     def _probability(self, results: Results) -> float:

@@ -35,6 +35,10 @@ class Pool:
     """`file:row: reason` of the first unusable rows."""
     left_out: int = 0
     """Rows excluded because another pool has the same prompt."""
+    repeated: int = 0
+    """Rows with a prompt that an earlier row has."""
+    deduped: int = 0
+    """Further rows of that kind, which were left out."""
 
     @property
     def rows(self) -> int:
@@ -50,13 +54,32 @@ class Collected(Generic[RowT]):
     problems: list[str] = field(default_factory=list)
     bad_rows: int = 0
     left_out: int = 0
+    repeated: int = 0
+    deduped: int = 0
 
     def pool(self, kind: type[PoolT], table: pa.Table, contents: Iterable[bytes]) -> PoolT:
         """The pool of these rows, as a table; `contents` is what the digest covers."""
         digest = hashlib.blake2b(digest_size=16)
         for content in contents:
             digest.update(len(content).to_bytes(8, "little") + content)
-        return kind(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), self.left_out)
+        counts = (self.left_out, self.repeated, self.deduped)
+        return kind(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), *counts)
+
+
+class Repeats(Generic[RowT]):
+    """Finds rows that repeat the prompt of an earlier one."""
+
+    def __init__(self, prompt: Callable[[RowT], str], leave_out: bool) -> None:
+        """`prompt`: the prompt of a row; `leave_out`: whether a pool is to have each prompt once."""
+        self._prompt = prompt
+        self.leave_out = leave_out
+        self._seen: set[str] = set()
+
+    def __call__(self, row: RowT) -> bool:
+        """Whether an earlier row has this row's prompt."""
+        prompt, before = self._prompt(row), len(self._seen)
+        self._seen.add(prompt)
+        return len(self._seen) == before
 
 
 def collect(
@@ -65,6 +88,7 @@ def collect(
     label: str,
     on_bad_row: OnBadRow,
     is_left_out: Callable[[RowT], bool] = lambda row: False,
+    repeats: Repeats[RowT] | None = None,
 ) -> Collected[RowT]:
     """The usable rows of a source.
 
@@ -74,6 +98,7 @@ def collect(
         label: Path of its section, for error messages.
         on_bad_row: What a row that cannot be used does.
         is_left_out: Whether another pool has the row.
+        repeats: Finds repeated prompts; None: they are not counted.
 
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
@@ -94,8 +119,13 @@ def collect(
             continue
         if is_left_out(row):
             found.left_out += 1
-        else:
-            found.rows.append(row)
+            continue
+        repeated = repeats is not None and repeats(row)
+        if repeated and repeats is not None and repeats.leave_out:
+            found.deduped += 1
+            continue
+        found.repeated += repeated
+        found.rows.append(row)
     if not found.rows:
         raise DataError(f"{label}: {_why_empty(found)}")
     return found

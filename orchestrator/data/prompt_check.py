@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.data.prompts import Pool
-from troupe.orchestrator.data.summary import Pools, is_held_out
+from troupe.orchestrator.data.summary import Pools, by_source, is_held_out
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.workers.isolation.probe import ProbeFailed, ask
@@ -56,9 +56,10 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()
     # `data.eval`, the smaller one, comes first: where the time ends, less is left out.
-    held_out = [name for name in pools if is_held_out(name)]
-    sections = [*held_out, *(name for name in pools if name == "train")]
-    messages: dict[str, list[str]] = {name: _first(pools[name], "messages", most) for name in sections}
+    parts = by_source(pools)
+    held_out = [name for name in parts if is_held_out(name)]
+    sections = held_out + [name for name in parts if name not in (*held_out, "ptx")]
+    messages: dict[str, list[str]] = {name: _first(parts[name], "messages", most) for name in sections}
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}
     try:
@@ -73,16 +74,17 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found[name] = classify(name, own, template, spec.room_for(name), _first(pools[name], "origin", most))
+        found[name] = classify(name, own, template, spec.room_for(name), _first(parts[name], "origin", most))
     checks = [found[name] for name in (*sections[len(held_out) :], *held_out)]
     problems: dict[str, str] = {}
     for path, problem in (finding for check in checks for finding in check.problems):
         problems.setdefault(path, problem)  # what is wrong for both is said once
-    return PromptCheck(
-        tuple(problems.items()),
-        (*notes, *(line for check in checks for line in check.lines)),
-        {name: count for check in checks for name, count in check.refused.items()},
-    )
+    refused: dict[str, int] = {}
+    for section, count in (item for check in checks for item in check.refused.items()):
+        whole = section.partition(".")[0]  # of a mixture
+        refused[whole] = refused.get(whole, 0) + count
+    lines = (*notes, *(line for check in checks for line in check.lines))
+    return PromptCheck(tuple(problems.items()), lines, refused)
 
 
 def _answers(pools: Pools, most: int) -> Iterator[str]:
@@ -111,7 +113,7 @@ def classify(
     """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line.
 
     Args:
-        name: Name of the prompts' section in `data`.
+        name: The prompts' section in `data`, of a mixture with the source.
         replies: Length of each prompt in tokens, or why it has none.
         template: The field that decides how prompts are rendered.
         room: Tokens that a prompt may have.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,19 +13,33 @@ import pyarrow as pa
 
 from troupe.orchestrator.data.conversations import BadRow, chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
-from troupe.orchestrator.data.pools import OnBadRow, Pool, collect, prompts_of
+from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, prompts_of
 from troupe.orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
-from troupe.orchestrator.spec.sections import DataConfig, DataSource
+from troupe.orchestrator.spec.sections import DataConfig, DataSource, MixedSource
 from troupe.workers.contract.messages import PROMPTS
 
-__all__ = ["DataError", "PromptPick", "PromptPool", "PromptSource", "evaluation_picks", "load_pool", "load_pools"]
+__all__ = [
+    "DataError",
+    "PromptOrder",
+    "PromptPick",
+    "PromptPool",
+    "PromptSource",
+    "evaluation_picks",
+    "load_pool",
+    "load_pools",
+    "load_train_pool",
+]
 
 RIGHT_ANSWERS = "right_answers"
 """Key of the metadata under which reward functions find every right answer of a row that has several."""
 
 
+@dataclass(frozen=True)
 class PromptPool(Pool):
     """Prompts; schema `troupe.workers.contract.messages.PROMPTS`, column `row` counts from 0."""
+
+    parts: Mapping[str, PromptPool] = field(default_factory=dict)
+    """The pools of a mixture by the name of their source, in the order of their rows; empty: there is one source."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,24 @@ class PromptPick:
     prompt_uid: str
     """Unique in the run."""
     row: int
+    epoch: int = 0
+    """Pass over its source."""
+
+
+class PromptOrder(Protocol):
+    """An endless, resumable order of prompts."""
+
+    def next(self) -> PromptPick:
+        """The next prompt."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Position in the order, JSON-ready."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resume from a position that `state` returned. Raises DataError."""
+        ...
 
 
 class Ordered(Protocol):
@@ -53,12 +87,47 @@ def load_pools(
     data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False
 ) -> tuple[PromptPool, dict[str, PromptPool]]:
     """The pool for training, and those for evaluation by the name of their section in `data`. Raises DataError."""
-    train = load_pool(data.train, on_bad_row, "data.train", plain=plain)
+    train = load_train_pool(data, on_bad_row, plain=plain)
     without = train if data.held_out else None
     return train, {
         section: load_pool(source, on_bad_row, f"data.{section}", without=without, plain=plain)
         for section, source in data.held_out_sets().items()
     }
+
+
+def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> PromptPool:
+    """The pool for training: that of the only source, or the pools of a mixture one after another. Raises DataError."""
+    if not isinstance(data.train, tuple):
+        return load_pool(data.train, on_bad_row, plain=plain)
+    parts: dict[str, PromptPool] = {}
+    for number, source in enumerate(data.train):
+        pool = load_pool(source, on_bad_row, f"data.train.{number}", plain=plain)
+        parts[source.name] = replace(pool, table=_named(pool.table, source))
+    return _concatenated(parts)
+
+
+def _named(table: pa.Table, source: MixedSource) -> pa.Table:
+    """The table with the name of its source."""
+    names = pa.repeat(pa.scalar(source.name, pa.string()), table.num_rows)
+    return table.set_column(table.column_names.index("source"), PROMPTS.field("source"), names)
+
+
+def _concatenated(parts: Mapping[str, PromptPool]) -> PromptPool:
+    """One pool of several, in their order."""
+    pools = list(parts.values())
+    table = pa.concat_tables([pool.table for pool in pools])
+    table = table.set_column(0, PROMPTS.field("row"), pa.array(range(table.num_rows), pa.int64()))
+    content = json.dumps([[name, pool.digest] for name, pool in parts.items()])
+    return PromptPool(
+        table=table,
+        digest=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+        bad_rows=sum(pool.bad_rows for pool in pools),
+        problems=tuple(problem for pool in pools for problem in pool.problems),
+        left_out=sum(pool.left_out for pool in pools),
+        repeated=sum(pool.repeated for pool in pools),
+        deduped=sum(pool.deduped for pool in pools),
+        parts=parts,
+    )
 
 
 def load_pool(
@@ -88,12 +157,13 @@ def load_pool(
         label,
         on_bad_row,
         lambda row: row.messages in taken,
+        Repeats(lambda row: row.messages, source.dedupe),
     )
     rows = found.rows
     texts = [[row.messages for row in rows], [row.answer for row in rows], [row.metadata for row in rows]]
     candidates = [list(row.candidates) or None for row in rows]
     columns = [*texts, [row.origin for row in rows]]
-    table = pa.table([range(len(rows)), *columns, candidates], schema=PROMPTS)
+    table = pa.table([range(len(rows)), *columns, candidates, pa.nulls(len(rows), pa.string())], schema=PROMPTS)
     if any(candidates):
         texts.append([json.dumps(row.candidates, ensure_ascii=False) for row in rows])
     return found.pool(PromptPool, table, (text.encode() for column in texts for text in column))
@@ -181,7 +251,16 @@ class PromptSource:
         row = self._advance()
         while self._curriculum is not None and not self._curriculum.draws(row, self._epoch):
             row = self._advance()
-        return PromptPick(f"e{self._epoch}-r{row}", row)
+        return PromptPick(f"e{self._epoch}-r{row}", row, self._epoch)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the pool."""
+        return self._rows
+
+    def exhausted(self, passes: int) -> bool:
+        """Whether so many passes over the pool are drawn; 0: never."""
+        return passes > 0 and (self._epoch, self._position) >= (passes - 1, self._rows)
 
     def _advance(self) -> int:
         """The next row of the order."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.data.pools import Pool
-from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.data.prompts import PromptPool, load_pools
 from troupe.orchestrator.data.texts import load_texts
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -40,8 +40,17 @@ def is_held_out(name: str) -> bool:
 
 
 def describe(pools: Pools) -> list[str]:
-    """Number of rows of each pool, and the rows that were skipped or removed, one line for each pool."""
-    return [f"data.{name}: {', '.join(_parts(pool))}" for name, pool in pools.items()]
+    """Number of rows of each pool or source, and what was skipped or removed, one line for each."""
+    return [f"data.{section}: {', '.join(_parts(pool))}" for section, pool in by_source(pools).items()]
+
+
+def by_source(pools: Pools) -> Pools:
+    """The pools with those of a mixture's sources in place of the whole: `train.0 (math)`, `train.1 (code)`, ..."""
+    found: dict[str, Pool] = {}
+    for section, pool in pools.items():
+        parts = pool.parts if isinstance(pool, PromptPool) else {}
+        found |= {f"{section}.{n} ({name})": part for n, (name, part) in enumerate(parts.items())} or {section: pool}
+    return found
 
 
 def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict[str, float]:
@@ -57,6 +66,8 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
         metrics[f"data/{name}_bad_rows"] = float(pool.bad_rows)
         if is_held_out(name):
             metrics[f"data/{name}_removed_rows"] = float(pool.left_out)
+        if isinstance(pool, PromptPool):
+            metrics |= {f"source/{source}/rows": float(part.rows) for source, part in pool.parts.items()}
     return metrics | {f"data/{name}_refused_rows": float(count) for name, count in (refused or {}).items()}
 
 
@@ -64,6 +75,10 @@ def _parts(pool: Pool) -> list[str]:
     parts = [f"{pool.rows} rows"]
     if pool.left_out:
         parts.append(f"{pool.left_out} removed because data.train has the same prompt (data.held_out)")
+    if pool.repeated:
+        parts.append(f"{pool.repeated} of them repeat the prompt of an earlier row (dedupe: true leaves them out)")
+    if pool.deduped:
+        parts.append(f"{pool.deduped} left out because an earlier row has the same prompt (dedupe)")
     if pool.bad_rows:
         more = "; ..." if pool.bad_rows > _SHOWN else ""
         parts.append(f"{pool.bad_rows} bad rows skipped: {'; '.join(pool.problems[:_SHOWN])}{more}")

@@ -185,7 +185,7 @@ def of_process(_spec: RunSpec, seat: Seated, _gpu: int, _sizes: Sizes) -> Memory
 def of_reward(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a reward worker."""
     role = spec.roles.reward
-    functions = Part("functions", len(role.functions) * FUNCTION_PROCESS)
+    functions = Part("functions", sum(map(len, spec.reward_functions().values())) * FUNCTION_PROCESS)
     if role.model is None:
         return (WorkerMemory(seat.worker, "host", (functions, Part("process", REWARD_PROCESS))),), None
     size = sizes.of(role.model)

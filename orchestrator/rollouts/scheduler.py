@@ -20,10 +20,11 @@ from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
-from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
@@ -83,11 +84,26 @@ class RolloutScheduler:
         prompt_pool: TableRef,
         version: int = 0,
         observe: Observe | None = None,
+        settings: RowTable[GroupSettings] | None = None,
     ) -> None:
+        """Opens no group yet.
+
+        Args:
+            spec: The spec.
+            pool: The engines.
+            scorer: Scores finished groups.
+            ledger: Accounts for samples; its open groups are dispatched first.
+            next_prompt: The order of prompts.
+            prompt_pool: The table that they are rows of.
+            version: Version of the policy.
+            observe: Is told of groups that are replaced although they are scored.
+            settings: How groups are sampled, by the row of their prompt; None: all alike.
+        """
         self._schedule = spec.schedule
         self._failures = spec.failures
         self._seed = spec.seed
-        self._group_size = spec.group_size
+        self.settings = settings or RowTable.of((0,), spec.group_settings)
+        self._samples_per_step = spec.samples_per_step
         self._min_group = algorithms.row_of(spec.algorithm).min_group_size
         self._greedy_baseline = algorithms.advantage(spec.algorithm).baseline == "greedy"
         """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
@@ -205,7 +221,7 @@ class RolloutScheduler:
         for _ in range(min(self._free, _OPENED_AT_ONCE)):
             self._opened += 1
             pick = self._next_prompt()
-            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self._group_size))
+            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.settings[pick.row].samples))
 
     async def _open_the_rest(self) -> None:
         """Opens the remaining slots; other tasks run between two portions. Ends when no slot is free."""
@@ -264,9 +280,10 @@ class RolloutScheduler:
         if summary.refused:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
-        scored = await self._scorer.score(summary, rollouts, group.pick.row)
+        functions = self.settings[group.pick.row].rewards
+        scored = await self._scorer.score(summary, rollouts, group.pick.row, functions)
         if greedy:
-            rewards, _ = await self._scorer.rewards.score(greedy[0][1])
+            rewards, _ = await self._scorer.rewards.score(greedy[0][1], functions)
             if rewards.rewards[0] is None:
                 self._replace(group, f"reward of the greedy response: {rewards.statuses[0]}", failed=True)
                 return
@@ -284,7 +301,8 @@ class RolloutScheduler:
         Raises:
             WorkerError: The error of the last attempt.
         """
-        samples = self._group_size + self._greedy_baseline
+        settings = self.settings[group.pick.row]
+        samples = settings.samples + self._greedy_baseline
         tries = 0
         while True:
             engine = await self._pool.acquire(samples)
@@ -293,9 +311,10 @@ class RolloutScheduler:
                 prompt_uid=group.pick.prompt_uid,
                 row=group.pick.row,
                 attempt=group.attempt,
-                samples=self._group_size,
+                samples=settings.samples,
                 seed=sampling_seed(self._seed, group.pick.prompt_uid),
                 candidates=True,
+                max_tokens=settings.max_tokens,
             )
             greedy = replace(request, samples=1, greedy=True, candidates=False)
             requests = [request, *([greedy] if self._greedy_baseline else [])]
@@ -321,7 +340,7 @@ class RolloutScheduler:
         replacements lasts (dynamic sampling).
         """
         failures = [(i, s) for i, s in enumerate(scored.rewards.statuses) if s != "ok"]
-        if self._group_size - len(failures) < self._min_group:
+        if len(scored.rewards.statuses) - len(failures) < self._min_group:
             self._replace(group, f"reward: {failures[0][1]}", failed=True)
             return
         for sample_index, status in failures:
@@ -359,7 +378,7 @@ class RolloutScheduler:
         logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)
         if failed:
-            self._count_failures(self._group_size)
+            self._count_failures(self.settings[group.pick.row].samples)
         else:
             self._count_refusal(reason)
         self._dispatch()
@@ -382,7 +401,7 @@ class RolloutScheduler:
     def _count_failures(self, samples: int) -> None:
         """Counts failed samples; raises BatchFailed if this step has too many."""
         self._failed_samples += samples
-        budget = self._failures.max_failed_fraction * self._schedule.prompts_per_step * self._group_size
+        budget = self._failures.max_failed_fraction * self._samples_per_step
         if self._failed_samples > budget:
             raise BatchFailed(
                 f"{self._failed_samples} samples of this step failed, more than failures.max_failed_fraction allows "

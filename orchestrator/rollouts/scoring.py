@@ -277,21 +277,21 @@ class Scorer:
         self.rewards = rewards
         self.token_scorers = tuple(token_scorers)
 
-    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int) -> ScoredGroup:
+    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int, functions: str = "") -> ScoredGroup:
         """Scores one group with all of them concurrently.
 
         Args:
             summary: The group's summary.
             rollouts: The group's ROLLOUTS table.
             row: Row of the prompt in the prompt pool.
+            functions: Which reward functions (`RewardPool.score`).
 
         Raises:
             WorkerError: The first call that failed; the others are cancelled.
         """
         lengths = row_lengths(summary)
-        (rewards, reward_table), *tokens = await gather_all(
-            [self.rewards.score(rollouts), *(scorer.score(lengths, rollouts) for scorer in self.token_scorers)]
-        )
+        scorers = (scorer.score(lengths, rollouts) for scorer in self.token_scorers)
+        (rewards, reward_table), *tokens = await gather_all([self.rewards.score(rollouts, functions), *scorers])
         group = ScoredGroup(
             summary, rewards, rollouts, reward_table, tuple(ref for refs in tokens for ref in refs), row
         )

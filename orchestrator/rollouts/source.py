@@ -12,7 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from troupe.orchestrator.data.curriculum import Curriculum
-from troupe.orchestrator.data.prompts import PromptSource
+from troupe.orchestrator.data.prompts import PromptOrder
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.texts import TextOrder
 from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool
@@ -21,7 +22,7 @@ from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers, std
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
-from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.batch import Batch, GroupOrigin, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks
@@ -41,7 +42,7 @@ class RolloutComponents:
     pool: EnginePool
     scheduler: RolloutScheduler
     rewards: RewardPool
-    prompts: PromptSource
+    prompts: PromptOrder
     ledger: Ledger
     texts: TextOrder | None = None
     """Plain texts on which the policy trains along with every batch (PPO-ptx)."""
@@ -120,12 +121,23 @@ class RolloutSource:
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
-        metrics |= episode_metrics(self._groups)
+        metrics |= episode_metrics(self._groups) | self._source_metrics()
         metrics["rollout/tokens_per_s"] = self._components.pool.meter.read()
         if self._spec.algorithm.mask_truncated:
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum
         return metrics if curriculum is None else metrics | curriculum.metrics()
+
+    def _source_metrics(self) -> dict[str, float]:
+        """Metrics by source of a mixture; empty where there is one source."""
+        if not self._spec.data.mixture:
+            return {}
+        curriculum = self._spec.data.curriculum
+        component = None if curriculum is None else curriculum.component
+        metrics = source_metrics(self._groups, self._components.scheduler.settings, component)
+        for name, counts in self._components.ledger.source_counts().items():
+            metrics |= {f"source/{name}/{what}": float(count) for what, count in counts.items()}
+        return metrics
 
     async def save_trajectories(self, version: int) -> None:
         """Has a reward worker write the samples of the step in the background; waits for those of the step before."""
@@ -202,7 +214,9 @@ class RolloutSource:
         masked = tuple((group.summary.prompt_uid, i) for group in groups for i in self._masked(group))
         candidates = tuple((group.summary.prompt_uid, i) for group in groups for i in group.rewarded_candidates)
         state = self._advantage_state.of_rows(rows.values())
-        return PrepareRequest(keep + candidates, state, rows, greedy, masked, candidates)
+        sources = {uid: name for uid, row in rows.items() if (name := self._components.scheduler.settings[row].source)}
+        by_source = sources if self._spec.algorithm.by_source else {}
+        return PrepareRequest(keep + candidates, state, rows, greedy, masked, candidates, by_source)
 
     def _masked(self, group: ScoredGroup) -> list[int]:
         """Indices of the samples that have a reward and carry no loss."""
@@ -265,7 +279,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": std(rewards),
-        "groups/mixed": fmean([len({r for r in group.rewards.rewards if r is not None}) > 1 for group in groups]),
+        "groups/mixed": fmean(map(_is_mixed, groups)),
         "prompt_tokens/mean": fmean(prompts),
         "prompt_tokens/cached": sum(group.summary.cached_tokens for group in groups) / sum(prompts),
         "response_tokens/mean": fmean(responses),
@@ -278,11 +292,61 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
         "tokens": float(sum(prompts) + sum(responses)),
         "response_tokens_per_s": sum(responses) / seconds if seconds > 0 else 0.0,
     }
-    for name in groups[0].rewards.components:
-        values = [v for group in groups for v in group.rewards.components[name] if v is not None]
+    for name in dict.fromkeys(name for group in groups for name in group.rewards.components):
+        values = [v for group in groups for v in group.rewards.components.get(name, ()) if v is not None]
         if values:
             metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": std(values)}
     return metrics
+
+
+def _is_mixed(group: ScoredGroup) -> bool:
+    """Whether the rewards of its samples differ."""
+    return len({reward for reward in group.rewards.rewards if reward is not None}) > 1
+
+
+def source_metrics(
+    groups: Sequence[ScoredGroup], settings: RowTable[GroupSettings], component: str | None
+) -> dict[str, float]:
+    """Metrics of the groups of a batch by the source of their prompt.
+
+    Args:
+        groups: Scored groups.
+        settings: Source of each row.
+        component: Reward component that says which samples are solved; None: the reward.
+
+    Returns:
+        By source, of every source: its share of the groups; and where it has groups, mean reward, mean response
+        (tokens), the shares of truncated samples and of groups whose rewards differ, and the pass rate (share of
+        samples that are solved) where the reward says which.
+    """
+    by_source: dict[str, list[ScoredGroup]] = {one.source: [] for one in settings.entries}
+    for group in groups:
+        by_source[settings[group.row].source].append(group)
+    metrics: dict[str, float] = {}
+    for own in settings.entries:
+        name, members = f"source/{own.source}", by_source[own.source]
+        metrics[f"{name}/share"] = len(members) / len(groups)
+        if not members:
+            continue
+        samples = [sample for group in members for sample in group.summary.samples]
+        rewards = [reward for group in members for reward in group.rewards.rewards if reward is not None]
+        metrics |= {
+            f"{name}/reward": fmean(rewards),
+            f"{name}/response_tokens": fmean(sample.sampled_tokens for sample in samples),
+            f"{name}/truncated": fmean(sample.finish_reason == "length" for sample in samples),
+            f"{name}/mixed": fmean(_is_mixed(group) for group in members),
+        }
+        if own.solved_at is not None:
+            solved = [value >= own.solved_at for group in members for value in _measured(group, component)]
+            metrics[f"{name}/pass_rate"] = fmean(solved) if solved else 0.0
+    return metrics
+
+
+def _measured(group: ScoredGroup, component: str | None) -> list[float]:
+    """The reward, or a component of it, of the group's samples that have a reward."""
+    values = group.rewards.rewards if component is None else group.rewards.components[component]
+    pairs = zip(values, group.rewards.rewards, strict=True)
+    return [value for value, reward in pairs if value is not None and reward is not None]
 
 
 def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -48,6 +48,8 @@ def trainer_problems(trainers: Mapping[RoleName, TrainerRole]) -> Iterator[Findi
             yield f"roles.{name}.offload_optimizer", "has no effect on the CPU; remove it"
         elif role.offload_optimizer and role.zero_stage == 0:
             yield f"roles.{name}.offload_optimizer", "needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded"
+        if role.kernels == "liger" and role.gpus == 0:
+            yield f"roles.{name}.kernels", "liger needs GPUs; use torch on the CPU"
         size = role.sequence_parallel_size
         if role.workers % size:
             yield f"roles.{name}.sequence_parallel_size", f"{size} does not divide the role's {role.workers} workers"
@@ -138,7 +140,7 @@ def environment_problems(spec: RolloutSpec) -> Iterator[Finding]:
     if role is None:
         return
     yield from _environment(spec, role)
-    for split, source in {"train": spec.data.train, **spec.data.held_out_sets()}.items():
+    for split, source in spec.data.prompt_sources().items():
         if not isinstance(source, ReasoningGymSource) and source.candidates is not None:
             yield (
                 f"data.{split}.candidates",
@@ -170,8 +172,8 @@ def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
     """Rewards from the environment, and rewards of steps."""
     estimator = algorithms.row_of(spec.algorithm).advantage.estimator
     advantage = algorithms.advantage(spec.algorithm)
-    for index, function in enumerate(spec.roles.reward.functions):
-        path = f"roles.reward.functions.{index}"
+    lists = spec.reward_functions().items()
+    for path, function in ((f"{path}.{index}", one) for path, given in lists for index, one in enumerate(given)):
         given = function.name == ENVIRONMENT_REWARD
         if given and spec.roles.environment is None:
             yield f"{path}.name", "there is no roles.environment that could give rewards"

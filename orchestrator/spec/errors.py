@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
 from troupe.orchestrator.spec.migration import counterpart
-from troupe.orchestrator.spec.sections import NAMED_SETS, ONE_SOURCE
+from troupe.orchestrator.spec.sections import LIST, MAP, SECTION
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the spec."""
@@ -95,6 +95,10 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
     for item in items:
         if item["type"] == "missing" and item["loc"] in misspelt:
             continue
+        if item["type"] == "too_short" and any(
+            one["loc"][: len(item["loc"])] == item["loc"] != one["loc"] for one in items
+        ):
+            continue  # pydantic counts the entries that are valid
         kind, context = item["type"], item.get("ctx", {})
         path = _without_tags(item["loc"], data)
         if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -110,8 +114,8 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
     return problems
 
 
-_FORMS: Mapping[Any, bool] = {ONE_SOURCE: False, NAMED_SETS: True}
-"""Whether a form of a section is a map."""
+_FORMS: Mapping[Any, str] = {tuple: LIST, dict: MAP}
+"""Forms of data by the type of their annotation; any other is a section."""
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -200,9 +204,11 @@ def _without_tags(location: Path, data: Any) -> Path:
     path: list[str | int] = []
     node: Any = data
     for part in location:
-        if isinstance(node, dict) and part not in node and part in (node.get("kind"), *_FORMS):
+        if isinstance(node, dict) and part not in node and part in (node.get("kind"), SECTION, MAP):
             continue
-        if part == "[key]":  # the key itself is wrong
+        if part == LIST and not isinstance(node, dict):
+            continue
+        if part == "[key]":  # the key of a map is wrong
             continue
         path.append(part)
         try:
@@ -216,11 +222,11 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
     """Names of the fields a section may have, given pydantic's location of it."""
     annotation: Any = root
     for part in location:
-        if part in _FORMS:
-            annotation = next(inner for inner in _members(annotation) if (get_origin(inner) is dict) is _FORMS[part])
-            continue
         if get_origin(annotation) is dict:
             annotation = get_args(annotation)[1]
+            continue
+        if part in (SECTION, LIST, MAP) and (forms := _of_form(annotation, part)):
+            annotation = forms
             continue
         models = list(models_in(annotation))
         tagged = [model for model in models if part in _tags(model)]
@@ -231,9 +237,17 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
     return [name for model in models_in(annotation) for name in model.model_fields]
 
 
+def _of_form(annotation: Any, form: str | int) -> Any:
+    """The members of a union of a section, a list and a map that have this form; None: it is no such union."""
+    forms = [(_FORMS.get(get_origin(member), SECTION), member) for member in _members(annotation)]
+    if {name for name, _ in forms} == {SECTION}:
+        return None
+    return Union[tuple(member for name, member in forms if name == form)]  # noqa: UP007
+
+
 def _members(annotation: Any) -> Iterator[Any]:
-    """The members of a union of forms, without what annotates them."""
-    if get_origin(annotation) is dict or (isinstance(annotation, type) and get_origin(annotation) is None):
+    """The members of a union, also of unions in it, without what annotates them."""
+    if get_origin(annotation) in _FORMS or not get_args(annotation):
         yield annotation
     else:
         for argument in get_args(annotation):

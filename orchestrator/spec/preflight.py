@@ -366,10 +366,8 @@ _load_built_in = cache(_load_functions)
 """The same for requests that name built-in functions only; `troupe init` checks several specs with the same ones."""
 
 
-def unusable_functions(
-    functions: Sequence[RewardFunctionConfig], section: str = "roles.reward.functions"
-) -> Iterator[Finding]:
-    """Reward functions of a section that cannot be imported, or that do not take their arguments."""
+def unusable_functions(functions: Sequence[RewardFunctionConfig], path: str) -> Iterator[Finding]:
+    """Reward functions that cannot be imported, or that do not take their arguments; `path`: that of their list."""
     if not functions:
         return
     request = [{"name": f.name, "args": f.args, "batched": f.batched} for f in functions]
@@ -381,4 +379,4 @@ def unusable_functions(
         replies = [*error.replies, ["name", f"{name}: cannot be loaded: {error}"]]
     for index, (field, problem) in enumerate(replies):
         if problem:
-            yield f"{section}.{index}.{field}", problem
+            yield f"{path}.{index}.{field}", problem

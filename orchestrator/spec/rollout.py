@@ -7,6 +7,7 @@ that cannot work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +26,7 @@ from troupe.orchestrator.spec.sections import (
     EvaluationConfig,
     FailureConfig,
     HeldOut,
+    MixedSource,
     OutputConfig,
     RolesConfig,
     ScheduleConfig,
@@ -39,6 +41,7 @@ from troupe.workers.contract.config import (
     JudgeConfig,
     ModelConfig,
     PolicyConfig,
+    RewardFunctionConfig,
     RolloutConfig,
     SamplingConfig,
     ScoringConfig,
@@ -52,6 +55,21 @@ _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """How the groups of one source of prompts are sampled and scored."""
+
+    samples: int
+    source: str = ""
+    """Name of the source in a mixture; empty: there is one source."""
+    max_tokens: int | None = None
+    """Longest response, in tokens; None: `sampling.max_tokens`."""
+    rewards: str = ""
+    """Key of the source's reward functions in the configuration of reward workers; empty: those of the role."""
+    solved_at: float | None = None
+    """A sample with at least this reward counts as solved; None: the reward does not say."""
 
 
 class RolloutSpec(RunSpec, frozen=True):
@@ -82,8 +100,28 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def group_size(self) -> int:
-        """Samples per prompt."""
+        """Samples per prompt, where its source sets no other number."""
         return section.group_size(self.algorithm)
+
+    @property
+    def group_settings(self) -> tuple[GroupSettings, ...]:
+        """How groups are sampled and scored, for each source of `data.train`."""
+        if not self.data.mixture:
+            return (GroupSettings(self.group_size),)
+        return tuple(self._of_source(number, source) for number, source in enumerate(self.data.mixture))
+
+    def _of_source(self, number: int, source: MixedSource) -> GroupSettings:
+        solved_at, curriculum = source.solved_at, self.data.curriculum
+        if solved_at is None:
+            derived = self._solved_by_role if source.rewards is None else right_from(source.rewards)
+            solved_at = derived if curriculum is None else curriculum.solved_at
+        own = "" if source.rewards is None else f"data.train.{number}"
+        return GroupSettings(source.group_size or self.group_size, source.name, source.max_tokens, own, solved_at)
+
+    @property
+    def group_sizes(self) -> frozenset[int]:
+        """Samples per prompt, of all sources."""
+        return frozenset(settings.samples for settings in self.group_settings)
 
     @property
     def kl_coef(self) -> float:
@@ -92,8 +130,8 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples in a step's batch, when none fails."""
-        return self.schedule.prompts_per_step * self.group_size
+        """Samples in a step's batch, when none fails; the most where sources differ in their group sizes."""
+        return self.schedule.prompts_per_step * max(self.group_sizes)
 
     @property
     def critic_updates(self) -> int:
@@ -145,7 +183,8 @@ class RolloutSpec(RunSpec, frozen=True):
         """
         environment, engines = self.roles.environment, self.roles.rollout.workers
         episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
-        return max(self.roles.rollout.max_num_seqs, self.group_size, episodes) + 2 * self.group_size
+        largest = max(self.group_sizes)
+        return max(self.roles.rollout.max_num_seqs, largest, episodes) + 2 * largest
 
     @property
     def device(self) -> Device:
@@ -172,6 +211,11 @@ class RolloutSpec(RunSpec, frozen=True):
         """Reward from which a held-out sample counts as solved; None: the reward does not say."""
         if self.evaluation is not None and self.evaluation.solved_at is not None:
             return self.evaluation.solved_at
+        return self._solved_by_role
+
+    @property
+    def _solved_by_role(self) -> float | None:
+        """Reward of a right response by the functions of the role; None: they do not say."""
         reward = self.roles.reward
         return None if reward.model is not None and reward.model_weight else right_from(reward.functions)
 
@@ -195,16 +239,21 @@ class RolloutSpec(RunSpec, frozen=True):
             )
         return found
 
+    def reward_functions(self) -> dict[str, tuple[RewardFunctionConfig, ...]]:
+        """Every list of reward functions by its path, that of the role first."""
+        own = {f"data.train.{n}.rewards": source.rewards for n, source in enumerate(self.data.mixture)}
+        own |= {one.rewards_section: one.functions for one in self.held_out_sets() if one.own_rewards}
+        lists = {"roles.reward.functions": self.roles.reward.functions, **own}
+        return {path: functions for path, functions in lists.items() if functions is not None}
+
     def missing(self) -> list[Finding]:
         """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""
         engines = {"rollout": self.roles.rollout.engine}
         if self.roles.judge is not None:
             engines["judge"] = self.roles.judge.engine
         options = engine_options.unknown_options(engines)
-        functions = list(preflight.unusable_functions(self.roles.reward.functions))
-        for held_out in self.held_out_sets():
-            if held_out.own_rewards:
-                functions += preflight.unusable_functions(held_out.functions, held_out.rewards_section)
+        lists = self.reward_functions().items()
+        functions = [problem for path, one in lists for problem in preflight.unusable_functions(one, path)]
         environment = preflight.unusable_environment(self.roles.environment)
         return [*super().missing(), *options, *functions, *environment, *self._algorithm_problems()]
 
@@ -242,7 +291,8 @@ class RolloutSpec(RunSpec, frozen=True):
         if section.dynamic_sampling(self.algorithm):  # more groups are dispatched than a step trains on
             return []
         groups = self.schedule.prompts_per_step * (1 + self.schedule.max_staleness)
-        most = {"rollout": (groups, "groups")} | dict.fromkeys(_SCORERS, (groups * self.group_size, "samples"))
+        samples = groups * max(self.group_sizes)
+        most = {"rollout": (groups, "groups")} | dict.fromkeys(_SCORERS, (samples, "samples"))
         return [
             f"roles.{name}.workers: {role.workers}, but at most {most[name][0]} {most[name][1]} are in progress at a "
             "time (schedule.prompts_per_step, max_staleness, algorithm.group_size); the other workers are idle"
@@ -353,7 +403,9 @@ class RolloutSpec(RunSpec, frozen=True):
 
     def reward_config(self) -> ScoringConfig:
         """Configuration of each reward worker."""
-        sets = {held_out.rewards: held_out.functions for held_out in self.held_out_sets() if held_out.own_rewards}
+        own = {f"data.train.{n}": source.rewards for n, source in enumerate(self.data.mixture)}
+        sets = {section: functions for section, functions in own.items() if functions is not None}
+        sets |= {one.rewards: one.functions for one in self.held_out_sets() if one.own_rewards}
         return self.roles.reward.worker_config(ScoringConfig, sets=sets)
 
     def dispatch(self, rollout: Callable[[RolloutSpec], T], offline: Callable[[Any], T]) -> T:
@@ -428,7 +480,7 @@ class RolloutSpec(RunSpec, frozen=True):
     @property
     def batch_description(self) -> str:
         """Size of a step's batch, as text."""
-        return f"{self.samples_per_step} samples"
+        return f"{'at most ' if len(self.group_sizes) > 1 else ''}{self.samples_per_step} samples"
 
     @property
     def scoring_temperature(self) -> float:
@@ -442,5 +494,4 @@ class RolloutSpec(RunSpec, frozen=True):
 
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
-        texts = {} if self.data.ptx is None else {"ptx": self.data.ptx}
-        return {"train": self.data.train, **self.data.held_out_sets(), **texts}
+        return {**self.data.prompt_sources(), **({} if self.data.ptx is None else {"ptx": self.data.ptx})}

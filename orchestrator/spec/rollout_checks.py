@@ -21,7 +21,6 @@ from troupe.orchestrator.spec.checks import (
     trainer_problems,
 )
 from troupe.orchestrator.spec.engine_options import refused_options
-from troupe.orchestrator.spec.held_out import HeldOutSettings
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -115,10 +114,11 @@ def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
 def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
     schedule = spec.schedule
     for name, role in spec.roles.trainers().items():
-        if spec.samples_per_step < role.data_parallel_size * schedule.minibatches:
+        smallest = min(spec.group_sizes)
+        if schedule.prompts_per_step * smallest < role.data_parallel_size * schedule.minibatches:
             yield (
                 "schedule.prompts_per_step",
-                f"{schedule.prompts_per_step} prompts of {spec.group_size} samples are too few for "
+                f"{schedule.prompts_per_step} prompts of {smallest} samples are too few for "
                 f"{shares_of(name, role)} times {schedule.minibatches} minibatches",
             )
     if schedule.max_staleness > 0 and spec.roles.rollout.colocate_with is not None:
@@ -296,69 +296,57 @@ def _reward(spec: RolloutSpec) -> Iterator[Finding]:
     weights += [reward.model_weight] if reward.model is not None else []
     if weights and not any(weights):
         yield "roles.reward", "every weight is 0: there is nothing to learn"
-    held_out = spec.held_out_sets()
-    shared = ["train", *(one.section for one in held_out if not one.own_rewards)]
-    taken = ["reward_model"] if reward.model is not None else []
-    yield from _functions(spec, "roles.reward.functions", reward.functions, shared, taken)
-    for index, function in enumerate(reward.functions):
-        if function.process:
-            yield from _process(spec, f"roles.reward.functions.{index}.process", function)
-    for one in held_out:
-        if one.own_rewards:
-            yield from _functions(spec, one.rewards_section, one.functions, [one.section], [])
-            yield from _held_out_functions(one)
+    labels = ["reward_model"] if reward.model is not None else []
+    yield from _functions(spec, "roles.reward.functions", reward.functions, labels)
+    shared = any(not one.own_rewards for one in spec.held_out_sets())
+    if not shared and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
+        why = "has no effect: every source of data.train has rewards of its own; leave them out of one source"
+        yield "roles.reward.functions", f"{why}, and give its functions here"
+    for path, functions in spec.reward_functions().items():
+        if path.startswith("data."):
+            if not any(function.weight for function in functions):
+                lacks = "no reward to report" if _is_held_out(path) else "nothing to learn"
+                yield path, f"every weight is 0: there is {lacks}"
+            yield from _functions(spec, path, functions, [])
     yield from _judge(spec)
 
 
 def _functions(
-    spec: RolloutSpec, path: str, functions: Sequence[RewardFunctionConfig], scored: Sequence[str], taken: list[str]
+    spec: RolloutSpec, section: str, functions: Sequence[RewardFunctionConfig], labels: list[str]
 ) -> Iterator[Finding]:
-    """What is wrong with the reward functions of a section.
-
-    Args:
-        spec: The spec.
-        path: The section.
-        functions: Its functions.
-        scored: Sections in `data` whose samples they score.
-        taken: Labels of the reward's other components.
-    """
-    labels = list(taken)
+    """Reward functions of one list that cannot work; `labels`: those of components before them."""
     for index, function in enumerate(functions):
+        path = f"{section}.{index}"
         label = _label(function)
         if label in labels:
-            yield f"{path}.{index}.label", f"two components have the label '{label}'; set another label for one of them"
+            yield f"{path}.label", f"two components have the label '{label}'; set another label for one of them"
         labels.append(label)
         if function.timeout_s >= spec.schedule.score_timeout_s:
             limit = spec.schedule.score_timeout_s
-            yield f"{path}.{index}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
-        yield from _reward_name(spec, f"{path}.{index}.name", function.name, scored)
+            yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
+        yield from _reward_name(spec, section, f"{path}.name", function.name)
         if function.batched and function.name in REWARD_FUNCTIONS:
-            yield f"{path}.{index}.batched", f"{function.name} takes one response at a time; remove it"
+            yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
+        if function.process and _is_held_out(section):
+            yield f"{path}.process", "only training uses the rewards of steps; remove it"
+        elif function.process:
+            yield from _process(spec, f"{path}.process", function)
 
 
-def _held_out_functions(held_out: HeldOutSettings) -> Iterator[Finding]:
-    """Fields of reward functions that only training reads."""
-    for index, function in enumerate(held_out.functions):
-        if function.process:
-            yield f"{held_out.rewards_section}.{index}.process", "only training uses the rewards of steps; remove it"
-    if not any(function.weight for function in held_out.functions):
-        yield held_out.rewards_section, "every weight is 0: there is no reward to report"
+def _is_held_out(section: str) -> bool:
+    """Whether a list of reward functions belongs to a held-out set."""
+    return section.startswith("data.eval.")
 
 
 def _judge(spec: RolloutSpec) -> Iterator[Finding]:
     """The function `judge` without a judge, or a judge without the function."""
-    sections = {"roles.reward.functions": spec.roles.reward.functions}
-    sections |= {one.rewards_section: one.functions for one in spec.held_out_sets()}
-    asking = [
-        f"{section}.{index}.name"
-        for section, functions in sections.items()
-        for index, function in enumerate(functions)
-        if function.name == JUDGE_REWARD and not function.args.get("endpoint")
-    ]
+    lists = ((f"{path}.{n}", f) for path, one in spec.reward_functions().items() for n, f in enumerate(one))
+    asking = [path for path, f in lists if f.name == JUDGE_REWARD and not f.args.get("endpoint")]
     judge = spec.roles.judge
     if judge is None:
         for path in asking:
-            yield path, "needs a role `judge`, or args.endpoint with the url and the model of one"
+            why = "needs a role `judge`, or args.endpoint with the url and the model of one"
+            yield f"{path}.name", why
         return
     if not asking:
         yield "roles.judge", "no reward function asks it: add the function `judge`, or remove the role"
@@ -373,31 +361,42 @@ def _label(function: RewardFunctionConfig) -> str:
 
 
 def _component(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
-    """A field that names a reward component which the spec does not have."""
+    """A field that names a reward component which the spec, or one of its sources, does not have."""
     reward = spec.roles.reward
-    labels = [_label(function) for function in reward.functions]
-    labels += ["reward_model"] if reward.model is not None else []
-    if name not in labels:
-        known = f"there are: {', '.join(labels)}"
-        yield path, f"no reward component '{name[:60]}' ({nearest(name, labels) or known})"
+    of_role = [_label(function) for function in reward.functions]
+    of_role += ["reward_model"] if reward.model is not None else []
+    of_sources = {
+        f" in the rewards of {one.name}": of_role if one.rewards is None else list(map(_label, one.rewards))
+        for one in spec.data.mixture
+    }
+    for where, labels in (of_sources or {"": of_role}).items():
+        if name not in labels:
+            known = f"there are: {', '.join(labels)}"
+            yield path, f"no reward component '{name[:60]}'{where} ({nearest(name, labels) or known})"
+            return
 
 
-def _reward_name(spec: RolloutSpec, path: str, name: str, scored: Sequence[str]) -> Iterator[Finding]:
+def _reward_name(spec: RolloutSpec, section: str, path: str, name: str) -> Iterator[Finding]:
+    """A reward function that does not exist, or that cannot score the prompts it is meant for."""
     if name not in REWARD_FUNCTIONS and not IMPORTED.fullmatch(name):
         known = f"shipped: {', '.join(REWARD_FUNCTIONS)}; your own: package.module:function"
         yield path, f"no reward function '{name[:60]}' ({nearest(name, REWARD_FUNCTIONS) or known})"
-    sources = _prompts(spec)
-    for split in scored:
-        source = sources[split]
+    for split, source in _scored_by(spec, section).items():
         if name == "reasoning_gym" and not isinstance(source, ReasoningGymSource):
             yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
         if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
             yield path, f"compares with the correct answer, but data.{split}.answer is null"
 
 
-def _prompts(spec: RolloutSpec) -> dict[str, DataSource]:
-    """The sources of prompts by the name of their section in `data`."""
-    return {"train": spec.data.train, **spec.data.held_out_sets()}
+def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
+    """The sources whose prompts a list of reward functions scores, by their path in the section `data`."""
+    own = {f"train.{n}" for n, one in enumerate(spec.data.mixture) if one.rewards is not None}
+    own |= {one.section for one in spec.held_out_sets() if one.own_rewards}
+    sources = spec.data.prompt_sources()
+    if section == "roles.reward.functions":
+        return {split: source for split, source in sources.items() if split not in own}
+    split = section.removeprefix("data.").removesuffix(".rewards")
+    return {split: sources[split]}
 
 
 def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
@@ -412,7 +411,7 @@ def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> It
 
 
 def _data(spec: RolloutSpec) -> Iterator[Finding]:
-    sources = _prompts(spec)
+    sources = spec.data.prompt_sources()
     for split, source in sources.items():
         if "{prompt}" not in source.template:
             yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
@@ -423,17 +422,39 @@ def _data(spec: RolloutSpec) -> Iterator[Finding]:
                         yield f"data.{split}.recipes.{index}.args.{name}", f"set data.{split}.{name} instead"
             if len(source.recipes) > source.size:
                 yield f"data.{split}.size", f"{source.size} prompts cannot cover {len(source.recipes)} recipes"
-    for split, source in sources.items():
-        if not isinstance(source, ReasoningGymSource) and source.candidates is not None:
+        elif source.candidates is not None:
             yield from _candidates(spec, split)
-    if spec.data.curriculum is not None and spec.data.curriculum.component is not None:
-        yield from _component(spec, "data.curriculum.component", spec.data.curriculum.component)
+    curriculum = spec.data.curriculum
+    if curriculum is not None and curriculum.component is not None:
+        yield from _component(spec, "data.curriculum.component", curriculum.component)
+    if curriculum is not None and curriculum.over_sources and len(spec.data.mixture) < 2:
+        yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
     prompts = {f"data.{split}": source for split, source in sources.items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
-    train = spec.data.train
-    for split, held in spec.data.held_out_sets().items():
-        if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
-            yield f"data.{split}.seed", f"must differ from data.train.seed, {train.seed}: the tasks would be the same"
+    seeds = {split: source.seed for split, source in sources.items() if isinstance(source, ReasoningGymSource)}
+    for place in spec.data.held_out_sets():
+        for split in spec.data.train_sources():
+            if place in seeds and seeds[place] == seeds.get(split):
+                why = f"must differ from data.{split}.seed, {seeds[place]}: the tasks would be the same"
+                yield f"data.{place}.seed", why
+    yield from _mixture(spec)
+
+
+def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
+    """Settings of the sources of a mixture that cannot work."""
+    names = [source.name for source in spec.data.mixture]
+    least = algorithms.row_of(spec.algorithm).min_group_size
+    for number, source in enumerate(spec.data.mixture):
+        path = f"data.train.{number}"
+        if source.name in names[:number]:
+            yield f"{path}.name", f"two sources have the name '{source.name}'"
+        if source.group_size is not None and source.group_size < least:
+            yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
+        if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
+            limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
+            yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"
+    if spec.data.mixture and all(source.repeats for source in spec.data.mixture):
+        yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
 
 
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:

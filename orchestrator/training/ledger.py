@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,11 @@ class OpenGroup:
 class Ledger:
     """Accounts for every sample of a run. A sample is identified by (prompt_uid, sample_index, attempt)."""
 
-    def __init__(self) -> None:
+    def __init__(self, source_of: Callable[[int], str] | None = None) -> None:
+        """`source_of`: name of the source that has a row, of several; None: there is one."""
+        self._source_of = source_of
+        self._by_source: dict[str, Counter[str]] = {}
+        """Samples dispatched, trained and dropped, by the name of their source."""
         self._groups: dict[str, _Group] = {}
         self._closed: set[str] = set()
         self._dispatched = 0
@@ -64,6 +69,7 @@ class Ledger:
         self._groups[prompt_uid] = _Group(row, 0, set(range(samples)))
         self._dispatched += samples
         self._in_flight += samples
+        self._count(row, "dispatched", samples)
         return 0
 
     def retry(self, prompt_uid: str) -> int:
@@ -74,6 +80,7 @@ class Ledger:
         group = self._group(prompt_uid)
         self._dropped -= Counter(group.dropped.values())
         self._in_flight += len(group.dropped)
+        self._count(group.row, "dropped", -len(group.dropped))
         group.open |= group.dropped.keys()
         group.dropped.clear()
         group.attempt += 1
@@ -91,8 +98,10 @@ class Ledger:
         Raises:
             LedgerError: One of them is unknown or has ended already; none of them is recorded then.
         """
+        row = self._group(prompt_uid).row
         self._settle(prompt_uid, samples)
         self._trained += len(samples)
+        self._count(row, "trained", len(samples))
 
     def mark_dropped(self, prompt_uid: str, sample_index: int, reason: str) -> None:
         """Records a sample that will not be trained, with the reason. Raises LedgerError if it has ended already."""
@@ -100,9 +109,11 @@ class Ledger:
         if kind not in self._dropped and len(self._dropped) >= MOST_KINDS:
             kind = OTHER
         self._examples.setdefault(kind, reason[:_LONGEST_EXAMPLE])
-        self._group(prompt_uid).dropped[sample_index] = kind
+        group = self._group(prompt_uid)
+        group.dropped[sample_index] = kind
         self._settle(prompt_uid, (sample_index,))
         self._dropped[kind] += 1
+        self._count(group.row, "dropped", 1)
 
     def drop_group(self, prompt_uid: str, reason: str) -> None:
         """Drops every open sample of a group."""
@@ -123,6 +134,10 @@ class Ledger:
             "retries": self._retries,
         }
 
+    def source_counts(self) -> dict[str, dict[str, int]]:
+        """dispatched, trained and dropped by the name of the source; empty: there is one source."""
+        return {name: dict(counts) for name, counts in self._by_source.items()}
+
     def drop_reasons(self) -> dict[str, int]:
         """Dropped samples by kind of reason (`kind_of`)."""
         return dict(self._dropped)
@@ -141,7 +156,8 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """JSON-ready state; groups in flight are kept by name and dispatched again on resume."""
-        return {
+        sources = {"sources": self.source_counts()} if self._by_source else {}
+        return sources | {
             "closed": sorted(self._closed),
             "open": [
                 [uid, g.row, g.attempt, sorted(g.open), sorted(g.dropped.items())] for uid, g in self._groups.items()
@@ -153,9 +169,10 @@ class Ledger:
         }
 
     @classmethod
-    def restore(cls, state: dict[str, Any]) -> Ledger:
+    def restore(cls, state: dict[str, Any], source_of: Callable[[int], str] | None = None) -> Ledger:
         """The ledger from a value of `state`."""
-        ledger = cls()
+        ledger = cls(source_of)
+        ledger._by_source = {name: Counter(counts) for name, counts in state.get("sources", {}).items()}
         ledger._closed = set(state["closed"])
         ledger._groups = {
             uid: _Group(row, attempt, set(open_), dict(dropped)) for uid, row, attempt, open_, dropped in state["open"]
@@ -166,6 +183,12 @@ class Ledger:
         ledger._dropped = Counter(state["dropped"])
         ledger._retries = state["retries"]
         return ledger
+
+    def _count(self, row: int, what: str, samples: int) -> None:
+        """Counts samples of the row's source."""
+        if self._source_of is not None:
+            counts = self._by_source.setdefault(self._source_of(row), Counter(dispatched=0, trained=0, dropped=0))
+            counts[what] += samples
 
     def _group(self, prompt_uid: str) -> _Group:
         group = self._groups.get(prompt_uid)

@@ -8,6 +8,7 @@ import io
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ from tests.fakes import (
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
@@ -52,6 +54,7 @@ from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.training.batch import HeldOut
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
+from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate
@@ -67,10 +70,10 @@ class _Prompts:
         self._position += 1
         return PromptPick(f"e0-r{self._position - 1}", self._position - 1)
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         return {"position": self._position}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         self._position = state["position"]
 
 
@@ -89,13 +92,25 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.evaluator: HeldOut | None = None
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
+        self.mixed_rows: tuple[int, ...] = ()
+        """Rows of each source of a mixture."""
 
     def build(self) -> Controller:
         """Build the controller. Call it inside the running event loop."""
         store, found, ledger = self.open_store()
         done = found.step if found else 0
-        curriculum = None if self.curriculum is None else Curriculum(self.curriculum, 17)
-        prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
+        settings = None
+        if self.spec.data.mixture:
+            data = pool_of(sum(self.mixed_rows))
+            names = (source.name for source in self.spec.data.mixture)
+            data = replace(data, parts=dict(zip(names, map(pool_of, self.mixed_rows), strict=True)))
+            settings = group_settings(self.spec, data)
+            ledger = Ledger.restore(ledger.state(), lambda row: settings[row].source)
+            curriculum = curriculum_of(self.spec, settings)
+            prompts = prompt_order(self.spec, data, curriculum)
+        else:
+            curriculum = None if self.curriculum is None else Curriculum(self.curriculum, 17)
+            prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
         if found:
             prompts.restore(found.state["source"]["prompts"])
         pool = self.pool = self.engine_pool()
@@ -109,13 +124,13 @@ class RolloutRun(FakeRun[RolloutSpec]):
             if found:
                 texts.restore(found.state["source"]["texts"])
         observe = None if curriculum is None else curriculum.observe
-        scheduler = RolloutScheduler(self.spec, pool, scorer, ledger, prompts.next, None, done, observe)
+        scheduler = RolloutScheduler(self.spec, pool, scorer, ledger, prompts.next, None, done, observe, settings)
         makers = RolloutComponents(
             Workers({"policy": policy}),
             pool,
             scheduler,
             rewards,
-            prompts,  # pyright: ignore[reportArgumentType]  (counts instead of reading data)
+            prompts,
             ledger,
             texts,
             curriculum,

@@ -63,7 +63,8 @@ def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     advantages = estimated.advantages
     metrics = {**estimated.metrics, **statistics("advantage", advantages)}
     if config.whiten:
-        advantages = whiten(advantages, batch.with_loss)
+        parts = [whiten(advantages, batch.with_loss & members[batch.sequence]) for _, members in batch.parts()]
+        advantages = torch.stack(parts).sum(0)  # each is 0 outside its part
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return replace(estimated, advantages=advantages, metrics=metrics)
@@ -121,8 +122,13 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     advantages = (credited - totals[batch.sequence]) + above[batch.sequence]
     if shaped.own_rewards is not None:
         advantages = advantages + shaped.own_rewards
-    following = shaped.state.model_copy(update={"returns": state.returns.seen(totals.tolist())})
-    return Estimate(advantages, following, metrics=shaped.metrics)
+    seen = {
+        name: shaped.state.moments(name).model_copy(
+            update={"returns": state.moments(name).returns.seen(totals[members].tolist())}
+        )
+        for name, members in batch.parts()
+    }
+    return Estimate(advantages, shaped.state.with_moments(seen), metrics=shaped.metrics)
 
 
 def _gae(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
@@ -184,7 +190,10 @@ def _above_running_mean(
     returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
 ) -> torch.Tensor:
     # Earlier batches only: a baseline that includes the sample itself would bias the gradient.
-    return returns - state.returns.mean
+    above = torch.zeros_like(returns)
+    for name, members in batch.parts():
+        above[members] = returns[members] - state.moments(name).returns.mean
+    return above
 
 
 def _above_group_mean(
@@ -216,19 +225,24 @@ BASELINES: dict[str, Baseline] = {
 
 def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> _Shaped:
     """Token rewards (the scaled and clipped reward at the end, the KL penalty on every token) and the next state."""
-    seen = state.rewards.seen(batch.rewards.tolist())
-    scale = {"none": None, "batch": Moments().seen(batch.rewards.tolist()), "running": seen}[config.reward_scale]
+    parts = list(batch.parts())
+    seen = {name: state.moments(name).rewards.seen(batch.rewards[members].tolist()) for name, members in parts}
 
     def shaped(rewards: torch.Tensor) -> torch.Tensor:
         rewards = rewards.double()
-        if scale is not None:
-            rewards = (rewards - scale.mean) / (scale.std + SCALE_EPS)
+        for name, members in parts if config.reward_scale != "none" else ():
+            fresh = Moments().seen(batch.rewards[members].tolist())
+            scale = fresh if config.reward_scale == "batch" else seen[name]
+            scaled = (rewards - scale.mean) / (scale.std + SCALE_EPS)
+            rewards = torch.where(members, scaled, rewards)
         return rewards if config.reward_clip is None else rewards.clamp(-config.reward_clip, config.reward_clip)
 
     adaptive = config.kl_target is not None
     coef = state.kl_coef if adaptive and state.kl_coef is not None else config.kl_coef
     kl, metrics = None, {}
-    following = state.model_copy(update={"rewards": seen})
+    following = state.with_moments(
+        {name: state.moments(name).model_copy(update={"rewards": rewards}) for name, rewards in seen.items()}
+    )
     if config.kl_coef:
         kl = _kl(batch)
         if adaptive:

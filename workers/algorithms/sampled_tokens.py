@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,18 @@ class SampledTokens:
     """Process rewards: (rewards float64 [M], tokens up to the step's end int64 [M], sample number int64 [M])."""
     masked: torch.Tensor | None = None
     """bool [N]: samples without loss. Other samples are compared with them, but whitening leaves their tokens out."""
+
+    sources: tuple[str, ...] = ()
+    """[N] name of the source of each sample's prompt, within which batch-wide statistics are computed; empty: they are
+    computed over all samples."""
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name of the source, bool [N]: its samples) for each part with statistics of its own; one without a name
+        where they are computed over all samples."""
+        if not self.sources:
+            yield "", torch.ones(len(self.rewards), dtype=torch.bool)
+        for name in dict.fromkeys(self.sources):
+            yield name, torch.tensor([own == name for own in self.sources])
 
     @property
     def sequence(self) -> torch.Tensor:

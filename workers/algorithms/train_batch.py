@@ -181,6 +181,7 @@ class _Batch:
             greedy_rewards=torch.tensor([greedy[uid] for uid in self.uids]).double() if greedy else None,
             steps=self._steps(),
             masked=self.masked,
+            sources=tuple(self.request.sources[uid] for uid in self.uids) if self.request.sources else (),
         )
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:

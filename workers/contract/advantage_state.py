@@ -45,6 +45,15 @@ class PromptHistory(Frozen):
     rewards: Moments = Moments()
 
 
+class SourceMoments(Frozen):
+    """Running statistics of the samples of one source, or of all samples."""
+
+    rewards: Moments = Moments()
+    """Sequence rewards of all batches, as the reward workers returned them."""
+    returns: Moments = Moments()
+    """Sequence returns of all batches: scaled, clipped, with their KL penalty."""
+
+
 class AdvantageState(Frozen):
     """Everything that is kept from one batch to the next."""
 
@@ -54,8 +63,24 @@ class AdvantageState(Frozen):
     """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()
     """Sequence returns of all batches: scaled, clipped, with their KL penalty."""
+    sources: Mapping[str, SourceMoments] = Field(default_factory=dict)
+    """These statistics of each source, where they are computed within sources; then those above are not used."""
     prompts: Mapping[int, PromptHistory] = Field(default_factory=dict)
     """By row of the prompt pool."""
+
+    def moments(self, source: str) -> SourceMoments:
+        """The statistics of a source; empty: those of all samples."""
+        if not source:
+            return SourceMoments(rewards=self.rewards, returns=self.returns)
+        return self.sources.get(source, SourceMoments())
+
+    def with_moments(self, moments: Mapping[str, SourceMoments]) -> AdvantageState:
+        """This state with other statistics, by source as in `moments`."""
+        others = {name: own for name, own in moments.items() if name}
+        update: dict[str, object] = {"sources": {**self.sources, **others}} if others else {}
+        if (every := moments.get("")) is not None:
+            update |= {"rewards": every.rewards, "returns": every.returns}
+        return self.model_copy(update=update)
 
     def of_rows(self, rows: Iterable[int]) -> AdvantageState:
         """The state with only these prompts. Its size does not grow with the run."""

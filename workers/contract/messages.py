@@ -49,6 +49,7 @@ PROMPTS = pa.schema(
         pa.field("metadata", pa.string(), nullable=False),  # JSON object, passed to reward functions
         pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
         pa.field("candidates", pa.list_(pa.string())),  # answers from other sources; null: none
+        pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
     ],
     metadata=SCHEMA_METADATA,
 )
@@ -75,6 +76,7 @@ ROLLOUTS = pa.schema(
         pa.field("engine", pa.string(), nullable=False),
         pa.field("generate_s", pa.float32(), nullable=False),  # arrival in the engine to last token
         pa.field("first_token_s", pa.float32(), nullable=False),
+        pa.field("source", pa.string()),  # as in PROMPTS
     ],
     metadata=SCHEMA_METADATA,
 )
@@ -337,6 +339,9 @@ class PrepareRequest:
     """Samples of `keep` without loss: their rewards are part of their group's statistics, but they get no row."""
     candidates: tuple[tuple[str, int], ...] = ()
     """Samples of `keep` that come from other sources than the policy (best_of_group)."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Source of the data of each prompt_uid, within which batch-wide statistics are computed; empty: they are computed
+    over the whole batch."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from troupe.workers.data.control_tokens import MARK
 from troupe.workers.data.plain_text import as_text, restored, text_ids
 from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -330,9 +330,9 @@ class ExampleTable:
         group = torch.unique_consecutive(self._group[index], return_inverse=True)[1]
         return ExampleMicroBatch(
             tokens=tokens,
-            groups=Groups(group.to(device), self.member[index].to(device)),
-            score=self._score[index].to(device),
-            margin=self._margin[index].to(device),
-            desirable=self._desirable[index].to(device),
+            groups=Groups(to_device(group, device), to_device(self.member[index], device)),
+            score=to_device(self._score[index], device),
+            margin=to_device(self._margin[index], device),
+            desirable=to_device(self._desirable[index], device),
             ref_logprobs=self.tokens.floats("ref_logprobs", tokens),
         )

@@ -103,6 +103,7 @@ class RowBuilder:
             "turn_rewards": [],
             "answer": self.prompt["answer"],
             "metadata": self.prompt["metadata"],
+            "source": self.prompt["source"],
             "engine": self.engine,
         }
 

@@ -74,6 +74,7 @@ def step_block(table: pa.Table, step: int, texts: TokenTexts, decode: bool = Tru
         "status": [_cut(text, 400) for text in plain["status"]],
         "reward": [_number(value) for value in plain["reward"]],
         "components": _components(plain["components"], rows),
+        "source": plain["source"],
         "engine": plain["engine"],
         "seconds": [_number(value) for value in plain["generate_s"]],
         "trained": plain["trained"],
@@ -84,7 +85,17 @@ def step_block(table: pa.Table, step: int, texts: TokenTexts, decode: bool = Tru
 
 _SCALARS = (
     *("prompt_uid", "sample_index", "attempt", "segment", "messages", "conversation", "response", "answer"),
-    *("finish_reason", "status", "reward", "components", "engine", "generate_s", "weight_versions", "trained"),
+    *(
+        "finish_reason",
+        "status",
+        "reward",
+        "components",
+        "source",
+        "engine",
+        "generate_s",
+        "weight_versions",
+        "trained",
+    ),
 )
 
 

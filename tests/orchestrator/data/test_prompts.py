@@ -58,7 +58,8 @@ def said(pool: PromptPool) -> list[list[dict[str, str]]]:
 
 def pool_of(rows: int) -> PromptPool:
     text = pa.array([str(row) for row in range(rows)], pa.string())
-    columns = [pa.array(range(rows), pa.int64()), *[text] * 4, pa.nulls(rows, PROMPTS.field("candidates").type)]
+    nulls = [pa.nulls(rows, PROMPTS.field(name).type) for name in ("candidates", "source")]
+    columns = [pa.array(range(rows), pa.int64()), *[text] * 4, *nulls]
     return PromptPool(pa.table(columns, schema=PROMPTS), digest=f"digest-{rows}")
 
 

@@ -123,7 +123,9 @@ def test_a_metric_has_a_row(name: str) -> None:
     assert metric_named(name) is not None, f"add {name} to orchestrator/reporting/metrics.yaml"
 
 
-@pytest.mark.parametrize("name", ["reward", "policy/unheard_of", "rollout/loss", "seconds/nap", "eval/math/passes", "memory/policy_tpu"])
+@pytest.mark.parametrize(
+    "name", ["reward", "policy/unheard_of", "rollout/loss", "seconds/nap", "eval/math/passes", "memory/policy_tpu"]
+)
 def test_another_name_has_none(name: str) -> None:
     assert metric_named(name) is None
 

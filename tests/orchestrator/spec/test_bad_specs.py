@@ -105,6 +105,25 @@ def case(name: str, line: str, *edits: tuple[str, str]) -> Case:
     return Case(name, line, edits)
 
 
+ONE = "  train:\n    kind: jsonl\n    path: train.jsonl"
+TWO = """\
+  train:
+    - name: math
+      kind: jsonl
+      path: math.jsonl
+      repeats: 2
+    - name: code
+      kind: jsonl
+      path: code.jsonl
+      rewards: [{name: length}]"""
+
+
+def mixed_case(name: str, line: str, old: str, new: str, *edits: tuple[str, str]) -> Case:
+    """A case with two sources, of which a piece is replaced."""
+    assert old in TWO
+    return case(name, line, (ONE, TWO.replace(old, new, 1)), *edits)
+
+
 CPU_CASES = [
     case("no_name", "1: name: is required", ("name: base\n", "")),
     case("no_model", "1: model: is required", ("model:\n  path: models/m\n", "")),
@@ -154,7 +173,7 @@ CPU_CASES = [
         "source_typo",
         (
             "30: data.train.colum: unknown field (fields of data.train: path, limit, kind, system, "
-            "template, max_chars, prompt, answer, metadata, candidates)"
+            "template, max_chars, dedupe, prompt, answer, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    colum: x"),
     ),
@@ -162,7 +181,7 @@ CPU_CASES = [
         "wrong_kind_field",
         (
             "30: data.train.recipes: unknown field (fields of data.train: path, limit, kind, system, "
-            "template, max_chars, prompt, answer, metadata, candidates)"
+            "template, max_chars, dedupe, prompt, answer, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    recipes: []"),
     ),
@@ -681,6 +700,11 @@ CPU_CASES = [
         ("    learning_rate: 1e-5", "    offload_optimizer: true"),
     ),
     case(
+        "liger_cpu",
+        "12: roles.policy.kernels: liger needs GPUs; use torch on the CPU",
+        ("    learning_rate: 1e-5", "    kernels: liger"),
+    ),
+    case(
         "ipc_cpu",
         "4: weight_sync.backend: ipc needs GPUs; on the CPU use shm (or auto)",
         ("seed: 3", "seed: 3\nweight_sync:\n  backend: ipc"),
@@ -878,6 +902,105 @@ CPU_CASES = [
         "control",
         "2: not valid YAML: a character that YAML does not allow (control characters are not allowed)",
         ("seed: 3", "seed: \u0001"),
+    ),
+]
+
+CPU_CASES += [
+    mixed_case(
+        "mixed_typo",
+        "29: data.train.0.wieght: unknown field (did you mean 'weight'?)",
+        "kind: jsonl",
+        "wieght: 1\n      kind: jsonl",
+    ),
+    mixed_case("mixed_no_name", "28: data.train.0.name: is required", "name: math\n      kind", "kind"),
+    mixed_case(
+        "mixed_no_kind",
+        "28: data.train.0.kind: is required (for example jsonl)",
+        "      kind: jsonl\n      path: math.jsonl",
+        "      path: math.jsonl",
+    ),
+    mixed_case("mixed_twice", "32: data.train.1.name: two sources have the name 'math'", "name: code", "name: math"),
+    mixed_case(
+        "mixed_name",
+        "28: data.train.0.name: may hold lowercase letters, digits and, between them, '-', got 'a/b'",
+        "name: math",
+        "name: a/b",
+    ),
+    mixed_case("mixed_weight", "31: data.train.0.weight: must be greater than 0, got 0", "repeats: 2", "weight: 0"),
+    mixed_case(
+        "mixed_passes",
+        "31: data.train.0.repeats: a run would end when all passes are over: give one source no limit (0)",
+        "path: code.jsonl",
+        "path: code.jsonl\n      repeats: 1",
+    ),
+    mixed_case(
+        "mixed_group",
+        "31: data.train.0.group_size: grpo compares samples of a group: needs at least 2",
+        "repeats: 2",
+        "group_size: 1",
+    ),
+    mixed_case(
+        "mixed_longer",
+        "31: data.train.0.max_tokens: must be at most sampling.max_tokens, 32, for which prompts leave room; "
+        "raise that",
+        "repeats: 2",
+        "max_tokens: 33",
+    ),
+    mixed_case(
+        "mixed_reward_typo",
+        "35: data.train.1.rewards.0.name: no reward function 'lenght' (did you mean 'length'?)",
+        "name: length",
+        "name: lenght",
+    ),
+    mixed_case(
+        "mixed_reward_field",
+        "35: data.train.1.rewards.0.wieght: unknown field (did you mean 'weight'?)",
+        "name: length",
+        "name: length, wieght: 1",
+    ),
+    mixed_case(
+        "mixed_reward_without_answer",
+        "36: data.train.1.rewards.0.name: compares with the correct answer, but data.train.1.answer is null",
+        "rewards: [{name: length}]",
+        "answer: null\n      rewards: [{name: numeric}]",
+    ),
+    mixed_case(
+        "mixed_reward_zero",
+        "35: data.train.1.rewards: every weight is 0: there is nothing to learn",
+        "name: length",
+        "name: length, weight: 0",
+    ),
+    mixed_case(
+        "mixed_component",
+        "20: algorithm.dynamic_sampling_on: no reward component 'exact_match' in the rewards of code "
+        "(there are: length)",
+        "path: math",
+        "path: math",
+        ("group_size: 4", "dynamic_sampling_on: exact_match\n  dynamic_sampling: 1"),
+    ),
+    mixed_case(
+        "mixed_unused_role",
+        "15: roles.reward.functions: has no effect: every source of data.train has rewards of its own; leave them out "
+        "of one source, and give its functions here",
+        "repeats: 2",
+        "rewards: [{name: numeric}]",
+        ("  eval:\n    kind: jsonl\n    path: eval.jsonl\nevaluation:\n  every_steps: 2\n", ""),
+    ),
+    mixed_case(
+        "mixed_judge",
+        "35: data.train.1.rewards.0.name: needs a role `judge`, or args.endpoint with the url and the model of one",
+        "name: length",
+        "name: judge",
+    ),
+    case(
+        "mixed_empty",
+        "27: data.train: needs 1 or more entries, got 0",
+        (ONE, "  train: []"),
+    ),
+    case(
+        "over_one_source",
+        "31: data.curriculum.over_sources: needs several sources in data.train; remove it",
+        ("    path: train.jsonl", "    path: train.jsonl\n  curriculum:\n    over_sources: true"),
     ),
 ]
 

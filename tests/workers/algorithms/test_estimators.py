@@ -34,7 +34,7 @@ from troupe.workers.algorithms.advantages import (
 )
 from troupe.workers.algorithms.estimators import SampledTokens, estimate, steered_kl_coef
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
+from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, SourceMoments
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
 
@@ -831,3 +831,76 @@ def test_a_shift_of_all_rewards_changes_nothing(name: str) -> None:
     moved = [replace(sample, reward=sample.reward + 3.0) for sample in samples]
     config = ALGORITHMS[name].advantage
     assert_close(run(config, moved).advantages, run(config, samples).advantages, 1e-6)
+
+
+# Statistics within the sources of a mixture
+
+
+def two_sources(rewards: list[float], *, sources: tuple[str, ...] = ("a", "b", "a", "b")) -> SampledTokens:
+    """Four samples of one token each, in groups of their own."""
+    return SampledTokens(
+        rewards=torch.tensor(rewards, dtype=torch.double),
+        groups=torch.arange(4),
+        lengths=torch.ones(4, dtype=torch.int64),
+        rollout_logprobs=torch.zeros(4),
+        old_logprobs=None,
+        ref_logprobs=None,
+        values=None,
+        sources=sources,
+    )
+
+
+def test_whitening_is_done_within_each_source() -> None:
+    config = AdvantageConfig(estimator="returns", whiten=True)
+    found = estimate(config, two_sources([1.0, 100.0, 3.0, 300.0]), AdvantageState()).advantages
+    # 1 and 3 have mean 2 and an unbiased deviation of sqrt(2), 100 and 300 are the same in hundreds.
+    half = 2**-0.5
+    assert found.tolist() == pytest.approx([-half, -half, half, half], rel=1e-6)
+    mixed = estimate(config, two_sources([1.0, 100.0, 3.0, 300.0], sources=()), AdvantageState()).advantages
+    assert mixed.tolist() != pytest.approx(found.tolist(), rel=0.1)
+
+
+@pytest.mark.parametrize("scale", ["batch", "running"])
+def test_rewards_are_scaled_within_each_source(scale: Any) -> None:
+    config = AdvantageConfig(estimator="returns", reward_scale=scale)
+    before = AdvantageState(sources={"b": SourceMoments(rewards=Moments().seen([100.0, 300.0]))})
+    found = estimate(config, two_sources([1.0, 100.0, 3.0, 300.0]), before)
+    seen = Moments().seen([100.0, 300.0] * (2 if scale == "running" else 1))
+    of_b = [(reward - 200.0) / (seen.std + 1e-4) for reward in (100.0, 300.0)]
+    of_a = [-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)]
+    expected = [of_a[0], of_b[0], of_a[1], of_b[1]]
+    assert found.advantages.tolist() == pytest.approx(expected)
+    assert found.state.sources["a"].rewards == Moments().seen([1.0, 3.0])
+    assert found.state.sources["b"].rewards.count == 4
+    assert found.state.rewards == Moments()
+
+
+def test_the_running_mean_is_that_of_the_source() -> None:
+    config = AdvantageConfig(estimator="returns", baseline="running_mean")
+    first = estimate(config, two_sources([1.0, 100.0, 3.0, 300.0]), AdvantageState())
+    assert first.advantages.tolist() == [1.0, 100.0, 3.0, 300.0]
+    state = AdvantageState.model_validate_json(first.state.model_dump_json())  # as a checkpoint keeps it
+    second = estimate(config, two_sources([4.0, 150.0, 5.0, 250.0]), state)
+    assert second.advantages.tolist() == [2.0, -50.0, 3.0, 50.0]
+    # A batch without a source leaves its statistics as they are.
+    third = estimate(config, two_sources([0.0] * 4, sources=("a",) * 4), second.state)
+    assert third.state.sources["b"] == second.state.sources["b"]
+
+
+def test_comparisons_within_groups_do_not_depend_on_sources() -> None:
+    batch = replace(two_sources([1.0, 2.0, 4.0, 9.0]), groups=torch.tensor([0, 0, 1, 1]))
+    for name in ("grpo", "rloo"):
+        config = ALGORITHMS[name].advantage.model_copy(update={"kl_coef": 0.0})
+        alone = estimate(config, replace(batch, sources=()), AdvantageState()).advantages
+        within = estimate(config, replace(batch, sources=("a", "a", "b", "b")), AdvantageState()).advantages
+        assert within.tolist() == alone.tolist()
+
+
+def test_prepare_passes_the_source_of_every_sample() -> None:
+    samples = batch_of(0, (1, 1, 1))
+    config = AdvantageConfig(estimator="returns", reward_scale="batch")
+    sources = {sample.uid: f"s{number % 2}" for number, sample in enumerate(samples)}
+    keep = tuple((sample.uid, sample.index) for sample in samples)
+    summary, _ = prepare(config, PrepareRequest(keep, sources=sources), tables_of(samples))
+    counts = {name: own.rewards.count for name, own in summary.state.sources.items()}
+    assert counts == {"s0": 2, "s1": 1}

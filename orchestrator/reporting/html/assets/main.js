@@ -6,7 +6,7 @@ function section(id, title, tools, ...parts) {
 
 const app = {
   data: JSON.parse(document.getElementById('data').textContent),
-  state: { curves: { filter: '', smooth: 0, x: 'step', log: false, open: {} }, samples: { run: 0, step: null, sort: 'order', text: '', coloring: 'advantage', chosen: null } },
+  state: { curves: { filter: '', smooth: 0, x: 'step', log: false, open: {} }, samples: { run: 0, step: null, source: null, sort: 'order', text: '', coloring: 'advantage', chosen: null } },
   samples: null,
   showSpans: {},
   redraws: {},

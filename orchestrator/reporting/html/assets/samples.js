@@ -50,6 +50,7 @@ class SampleView {
     this.list = virtualList({ height: 46, label: 'samples', draw: (i) => this.row(i) });
     this.found = el('span', { class: 'count', id: 'found' });
     this.steps = el('select', { id: 'step', 'aria-label': 'Step', onchange: (event) => this.set({ step: event.target.value === '' ? null : Number(event.target.value) }) });
+    this.sources = el('select', { id: 'source', 'aria-label': 'Source', onchange: (event) => this.set({ source: event.target.value || null }) });
     this.detail = el('div', { class: 'detail', id: 'detail' });
     this.note = el('p', { class: 'healthy' });
     this.node = section('samples', 'Samples', this.tools(), this.note, el('div', { class: 'two' }, this.list.node, this.detail));
@@ -62,7 +63,7 @@ class SampleView {
     const run = this.runs.length > 1 ? el('select', { id: 'run', 'aria-label': 'Run', onchange: (event) => this.set({ run: Number(event.target.value), step: null, chosen: null }) }, this.runs.map((number) => el('option', { value: number, text: this.app.data.runs[number].label, selected: number === this.state.run }))) : null;
     this.coloring = el('select', { id: 'coloring', 'aria-label': 'Colour of tokens', onchange: (event) => { this.state.coloring = event.target.value; this.showDetail(); } });
     this.search = el('input', { type: 'search', id: 'search', placeholder: 'Search prompts, responses, status', 'aria-label': 'Search samples', value: this.state.text, oninput: debounce(150, (event) => this.set({ text: event.target.value })) });
-    return el('div', { class: 'tools' }, run, this.steps, picked('sort', Object.entries(ORDERS).map(([value, { label }]) => [value, label]), 'Order'), this.search, el('label', { class: 'check' }, 'tokens by ', this.coloring), this.found);
+    return el('div', { class: 'tools' }, run, this.steps, this.sources, picked('sort', Object.entries(ORDERS).map(([value, { label }]) => [value, label]), 'Order'), this.search, el('label', { class: 'check' }, 'tokens by ', this.coloring), this.found);
   }
 
   get store() {
@@ -92,6 +93,10 @@ class SampleView {
     const { store, state } = this;
     if (state.step !== null && !store.blocks.some((one) => one.step === state.step)) state.step = null;
     this.steps.replaceChildren(el('option', { value: '', text: store.blocks.length > 1 ? `all ${store.blocks.length} steps` : 'all steps' }), ...store.blocks.map((one) => el('option', { value: one.step, text: `step ${one.step}`, selected: one.step === state.step })));
+    const names = [...new Set(store.blocks.flatMap((one) => one.source ?? []))].filter(Boolean).sort();
+    if (!names.includes(state.source)) state.source = null;
+    this.sources.hidden = !names.length;
+    this.sources.replaceChildren(el('option', { value: '', text: 'all sources' }), ...names.map((name) => el('option', { value: name, text: name, selected: name === state.source })));
     this.note.textContent = [store.rule, this.cut(), store.problem ? `Tokens are not shown: ${store.problem}` : ''].filter(Boolean).join(' ');
     this.note.hidden = !this.note.textContent;
     this.items = this.select();
@@ -117,6 +122,7 @@ class SampleView {
       if (state.step !== null && block.step !== state.step) continue;
       const prompts = wanted ? block.prompts.map((messages) => messages.some(([, text]) => text.toLowerCase().includes(wanted))) : null;
       for (let row = 0; row < block.group.length; row += 1) {
+        if (state.source !== null && block.source?.[row] !== state.source) continue;
         if (wanted && !prompts[block.prompt[row]] && !block.response[row].toLowerCase().includes(wanted) && !block.status[row].toLowerCase().includes(wanted)) continue;
         items.push([block, row]);
       }

@@ -1,0 +1,148 @@
+"""Several sources in one resumable order, in proportion to their weights."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
+from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptPool, PromptSource
+from troupe.orchestrator.data.row_table import RowTable
+from troupe.orchestrator.errors import DataError
+from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.spec.sections import SourceShare
+
+
+def source_seed(seed: int, name: str) -> int:
+    """Seed of a source's order: sources of equal size are not permuted alike."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=4).digest()) >> 1
+
+
+@dataclass
+class _Drawn:
+    """One source, and how far it is drawn."""
+
+    share: SourceShare
+    start: int
+    order: PromptSource
+    due: float
+    """Virtual time of its next draw: the source with the least is drawn next. A draw costs 1 / weight."""
+
+
+class PromptMixture:
+    """Draws from several sources endlessly; each has its own order of passes, as `PromptSource` has one.
+
+    After n draws a source with weight w has had about n w / sum(w) of them, in any stretch of the order: each draw goes
+    to the source whose next draw is due first, where draws of a source are 1 / w apart, beginning with half of that. A
+    source that has had its passes (`repeats`) is not drawn again; the others keep their proportions.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Ordered],
+        shares: Sequence[SourceShare],
+        seed: int,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        """Nothing is drawn yet.
+
+        Args:
+            pools: The pool of each source.
+            shares: Name, weight and passes of each.
+            seed: Seed of the run.
+            curriculum: Decides by rows, as they are numbered in all pools together.
+        """
+        starts = (0, *accumulate(pool.rows for pool in pools))
+        self._curriculum = curriculum
+        self._sources = [
+            _Drawn(share, start, PromptSource(pool, source_seed(seed, share.name)), 0.5 / share.weight)
+            for pool, share, start in zip(pools, shares, starts, strict=False)
+        ]
+
+    def next(self) -> PromptPick:
+        """The next prompt. Raises DataError where every source has had its passes."""
+        while True:
+            open_sources = [source for source in self._sources if not source.order.exhausted(source.share.repeats)]
+            if not open_sources:
+                raise DataError("every source of data.train has had its passes (repeats): there are no more prompts")
+            drawn = min(open_sources, key=lambda source: source.due)
+            pick = drawn.order.next()
+            row = drawn.start + pick.row
+            if self._curriculum is not None and not self._curriculum.draws(row, pick.epoch):
+                continue
+            factor = 1.0 if self._curriculum is None else self._curriculum.source_factor(row)
+            drawn.due += 1.0 / (drawn.share.weight * factor)
+            return PromptPick(f"{drawn.share.name}-{pick.prompt_uid}", row, pick.epoch)
+
+    def state(self) -> dict[str, Any]:
+        """Position in the order of every source, JSON-ready."""
+        sources = {source.share.name: source.order.state() | {"due": source.due} for source in self._sources}
+        curriculum = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
+        return {"sources": sources, **curriculum}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resume from a position that `state` returned. Weights may differ: they count from here on.
+
+        Raises:
+            DataError: The sources, their rows or the seed differ, or the state is damaged.
+        """
+        saved, names = state.get("sources"), [source.share.name for source in self._sources]
+        if not isinstance(saved, dict) or list(saved) != names:
+            had = ", ".join(saved) if isinstance(saved, dict) else "one without a name"
+            raise DataError(f"cannot resume: the sources of data.train are not the checkpoint's ({had})")
+        for source in self._sources:
+            own = saved[source.share.name]
+            source.order.restore(own)
+            due = own.get("due")
+            if not isinstance(due, float) or not 0.0 < due < math.inf:
+                raise DataError(f"cannot resume: the order's state is damaged (due {due!r})")
+            source.due = due
+        if self._curriculum is not None and "curriculum" in state:
+            last = self._sources[-1]
+            self._curriculum.restore(state["curriculum"], last.start + last.order.rows)
+
+
+def prompt_order(spec: RolloutSpec, pool: PromptPool, curriculum: Curriculum | None = None) -> PromptOrder:
+    """The order in which a run draws its prompts."""
+    mixture = spec.data.mixture
+    if not mixture:
+        return PromptSource(pool, spec.seed, curriculum)
+    return PromptMixture([pool.parts[source.name] for source in mixture], mixture, spec.seed, curriculum)
+
+
+def group_settings(spec: RolloutSpec, pool: PromptPool) -> RowTable[GroupSettings]:
+    """How groups are sampled and scored, by the row of their prompt."""
+    sizes = [part.rows for part in pool.parts.values()] or [pool.rows]
+    return RowTable.of(sizes, spec.group_settings)
+
+
+def curriculum_of(spec: RolloutSpec, settings: RowTable[GroupSettings]) -> Curriculum | None:
+    """The curriculum of a run, if it has one."""
+    config = spec.data.curriculum
+    if config is None:
+        return None
+    if not spec.data.mixture:
+        return Curriculum(config, spec.seed)
+    sources = tuple(
+        CurriculumSource(own.source, config.solved_at if own.solved_at is None else own.solved_at)
+        for own in settings.entries
+    )
+    return Curriculum(config, spec.seed, RowTable(settings.starts, sources))
+
+
+def drawn_rows(pool: PromptPool, state: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
+    """(section, state of its order, digest) of every source that a checkpoint has drawn from.
+
+    Args:
+        pool: The pool for training.
+        state: State of its order in the checkpoint.
+    """
+    sources = state.get("sources")
+    if not pool.parts or not isinstance(sources, dict):
+        return [("data.train", state, pool.digest)]
+    parts = enumerate(pool.parts.items())
+    return [(f"data.train.{n}", sources[name], part.digest) for n, (name, part) in parts if name in sources]

@@ -1,0 +1,248 @@
+"""Several sources in one order: proportions, passes, resumption, and what each row belongs to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.orchestrator.data.test_prompts import gym, jsonl, pool_of, said, texts
+from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
+from troupe.orchestrator.data.mixture import PromptMixture, drawn_rows, source_seed
+from troupe.orchestrator.data.prompts import DataError, PromptSource, load_pool, load_pools, load_train_pool
+from troupe.orchestrator.data.row_table import RowTable
+from troupe.orchestrator.data.summary import data_metrics, describe, named
+from troupe.orchestrator.spec.sections import CurriculumConfig, DataConfig, SourceShare
+from troupe.workers.contract.messages import PROMPTS, RewardSummary
+
+SIZES = (5, 7, 3)
+NAMES = ("a", "b", "c")
+
+
+def shares(*weights: float, **fields: Any) -> list[SourceShare]:
+    return [SourceShare(name=name, weight=weight, **fields) for name, weight in zip(NAMES, weights, strict=False)]
+
+
+def mixture(own: list[SourceShare], seed: int = 3, curriculum: Curriculum | None = None) -> PromptMixture:
+    return PromptMixture([pool_of(size) for size in SIZES[: len(own)]], own, seed, curriculum)
+
+
+def drawn(order: PromptMixture, count: int) -> list[str]:
+    """The sources of the next draws."""
+    return [order.next().prompt_uid.partition("-")[0] for _ in range(count)]
+
+
+def data_of(*sources: dict[str, Any], **others: Any) -> DataConfig:
+    return DataConfig.model_validate({"train": list(sources), **others})
+
+
+def test_sources_alternate_smoothly_by_their_weights() -> None:
+    # Draws of a are due at 1/4, 3/4, 5/4, ..., those of b at 1/2, 3/2, ...
+    assert drawn(mixture(shares(2, 1)), 9) == list("abaabaaba")
+    assert drawn(mixture(shares(1, 1, 1)), 6) == list("abcabc")
+
+
+@given(st.lists(st.floats(0.05, 20.0), min_size=1, max_size=3), st.integers(0, 200), st.integers(1, 200))
+@settings(max_examples=60, deadline=None)
+def test_every_stretch_of_the_order_has_the_proportions_of_the_weights(
+    weights: list[float], before: int, count: int
+) -> None:
+    order = mixture(shares(*weights))
+    drawn(order, before)
+    counts = Counter(drawn(order, count))
+    for name, weight in zip(NAMES, weights, strict=False):
+        assert abs(counts[name] - count * weight / sum(weights)) < len(weights) + 1
+
+
+def test_each_source_has_passes_of_its_own_that_do_not_depend_on_the_others() -> None:
+    order = mixture(shares(2, 1))
+    picks = [order.next() for _ in range(30)]
+    for name, start, size in (("a", 0, 5), ("b", 5, 7)):
+        alone = PromptSource(pool_of(size), source_seed(3, name))
+        expected = [alone.next() for _ in range(30)]
+        own = [pick for pick in picks if pick.prompt_uid.startswith(name)]
+        assert [pick.row - start for pick in own] == [pick.row for pick in expected[: len(own)]]
+        assert [pick.prompt_uid for pick in own] == [f"{name}-{pick.prompt_uid}" for pick in expected[: len(own)]]
+    assert len({pick.prompt_uid for pick in picks}) == 30
+
+
+def test_sources_of_equal_size_are_not_permuted_alike() -> None:
+    pools, own = [pool_of(40), pool_of(40)], shares(1, 1)
+    order = PromptMixture(pools, own, 3)
+    picks = [order.next().row for _ in range(80)]
+    assert [row for row in picks if row < 40] != [row - 40 for row in picks if row >= 40]
+
+
+@given(st.integers(0, 60), st.sampled_from([0, 2]))
+@settings(max_examples=30, deadline=None)
+def test_a_resumed_mixture_draws_what_the_uninterrupted_one_draws(before: int, repeats: int) -> None:
+    own = [*shares(2, 1, 0.7)[:2], SourceShare(name="c", weight=0.7, repeats=repeats)]
+    whole, first, second = mixture(own), mixture(own), mixture(own)
+    for _ in range(before):
+        assert first.next() == whole.next()
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [second.next() for _ in range(40)] == [whole.next() for _ in range(40)]
+
+
+def test_a_source_that_has_had_its_passes_is_not_drawn_again_and_the_others_keep_their_proportions() -> None:
+    own = [SourceShare(name="a", weight=5.0, repeats=2), *shares(1, 2, 1)[1:]]
+    found = drawn(mixture(own), 100)
+    assert found.count("a") == 2 * SIZES[0]
+    last = max(n for n, name in enumerate(found) if name == "a")
+    assert last < 20
+    rest = Counter(found[last + 1 :])
+    assert abs(rest["b"] - 2 * rest["c"]) <= 2
+
+
+def test_without_any_pass_left_the_order_ends_with_an_error() -> None:
+    order = mixture(shares(1, 1, repeats=1))
+    assert len(drawn(order, 12)) == 12
+    with pytest.raises(DataError, match="has had its passes"):
+        order.next()
+
+
+def test_an_order_of_other_sources_or_rows_is_not_resumed() -> None:
+    state = mixture(shares(1, 1)).state()
+    with pytest.raises(DataError, match=r"the sources of data\.train are not the checkpoint's \(a, b\)"):
+        mixture(shares(1, 1, 1)).restore(state)
+    other = PromptMixture([pool_of(5), pool_of(8)], shares(1, 1), 3)
+    with pytest.raises(DataError, match="the training data are not the checkpoint's"):
+        other.restore(state)
+    with pytest.raises(DataError, match="one without a name"):
+        mixture(shares(1, 1)).restore(PromptSource(pool_of(5), 3).state())
+    for due in (None, "1", -1.0, float("nan")):
+        damaged = {**state, "sources": {**state["sources"], "b": state["sources"]["b"] | {"due": due}}}
+        with pytest.raises(DataError, match="damaged"):
+            mixture(shares(1, 1)).restore(damaged)
+
+
+def test_a_row_belongs_to_the_source_that_has_it() -> None:
+    table = RowTable.of(SIZES, NAMES)
+    assert "".join(table[row] for row in range(15)) == "aaaaabbbbbbbccc"
+
+
+# Curriculum
+
+
+def curriculum(over_sources: bool) -> Curriculum:
+    config = CurriculumConfig(over_sources=over_sources, decay=1.0)
+    sources = RowTable.of(SIZES[:2], (CurriculumSource("a", 1.0), CurriculumSource("b", 0.5)))
+    return Curriculum(config, 3, sources)
+
+
+def rewards(*values: float) -> RewardSummary:
+    return RewardSummary("p", 0, ("ok",) * len(values), values, {})
+
+
+def test_each_source_says_itself_when_a_sample_is_solved() -> None:
+    learned = curriculum(over_sources=True)
+    learned.observe(0, rewards(0.5, 0.5))  # of a, where 1 is solved
+    learned.observe(5, rewards(0.5, 0.5))  # of b
+    learned.mark_trained()
+    state = learned.state()
+    assert state["results"] == [[0, 0.0, 2.0], [5, 2.0, 2.0]]
+    assert state["sources"] == {"a": [0.0, 2.0], "b": [2.0, 2.0]}
+
+
+def test_a_source_that_is_solved_is_drawn_less_often_also_after_a_resumption() -> None:
+    learned = curriculum(over_sources=True)
+    for _ in range(20):
+        learned.observe(0, rewards(0.0, 1.0))  # half of the samples: no source teaches more
+        learned.observe(6, rewards(1.0, 1.0))
+    learned.mark_trained()
+    # p of b is 41 / 42, so that 4 p (1 - p) is 0.093, below the floor of 0.1.
+    assert learned.source_factor(0) == 1.0
+    assert learned.source_factor(6) == 0.1
+    order = mixture(shares(1, 1), curriculum=learned)
+    counts = Counter(drawn(order, 110))
+    assert counts["b"] == pytest.approx(10, abs=2)
+    again = curriculum(over_sources=True)
+    resumed = mixture(shares(1, 1), curriculum=again)
+    resumed.restore(json.loads(json.dumps(order.state())))
+    assert [resumed.next() for _ in range(40)] == [order.next() for _ in range(40)]
+
+
+def test_weights_of_sources_stay_without_over_sources() -> None:
+    learned = curriculum(over_sources=False)
+    learned.observe(6, rewards(1.0, 1.0))
+    learned.mark_trained()
+    assert learned.source_factor(6) == 1.0
+
+
+# What is read
+
+
+def test_a_mixture_is_one_pool_whose_rows_name_their_source(tmp_path: Path) -> None:
+    tasks = gym(size=4).model_dump() | {"name": "sums", "system": "Add."}
+    facts = jsonl(tmp_path, *({"q": f"f{n}"} for n in range(3)), prompt="q", answer=None).model_dump()
+    data = data_of(tasks, facts | {"name": "facts", "system": "Tell."})
+    pool = load_train_pool(data)
+    assert pool.table.schema.equals(PROMPTS, check_metadata=True)
+    assert pool.table.column("row").to_pylist() == list(range(7))
+    assert texts(pool, "source") == ["sums"] * 4 + ["facts"] * 3
+    assert [messages[0]["content"] for messages in said(pool)] == ["Add."] * 4 + ["Tell."] * 3
+    assert [part.rows for part in pool.parts.values()] == [4, 3]
+    assert load_train_pool(data).digest == pool.digest
+    # The digest of a source is that of the source alone, which names nothing.
+    alone = load_pool(data.mixture[0])
+    assert pool.parts["sums"].digest == alone.digest
+    assert alone.table.column("source").null_count == 4
+    assert describe(named(pool, {})) == ["data.train.0 (sums): 4 rows", "data.train.1 (facts): 3 rows"]
+    metrics = data_metrics(named(pool, {}))
+    assert (metrics["data/train_rows"], metrics["source/sums/rows"], metrics["source/facts/rows"]) == (7, 4, 3)
+    state = PromptMixture(list(pool.parts.values()), data.mixture, 1).state()
+    assert [(path, digest) for path, _, digest in drawn_rows(pool, state)] == [
+        ("data.train.0", alone.digest),
+        ("data.train.1", pool.parts["facts"].digest),
+    ]
+
+
+def test_a_source_of_a_mixture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    good = gym(size=4).model_dump() | {"name": "sums"}
+    bad = jsonl(tmp_path, {"prompt": ""}, answer=None).model_dump() | {"name": "facts"}
+    with pytest.raises(DataError, match=r"^data\.train\.1: no row can be used"):
+        load_train_pool(data_of(good, bad))
+
+
+def test_prompts_of_every_source_are_held_out(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "answer": ""} for text in "abc"]
+    first = jsonl(tmp_path, rows[0]).model_dump() | {"name": "one"}
+    (tmp_path / "other").mkdir()
+    second = jsonl(tmp_path / "other", rows[1]).model_dump() | {"name": "two"}
+    (tmp_path / "eval").mkdir()
+    held = jsonl(tmp_path / "eval", *rows).model_dump()
+    _, pools = load_pools(data_of(first, second, eval=held))
+    assert [messages[0]["content"] for messages in said(pools["eval"])] == ["c"]
+
+
+def test_repeated_prompts_are_counted_and_left_out_on_request(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate("abacab")]
+    counted = load_pool(jsonl(tmp_path, *rows))
+    assert (counted.rows, counted.repeated, counted.deduped) == (6, 3, 0)
+    line = "data.train: 6 rows, 3 of them repeat the prompt of an earlier row (dedupe: true leaves them out)"
+    assert describe(named(counted, {})) == [line]
+    once = load_pool(jsonl(tmp_path, *rows, dedupe=True))
+    assert (once.rows, once.repeated, once.deduped) == (3, 0, 3)
+    assert texts(once, "answer") == ["0", "1", "3"]  # the first row with each prompt
+    line = "data.train: 3 rows, 3 left out because an earlier row has the same prompt (dedupe)"
+    assert describe(named(once, {})) == [line]
+
+
+def test_rows_that_are_repeated_across_sources_are_of_both(tmp_path: Path) -> None:
+    row = jsonl(tmp_path, {"prompt": "a", "answer": ""}, dedupe=True).model_dump()
+    pool = load_train_pool(data_of(row | {"name": "one"}, row | {"name": "two"}))
+    assert texts(pool, "source") == ["one", "two"]
+    order = PromptMixture(list(pool.parts.values()), shares(1, 1), 1)
+    uids = [order.next().prompt_uid for _ in range(4)]
+    assert len(set(uids)) == 4
+    assert list(itertools.chain(*texts_of(pool))) == ["a", "a"]
+
+
+def texts_of(pool: Any) -> list[list[str]]:
+    return [[message["content"] for message in messages] for messages in said(pool)]

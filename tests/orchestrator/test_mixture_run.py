@@ -1,0 +1,164 @@
+"""Runs on a mixture of sources against fakes: what each source is sampled and scored with, counts and resumption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import FakeTable, FaultyReward
+from tests.orchestrator.test_controller import RolloutRun
+from troupe.workers.contract.messages import RewardSummary
+
+STEPS, GROUPS = 6, 5
+TRAIN: list[dict[str, Any]] = [
+    {"name": "math", "kind": "jsonl", "path": "m.jsonl", "weight": 3.0, "group_size": 6, "solved_at": 1.0},
+    {
+        "name": "chat",
+        "kind": "jsonl",
+        "path": "c.jsonl",
+        "weight": 1.0,
+        "rewards": [{"name": "length"}],
+        "max_tokens": 7,
+    },
+]
+SIZES = {"math": 6, "chat": 4}
+
+
+class BySource(FaultyReward):
+    """Half of the samples of math are solved; those of chat earn 10 and 30. Fails sample 0 of every chat-e0 group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, str] = {}
+        """Name of the reward functions, by group."""
+
+    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+        uid = rollouts.uids[0]
+        self.asked[uid] = rewards
+        math = uid.startswith("math")
+        values: list[float | None] = [float(i % 2) if math else 10.0 + 20.0 * (i % 2) for i in range(rollouts.samples)]
+        statuses = ["ok"] * rollouts.samples
+        if uid.startswith("chat-e0"):
+            values[0], statuses[0] = None, "it failed"
+        components = {"exact_match" if math else "length": tuple(values)}
+        return RewardSummary(uid, rollouts.attempt, tuple(statuses), tuple(values), components), FakeTable("r", (uid,))
+
+
+def run_of(
+    out: Path, *, resume: bool = False, staleness: int = 0, curriculum: dict[str, Any] | None = None
+) -> RolloutRun:
+    run = RolloutRun(
+        out,
+        resume=resume,
+        data={"train": TRAIN, "curriculum": curriculum},
+        schedule={"steps": STEPS, "max_staleness": staleness},
+        checkpoint={"every_steps": 1},
+    )
+    run.reward = BySource()
+    run.mixed_rows = (9, 5)
+    return run
+
+
+def trained(run: RolloutRun) -> list[list[str]]:
+    """Groups of every batch, in order."""
+    return [list(dict.fromkeys(uid for uid, _ in keep)) for keep in run.policies[0].prepared]
+
+
+def of_machine(name: str) -> bool:
+    return name.startswith(("seconds/", "utilisation/", "memory/")) or name.endswith("_per_s") or name == "time"
+
+
+def lines(run: RolloutRun) -> list[dict[str, float]]:
+    return [{name: v for name, v in line.items() if not of_machine(name)} for line in run.lines()]
+
+
+def test_each_source_is_sampled_and_scored_as_it_says(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    outcome = run.run()
+    batches = trained(run)
+    names = [uid.partition("-")[0] for batch in batches for uid in batch]
+    assert names.count("math") == pytest.approx(0.75 * STEPS * GROUPS, abs=1)
+    assert isinstance(run.reward, BySource)
+    asked = run.reward.asked
+    assert {uid.partition("-")[0]: key for uid, key in asked.items()} == {"math": "", "chat": "data.train.1"}
+    keep = [one for batch in run.policies[0].prepared for one in batch]
+    for batch in batches:
+        for uid in batch:
+            source, failed = uid.partition("-")[0], uid.startswith("chat-e0")
+            assert sum(own == uid for own, _ in keep) == SIZES[source] - failed
+    requests = [request for engine in run.engines for request in engine.served]
+    assert {request.prompt_uid.partition("-")[0]: request.max_tokens for request in requests} == {
+        "math": None,
+        "chat": 7,
+    }
+    samples = sum(SIZES[name] for name in names)
+    assert outcome.ledger["dispatched"] == samples
+
+
+def test_metrics_are_reported_by_source(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.run()
+    batches, counts = trained(run), {name: {"dispatched": 0, "trained": 0, "dropped": 0} for name in SIZES}
+    for number, (line, batch) in enumerate(zip(run.lines(), batches, strict=True)):
+        for name, size in SIZES.items():
+            own = [uid for uid in batch if uid.startswith(name)]
+            failed = sum(uid.startswith("chat-e0") for uid in own)
+            counts[name]["trained"] += len(own) * size - failed
+            assert line[f"source/{name}/share"] == len(own) / GROUPS
+            assert line[f"source/{name}/trained"] == counts[name]["trained"]
+        assert line["source/math/reward"] == line["source/math/pass_rate"] == 0.5
+        assert "source/chat/pass_rate" not in line
+        chat = [uid for uid in batch if uid.startswith("chat")]
+        if chat:
+            values = [v for uid in chat for v in ([30.0, 10.0, 30.0] if "-e0" in uid else [10.0, 30.0, 10.0, 30.0])]
+            assert line["source/chat/reward"] == pytest.approx(sum(values) / len(values))
+            assert line["reward/length/mean"] == pytest.approx(sum(values) / len(values))
+        assert line["reward/exact_match/mean"] == 0.5
+        total = {what: sum(line[f"source/{name}/{what}"] for name in SIZES) for what in ("dispatched", "dropped")}
+        # Slots of the next step are opened before the metrics of this one are written.
+        assert total["dispatched"] == line["ledger/dispatched"]
+        assert total["dropped"] == line["ledger/dropped"]
+        assert number < STEPS
+    last = run.lines()[-1]
+    assert last["source/chat/dispatched"] == last["source/chat/trained"] + last["source/chat/dropped"]
+    assert last["source/chat/dropped"] > 0 and last["source/math/dropped"] == 0
+
+
+@pytest.mark.parametrize("curriculum", [None, {"over_sources": True, "decay": 1.0}])
+def test_a_resumed_run_draws_and_counts_what_the_uninterrupted_run_did(
+    tmp_path: Path, curriculum: dict[str, Any] | None
+) -> None:
+    whole = run_of(tmp_path / "whole", curriculum=curriculum)
+    whole.run()
+    first = run_of(tmp_path / "parts", curriculum=curriculum)
+    first.run_until(3)
+    second = run_of(tmp_path / "parts", resume=True, curriculum=curriculum)
+    second.run()
+    resumed_at = STEPS - len(trained(second))
+    assert resumed_at >= 3
+    assert trained(first)[:resumed_at] + trained(second) == trained(whole)
+    ours = [{k: v for k, v in line.items() if k.startswith(("source/", "curriculum/"))} for line in lines(second)]
+    theirs = [{k: v for k, v in line.items() if k.startswith(("source/", "curriculum/"))} for line in lines(whole)]
+    assert ours == theirs
+
+
+def test_asynchronous_runs_count_by_source_what_the_ledger_counts(tmp_path: Path) -> None:
+    run = run_of(tmp_path, staleness=2)
+    outcome = run.run()
+    last = run.lines()[-1]
+    for what in ("dispatched", "trained", "dropped"):
+        assert sum(last[f"source/{name}/{what}"] for name in SIZES) == outcome.ledger[what]
+
+
+def test_batch_statistics_are_taken_within_sources_unless_the_spec_says_otherwise(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "within")
+    run.run()
+    policy = run.policies[0]
+    for keep, sources in zip(policy.prepared, policy.sources, strict=True):
+        assert sources == {uid: uid.partition("-")[0] for uid, _ in keep}
+    over_all = run_of(tmp_path / "over")
+    over_all.change(algorithm={"by_source": False})
+    over_all.run()
+    assert over_all.policies[0].sources == [{}] * STEPS
