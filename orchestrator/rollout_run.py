@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,31 +221,37 @@ class RolloutRun:
         await self._pools.close()
 
     def evaluator(
-        self, responses: Path | None = None, log: EvaluationLog | None = None, sample: Sampler | None = None
+        self,
+        responses: Path | None = None,
+        log: EvaluationLog | None = None,
+        sample: Sampler | None = None,
+        only: Container[str] | None = None,
     ) -> Evaluator | None:
         """Held-out evaluation, if the spec has one.
 
         Args:
             responses: Folder for its samples; None: they are not written.
             log: Keeps its results; None: they are only returned.
-            sample: Samples the prompts; None: the engines do.
+            sample: Samples the prompts from the tables themselves; None: the engines do.
+            only: Labels of the sets; None: all.
         """
         evaluation = self._spec.evaluation
         if evaluation is None or not self._data.held_out:
             return None
-        for one in self._spec.held_out_sets():
-            if one.solved_at is None:
-                what, where = (f" of {one.name}", f"data.{one.section}") if one.name else ("", "evaluation")
-                hint = f"set {where}.solved_at to the reward of a right response"
-                self._context.console.message(f"held-out accuracy{what} is not reported for this reward: {hint}")
         sets: list[HeldOutSet] = []
         for settings in self._spec.held_out_sets():
+            if only is not None and settings.label not in only:
+                continue
+            if settings.solved_at is None:
+                of = f" of {settings.name}" if settings.name else ""
+                where = f"data.{settings.section}" if settings.name else "evaluation"
+                hint = f"set {where}.solved_at to the reward of a right response"
+                self._context.console.message(f"held-out accuracy{of} is not reported for this reward: {hint}")
             pool = self._data.held_out[settings.section]
             picks = evaluation_picks(pool, self._spec.seed, evaluation.prompts, settings.name)
-            table, levels = self._context.cluster.put(pool.table), levels_of(pool, settings.level)
-            sets.append(HeldOutSet(settings, picks, table, levels))
-        sample = engine_sampler(self._pool) if sample is None else sample
-        return Evaluator(self._spec.seed, sets, sample, self._rewards, responses, log)
+            table = self._context.cluster.put(pool.table) if sample is None else pool.table
+            sets.append(HeldOutSet(settings, picks, table, levels_of(pool, settings.level)))
+        return Evaluator(self._spec.seed, sets, sample or engine_sampler(self._pool), self._rewards, responses, log)
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
         """The texts of PPO-ptx, tokenized and split once."""

@@ -13,7 +13,6 @@ from troupe.orchestrator.spec.preflight import unusable_functions
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import RewardFunctionConfig
 
-
 PATH = "roles.reward.functions"
 
 
