@@ -81,7 +81,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         problems.setdefault(path, problem)  # what is wrong for both is said once
     refused: dict[str, int] = {}
     for section, count in (item for check in checks for item in check.refused.items()):
-        whole = section.partition(".")[0]  # of a mixture
+        whole = section if is_held_out(section) else section.partition(".")[0]  # a mixture is counted as a whole
         refused[whole] = refused.get(whole, 0) + count
     lines = (*notes, *(line for check in checks for line in check.lines))
     return PromptCheck(tuple(problems.items()), lines, refused)

@@ -15,7 +15,7 @@ from troupe.orchestrator.data.conversations import BadRow, chat_messages, requir
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, prompts_of
 from troupe.orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
-from troupe.orchestrator.spec.sections import DataConfig, DataSource, MixedSource
+from troupe.orchestrator.spec.sections import DataConfig, DataSource
 from troupe.workers.contract.messages import PROMPTS
 
 __all__ = [
@@ -89,10 +89,12 @@ def load_pools(
     """The pool for training, and those for evaluation by the name of their section in `data`. Raises DataError."""
     train = load_train_pool(data, on_bad_row, plain=plain)
     without = train if data.held_out else None
-    return train, {
-        section: load_pool(source, on_bad_row, f"data.{section}", without=without, plain=plain)
-        for section, source in data.held_out_sets().items()
-    }
+    held_out: dict[str, PromptPool] = {}
+    for section, source in data.held_out_sets().items():
+        pool = load_pool(source, on_bad_row, f"data.{section}", without=without, plain=plain)
+        name = section.partition(".")[2]
+        held_out[section] = replace(pool, table=_named(pool.table, name)) if name else pool
+    return train, held_out
 
 
 def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> PromptPool:
@@ -102,13 +104,13 @@ def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: b
     parts: dict[str, PromptPool] = {}
     for number, source in enumerate(data.train):
         pool = load_pool(source, on_bad_row, f"data.train.{number}", plain=plain)
-        parts[source.name] = replace(pool, table=_named(pool.table, source))
+        parts[source.name] = replace(pool, table=_named(pool.table, source.name))
     return _concatenated(parts)
 
 
-def _named(table: pa.Table, source: MixedSource) -> pa.Table:
+def _named(table: pa.Table, source: str) -> pa.Table:
     """The table with the name of its source."""
-    names = pa.repeat(pa.scalar(source.name, pa.string()), table.num_rows)
+    names = pa.repeat(pa.scalar(source, pa.string()), table.num_rows)
     return table.set_column(table.column_names.index("source"), PROMPTS.field("source"), names)
 
 

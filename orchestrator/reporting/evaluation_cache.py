@@ -1,8 +1,8 @@
 """Results of `troupe eval` that are used again: by what they depend on, digested.
 
-A key covers the content of the model's folder, the rows of the set, how they are sampled and scored, the seed, and the
-versions of Troupe and of the packages that it builds on. What a key cannot cover is evaluated every time: answers of
-environments and judges, and reward functions whose code is not found. Of a user's reward function the key covers the
+A key covers the content of the model's folder, the rows of the set, how they are sampled and scored, the seed, the code
+of Troupe and the versions of the packages that it builds on. What a key cannot cover is evaluated every time: answers
+of environments and judges, and reward functions whose code is not found. Of a user's reward function the key covers the
 module, or the whole package that it is in, not what these import from elsewhere.
 """
 
@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def set_keys(spec: RolloutSpec, model: str, sets: Mapping[str, Json]) -> dict[st
     shared = {
         "format": _FORMAT,
         "versions": versions(),
+        "troupe": _own_code(),
         "model": model,
         "settings": spec.model.model_dump(mode="json", exclude={"path", "revision"}),
         "template": _text_of(spec.model.chat_template),
@@ -101,6 +103,16 @@ def result_of(content: Json) -> SetResult:
     """The result that `asdict` made this of. Raises TypeError, LookupError or AttributeError for other content."""
     levels = {level: _estimates(of) for level, of in content["levels"].items()}
     return SetResult(**(content | {"estimates": _estimates(content["estimates"]), "levels": levels}))
+
+
+@cache
+def _own_code() -> str:
+    """Digest of Troupe's modules: in a checkout they change without a new version."""
+    digest, root = xxhash.xxh3_128(), Path(__file__).resolve().parents[2]
+    for folder in ("orchestrator", "workers"):
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _estimates(content: Json) -> dict[str, Estimate]:

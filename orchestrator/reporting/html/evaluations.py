@@ -43,9 +43,11 @@ def _rows(results: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
     for name in results[-1]["estimates"]:
         yield _row(name, results)
     for name in ("truncated", "response_tokens"):
-        values = [{"value": one[name], "low": None, "high": None} for one in results]
-        if values[-1]["value"] is not None:
-            yield {"name": name, "share": name == "truncated", "first": values[0], "last": values[1]}
+        first, last = (
+            None if one[name] is None else {"value": one[name], "low": None, "high": None} for one in results
+        )
+        if last is not None:
+            yield {"name": name, "share": name == "truncated", "first": first, "last": last}
 
 
 def _row(name: str, results: Sequence[Mapping[str, Any]], level: str | None = None) -> Json:
