@@ -76,7 +76,7 @@ def stated(part: str, tagged: bool) -> Any:
         part: The part of the response with its answer.
         tagged: Whether it stood inside of <answer> tags.
     """
-    return next((found for found in _expressions(plain(part), tagged) if found), None)
+    return next((found for found in _expressions(_spelled_out(part), tagged) if found), None)
 
 
 def parsed_answer(text: str) -> Any:

@@ -30,6 +30,10 @@ def test_mathematical_answers_are_the_same_where_math_verify_finds_them_equal() 
     assert classes(responses, r"\frac{1}{2}") == [0, 0, 0, 1, NONE, 1, NONE]
 
 
+def test_numbers_are_read_as_the_reward_reads_them() -> None:
+    assert classes(["3 1/2", "3.5", "1.2e3", "1200"], "3.5") == [0, 0, 1, 1]
+
+
 def test_any_right_answer_may_say_that_answers_are_mathematical() -> None:
     assert classes(["7", "7.0"], "seven", right_answers=["seven", "7"]) == [0, 0]
 
