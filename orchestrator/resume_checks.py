@@ -40,6 +40,7 @@ _NOTES = {
     r"data\.(train|ptx)\..*": "allowed where the rows are the same",
     r"data\.eval(\..*)?|evaluation(\..*)?": "evaluations before and after may not be comparable",
     r"roles\.reference(\.model.*)?": "the reference is another one from now on",
+    r"checkpoint\.best\.(metric|mode)": "the best evaluations so far are forgotten",
     r"roles\.reward\.(functions|model).*": "rewards before and after may not be comparable",
     r"roles\.(policy|critic)\.workers": "optimizer states are resharded",
     rf"roles\.(policy|critic)\.({_OPTIMIZER})": "from the next update on",

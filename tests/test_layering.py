@@ -46,6 +46,7 @@ ROOTS = tuple(
         "rollout_run",
         "run_pools",
         "offline_run",
+        "evaluate_run",
         "replay_run",
         "launcher",
         "start_progress",

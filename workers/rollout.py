@@ -239,7 +239,7 @@ class RolloutWorker:
             return await self._generate_episodes(request, prompt, self._config.episode, finished)
         started = time.monotonic()
         try:
-            prompt_ids = await self._encode(prompt["messages"])
+            prompt_ids = await self._encode(prompt["messages"], request.max_tokens)
             answers = await self._encode_candidates(prompt, prompt_ids) if request.candidates else []
         except PromptRefused as error:
             refused = f"{prompt['origin']}: {error}"
@@ -624,9 +624,10 @@ class RolloutWorker:
             raise EngineClosed(self._name, self._closed_because)
         return self._tokenizer
 
-    async def _encode(self, messages: str) -> list[int]:
+    async def _encode(self, messages: str, max_tokens: int | None) -> list[int]:
+        """Token ids of a prompt that leaves room for a response of so many tokens (None: as in training)."""
         tokenizer = self._live_tokenizer()
-        longest = self._config.engine.max_model_len - self._config.sampling.max_tokens
+        longest = self._config.engine.max_model_len - (max_tokens or self._config.sampling.max_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, encode_prompt, tokenizer, messages, longest)
 
@@ -730,12 +731,13 @@ class RolloutWorker:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._config.sampling
-        limits = limits or TurnLimits(0, sampling.max_tokens)
+        limits = limits or TurnLimits(0, request.max_tokens or sampling.max_tokens)
         temperature = sampling.temperature if request.temperature is None else request.temperature
         stop = [*sampling.stop, *limits.stop]
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
             top_p=request.top_p,
+            top_k=request.top_k,
             max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
             # vLLM refuses others: an end that the model has no logit for is never sampled.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import (
@@ -95,6 +96,28 @@ def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
             yield f"data.train.{number}.name", f"two sources have the name '{name}'"
     if sources and all(source.repeats for source in sources):
         yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
+
+
+_LOW_IS_GOOD = ("loss", "nll", "failed_samples", "refused", "truncated", "calibration_error")
+"""Last words of metrics of which no run wants the highest."""
+
+
+def best_problems(spec: RunSpec) -> Iterator[Finding]:
+    """A best checkpoint by a metric that no evaluation reports, and patience without one."""
+    best = spec.checkpoint.best
+    if best is None:
+        if spec.checkpoint.patience is not None:
+            yield "checkpoint.patience", "needs checkpoint.best: the metric that is to become better"
+        return
+    if spec.evaluation is None or not spec.evaluation.every_steps:
+        yield "checkpoint.best", "needs evaluations during the run: set evaluation.every_steps above 0"
+        return
+    known = spec.evaluation_metrics()
+    if known and best.metric not in known:
+        hint = nearest(best.metric, known) or f"there are: {', '.join(known)}"
+        yield "checkpoint.best.metric", f"no evaluation reports '{best.metric[:60]}' ({hint})"
+    elif best.mode == "max" and best.metric.rpartition("/")[2].endswith(_LOW_IS_GOOD):
+        yield "checkpoint.best.mode", f"the highest {best.metric} would be the worst; set it to min"
 
 
 def output_problems(folder: str) -> Iterator[Finding]:

@@ -262,6 +262,11 @@ class OfflineSpec(RunSpec, frozen=True):
         """The sections that name data, by their name in the section `data`."""
         return {**self.data.example_sources()}
 
+    def evaluation_metrics(self) -> list[str]:
+        """See `RunSpec.evaluation_metrics`."""
+        names = () if self.data.eval is None else ("examples", *self.algorithm.reported)
+        return [f"eval/{name}" for name in names]
+
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model.
 

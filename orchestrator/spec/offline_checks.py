@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from troupe.orchestrator.spec.checks import (
     INSIDE_ANOTHER,
+    best_problems,
     changed,
     evaluation_problems,
     mixture_problems,
@@ -132,6 +133,7 @@ def _template(spec: OfflineSpec) -> Iterator[Finding]:
 def _evaluation(spec: OfflineSpec) -> Iterator[Finding]:
     if spec.evaluation is not None:
         yield from evaluation_problems(spec.evaluation, spec.data.eval is not None)
+    yield from best_problems(spec)
 
 
 _CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, _output, _evaluation)

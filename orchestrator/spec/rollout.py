@@ -6,7 +6,7 @@ that cannot work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,6 +16,7 @@ from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import engine_options, preflight
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
+from troupe.orchestrator.spec.held_out import HeldOutSettings, right_from
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
@@ -23,6 +24,7 @@ from troupe.orchestrator.spec.sections import (
     DataConfig,
     EvaluationConfig,
     FailureConfig,
+    HeldOut,
     MixedSource,
     OutputConfig,
     RolesConfig,
@@ -46,7 +48,6 @@ from troupe.workers.contract.config import (
     Sleep,
     TrainerConfig,
 )
-from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class RolloutSpec(RunSpec, frozen=True):
     def _of_source(self, number: int, source: MixedSource) -> GroupSettings:
         solved_at, curriculum = source.solved_at, self.data.curriculum
         if solved_at is None:
-            derived = self._solved_by_role if source.rewards is None else _right_or_wrong(source.rewards)
+            derived = self._solved_by_role if source.rewards is None else right_from(source.rewards)
             solved_at = derived if curriculum is None else curriculum.solved_at
         own = "" if source.rewards is None else f"data.train.{number}"
         return GroupSettings(
@@ -225,12 +226,32 @@ class RolloutSpec(RunSpec, frozen=True):
     def _solved_by_role(self) -> float | None:
         """Reward of a right response by the functions of the role; None: they do not say."""
         reward = self.roles.reward
-        has_model = reward.model is not None and reward.model_weight != 0
-        return None if has_model else _right_or_wrong(reward.functions)
+        return None if reward.model is not None and reward.model_weight else right_from(reward.functions)
+
+    def held_out_sets(self) -> list[HeldOutSettings]:
+        """How each source of `data.eval` is sampled and scored, in the order of the spec."""
+        evaluation = self.evaluation or EvaluationConfig()
+        found: list[HeldOutSettings] = []
+        for name, source in self.data.held_out_sets().items():
+            own = source if isinstance(source, HeldOut) else HeldOut()
+            rewards = own.rewards
+            solved_at = self.solved_at if rewards is None else right_from(rewards)
+            found.append(
+                HeldOutSettings(
+                    section=name,
+                    sampling=own.sampling or evaluation.sampling,
+                    functions=rewards or self.roles.reward.functions,
+                    own_rewards=rewards is not None,
+                    solved_at=solved_at if own.solved_at is None else own.solved_at,
+                    level=own.level,
+                )
+            )
+        return found
 
     def reward_functions(self) -> dict[str, tuple[RewardFunctionConfig, ...]]:
         """Every list of reward functions by its path, that of the role first."""
         own = {f"data.train.{n}.rewards": source.rewards for n, source in enumerate(self.data.mixture)}
+        own |= {one.rewards_section: one.functions for one in self.held_out_sets() if one.own_rewards}
         lists = {"roles.reward.functions": self.roles.reward.functions, **own}
         return {path: functions for path, functions in lists.items() if functions is not None}
 
@@ -383,10 +404,15 @@ class RolloutSpec(RunSpec, frozen=True):
             lora=role.lora,
         )
 
+    def evaluation_metrics(self) -> list[str]:
+        """See `RunSpec.evaluation_metrics`."""
+        return [name for held_out in self.held_out_sets() for name in held_out.metric_names()]
+
     def reward_config(self) -> ScoringConfig:
         """Configuration of each reward worker."""
         own = {f"data.train.{n}": source.rewards for n, source in enumerate(self.data.mixture)}
         sets = {section: functions for section, functions in own.items() if functions is not None}
+        sets |= {one.rewards: one.functions for one in self.held_out_sets() if one.own_rewards}
         return self.roles.reward.worker_config(ScoringConfig, sets=sets)
 
     def dispatch(self, rollout: Callable[[RolloutSpec], T], offline: Callable[[Any], T]) -> T:
@@ -419,6 +445,16 @@ class RolloutSpec(RunSpec, frozen=True):
         longest, response = self.roles.rollout.max_model_len, self.sampling.max_tokens
         words = f"roles.rollout.max_model_len {longest} leaves beside sampling.max_tokens {response}"
         return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
+
+    def room_for(self, section: str) -> PromptRoom:
+        """See `RunSpec.room_for`; beside the longest response of an evaluation."""
+        longest = self.roles.rollout.max_model_len
+        for held_out in self.held_out_sets():
+            response = held_out.sampling.max_tokens
+            if held_out.section == section and response is not None and self.roles.environment is None:
+                words = f"roles.rollout.max_model_len {longest} leaves beside a response of {response} in evaluation"
+                return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
+        return self.prompt_room
 
     @property
     def trainer(self) -> str:
@@ -461,12 +497,3 @@ class RolloutSpec(RunSpec, frozen=True):
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
         return {**self.data.prompt_sources(), **({} if self.data.ptx is None else {"ptx": self.data.ptx})}
-
-
-def _right_or_wrong(functions: Sequence[RewardFunctionConfig]) -> float | None:
-    """Reward of a right response, if the only function with a weight says right or wrong."""
-    weighted = [function for function in functions if function.weight]
-    if len(weighted) != 1:
-        return None
-    (only,) = weighted
-    return only.weight if only.name in RIGHT_OR_WRONG and only.weight > 0 else None

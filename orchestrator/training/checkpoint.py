@@ -119,6 +119,8 @@ class CheckpointStore:
             raise ValueError(f"keep is {keep}: at least one checkpoint must be kept")
         self.directory = Path(directory)
         self.keep = keep
+        self.protected: frozenset[int] = frozenset()
+        """Steps whose checkpoints are not removed: the best ones."""
 
     def prepare(self) -> None:
         """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this.
@@ -253,7 +255,7 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Removes the oldest checkpoints before `newest` beyond the number to keep.
+        """Removes the oldest checkpoints before `newest` beyond the number to keep, except protected ones.
 
         Later ones stay and do not count: they are damaged, or the run resumed from an earlier step. Where `newest`
         holds no model, the last one that does stays too.
@@ -261,7 +263,7 @@ class CheckpointStore:
         earlier = [step for step in self.steps() if step < newest]
         models = [] if self.has_model(newest) else [step for step in earlier if self.has_model(step)]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
-            if step in models[-1:]:
+            if step in models[-1:] or step in self.protected:
                 continue
             path = self.directory / _folder_name(step)
             hidden = path.with_name(f"{_REMOVED}{path.name}")

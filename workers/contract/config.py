@@ -149,9 +149,13 @@ class EvalSampling(Frozen):
     """0 is greedy decoding. vLLM has no temperature between 0 and 0.01."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k most probable tokens; 0: from all."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest response, in tokens; null: `sampling.max_tokens`."""
     samples: int = Field(default=1, ge=1)
-    """Samples per prompt; with more than one, pass@k is reported for k up to this number where the reward says which
-    samples are solved (`evaluation.solved_at`)."""
+    """Samples per prompt; with more than one, pass@k is reported for k up to this number, and the vote of all of them
+    (maj@k), where the reward says which samples are solved (`solved_at`)."""
 
 
 class EngineConfig(Frozen):

@@ -210,12 +210,15 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
     temperature: float | None = None
     """None: the training temperature."""
     candidates: bool = False
     """Whether the prompt's answers from other sources are added to the samples."""
     max_tokens: int | None = None
-    """Longest response, in tokens, where it is shorter than that of training."""
+    """Longest response, in tokens; of an episode, longest turn where it is shorter than that of training. None: as in
+    training."""
     forms: bool = True
     """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
     episodes: bool = True
@@ -355,6 +358,9 @@ class RewardSummary(Answer):
     statuses: tuple[str, ...]
     rewards: tuple[float | None, ...]
     components: dict[str, tuple[float | None, ...]]
+    answers: tuple[int | None, ...] = ()
+    """Number of the answer of each sample, where a vote was asked for: the same number, the same answer; `NO_ANSWER`:
+    it states none; None: that could not be found out. Empty: no vote was asked for."""
     steps_differ: bool = False
     """Whether the process rewards of the group differ from each other; False where there are none."""
     faults: tuple[Fault, ...] = ()
