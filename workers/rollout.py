@@ -86,6 +86,11 @@ async def _fetched(content: Bytes | StoredBytes) -> Bytes:
     return content if isinstance(content, np.ndarray) else await asyncio.to_thread(content.fetch)
 
 
+def _as_in_training(request: GroupRequest) -> bool:
+    """Whether the tokens of a request are drawn from the distribution that is trained."""
+    return request.temperature is None and not request.greedy
+
+
 class _State(Enum):
     CLOSED = "closed"
     OPEN = "open"
@@ -117,6 +122,8 @@ class RolloutWorker:
         self._serial = itertools.count()
         self._update_lock = asyncio.Lock()
         self._memory = EngineMemory(config.sleep, self._call)
+        self._records = config.sampling.truncates
+        """Whether the engine records the tokens that its sampler left to each sampled token."""
         self._adapter: LoRARequest | None = None
         """The policy's adapters that the engine has loaded, if the policy trains adapters."""
         self._files_written: set[str] = set()
@@ -166,6 +173,8 @@ class RolloutWorker:
                 raise
             why = " ".join(str(error).split())
             raise ValueError(f"vLLM refuses its settings, among them the spec's `engine` ({options}): {why}") from error
+        if self._records:
+            await self._engine.collective_rpc("troupe_record_kept_tokens")
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()
@@ -210,7 +219,8 @@ class RolloutWorker:
         outputs = await self._all_or_none(
             [self._sample(engine, request, index, prompt_ids) for index in range(request.samples)]
         )
-        builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids)
+        records = self._records and _as_in_training(request)
+        builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids, records)
         rows = [builder.sampled(index, output) for index, output in enumerate(outputs)]
         rows += [builder.candidate(request.samples + number, ids) for number, ids in enumerate(answers)]
         samples = tuple(sample_summary(row, self._version) for row in rows)
@@ -229,6 +239,7 @@ class RolloutWorker:
         if reader is None:
             raise EngineClosed(self._name, self._closed_because)
         sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
+        records = self._records and _as_in_training(request)
         runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem, self._long)
 
         async def play(index: int) -> Played:
@@ -236,14 +247,14 @@ class RolloutWorker:
                 number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: StructuredConfig | None
             ) -> SampledTurn:
                 limits = TurnLimits(number, max_tokens, tuple(stop), form)
-                return sampled_turn(await self._sample(engine, request, index, list(ids), limits))
+                return sampled_turn(await self._sample(engine, request, index, list(ids), limits), records)
 
             row = read_row(prompt, sample_seed(request.seed, index))
             key = f"{self._name}/{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
             return await runner.play(key, row, sample)
 
         episodes = await self._all_or_none([play(index) for index in range(request.samples)])
-        builder = RowBuilder(self._name, tokenizer, request, prompt, [])
+        builder = RowBuilder(self._name, tokenizer, request, prompt, [], records)
         rows = [builder.episode(index, played) for index, played in enumerate(episodes)]
         samples = tuple(episode_summary(own, played, self._version) for own, played in zip(rows, episodes, strict=True))
         cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)
@@ -671,10 +682,13 @@ class RolloutWorker:
         sampling = self._config.sampling
         limits = limits or TurnLimits(0, sampling.max_tokens)
         temperature = sampling.temperature if request.temperature is None else request.temperature
+        trained = _as_in_training(request)
         stop = [*sampling.stop, *limits.stop]
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
-            top_p=request.top_p,
+            top_p=sampling.top_p if trained else request.top_p,
+            top_k=sampling.top_k if trained else 0,
+            min_p=sampling.min_p if trained else 0.0,
             max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
             # vLLM refuses others: an end that the model has no logit for is never sampled.

@@ -15,7 +15,8 @@ from troupe.workers.algorithms.policy_loss import kl_penalty
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import TRAIN, PrepareRequest, TrainRow, TrainSummary, identities
-from troupe.workers.models.token_batch import Ragged, list_column, prompt_numbers, ragged
+from troupe.workers.models.ragged import Ragged, list_column, ragged
+from troupe.workers.models.token_batch import prompt_numbers
 
 SCORES = ("old_logprobs", "ref_logprobs", "values")
 Keep = Sequence[tuple[str, int]]

@@ -11,7 +11,7 @@ import pytest
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TRAIN, PrepareRequest, token_scores
-from troupe.workers.models.token_batch import ragged
+from troupe.workers.models.ragged import ragged
 
 GROUP = AdvantageConfig(estimator="group", normalize_by_std=False)
 Key = tuple[str, int]
