@@ -80,7 +80,9 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
         why = f"{row.name} trains at temperature 1, but the reference is scored at sampling.temperature"
         yield "algorithm.kl.coef", f"{why}, {spec.sampling.temperature:g}; set one to 1 or the other to 0"
     if not row.loss.has_ratio and spec.kl_coef > 0 and spec.sampling.truncates:
-        why = f"{row.name} trains on the whole distribution, but the reference is scored among the tokens that were left"
+        why = (
+            f"{row.name} trains on the whole distribution, but the reference is scored among the tokens that were left"
+        )
         yield "algorithm.kl.coef", f"{why} by sampling.top_p, top_k or min_p; set it to 0 or remove these"
     if config.dynamic_sampling_on is not None:
         if not algorithms.dynamic_sampling(config):

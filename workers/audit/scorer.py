@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional
 
 from troupe.workers.audit.older_weights import OlderWeights
-from troupe.workers.contract.kept_tokens import kept_of
 from troupe.workers.contract.audit import Floats, PromptDifference, ScoreRequest, TokenScores
+from troupe.workers.contract.kept_tokens import kept_of
 from troupe.workers.data.plain_text import as_text
 from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 from troupe.workers.models.attention import choose_attention
@@ -61,7 +61,6 @@ class _RolloutRow:
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """Of one state for each token [1, L, ...], those that predict the sampled tokens [T, ...]."""
         return states[0, self.start - 1 : -1][self.sampled]
-
 
     def left(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [T, V] of the sampled tokens, with -inf where the sampler left a token out."""
@@ -278,9 +277,7 @@ def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_Rollout
 
 
 def _pass(model: PreTrainedModel, rows: list[_RolloutRow], temperature: float, shift: str = "") -> Floats:
-    parts = [
-        _logprobs(row.left(_run(model, row, _positions(row, shift))[0]), row.targets, temperature) for row in rows
-    ]
+    parts = [_logprobs(row.left(_run(model, row, _positions(row, shift))[0]), row.targets, temperature) for row in rows]
     return _joined(parts)
 
 

@@ -47,8 +47,8 @@ def record_kept_tokens(runner: Any) -> None:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
-    sampler = runner.sampler if isinstance(runner, GPUModelRunner) else None
-    if not isinstance(sampler, Sampler):
+    sampler: Any = runner.sampler
+    if not (isinstance(runner, GPUModelRunner) and type(sampler) is Sampler):
         raise RuntimeError(f"the tokens that {type(runner).__name__} leaves to a sample cannot be recorded")
     sample, sample_tokens = sampler.sample, runner.sample_tokens
     last: list[SamplingMaskLists] = []
@@ -68,8 +68,8 @@ def record_kept_tokens(runner: Any) -> None:
             inner.sampling_masks = last.pop()
         return output
 
-    sampler.sample = recorded_sample
-    runner.sample_tokens = recorded_tokens
+    vars(sampler)["sample"] = recorded_sample
+    vars(runner)["sample_tokens"] = recorded_tokens
 
 
 def _as_lists(rows: Sequence[Words]) -> SamplingMaskLists:

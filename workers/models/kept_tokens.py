@@ -31,7 +31,7 @@ def read_kept(column: pa.ChunkedArray, lengths: torch.Tensor) -> Ragged | None:
         row = wrong[0]
         raise ValueError(f"row {row}: kept_tokens has {int(entries[row])} entries for {int(lengths[row])} tokens")
     flat = array.flatten()
-    sizes = compute.binary_length(flat).to_numpy(zero_copy_only=False)
+    sizes = compute.call_function("binary_length", [flat]).to_numpy(zero_copy_only=False)
     if (sizes % 4).any():
         raise ValueError("kept_tokens has an entry that is no sequence of 32-bit words")
     words = torch.zeros(int(lengths.sum()), dtype=torch.int64)

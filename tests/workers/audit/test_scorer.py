@@ -157,7 +157,8 @@ def test_every_score_is_among_the_tokens_that_the_sampler_left(folders: tuple[Pa
     table = table.set_column(place, KEPT_TOKENS, pa.array(words, KEPT_TOKENS.type))
     found, whole = (score_tokens(request(folders), rows, scores()) for rows in (table, rollouts()))
     model = load(folders[0])
-    model.get_output_embeddings().register_forward_hook(
+    head: Any = model.get_output_embeddings()
+    head.register_forward_hook(
         lambda _module, _inputs, logits: logits.masked_fill(~torch.from_numpy(left[0]), -torch.inf)
     )
     np.testing.assert_allclose(found.scorer, expected(model), atol=1e-5)
