@@ -122,8 +122,6 @@ class RolloutWorker:
         self._serial = itertools.count()
         self._update_lock = asyncio.Lock()
         self._memory = EngineMemory(config.sleep, self._call)
-        self._records = config.sampling.truncates
-        """Whether the engine records the tokens that its sampler left to each sampled token."""
         self._adapter: LoRARequest | None = None
         """The policy's adapters that the engine has loaded, if the policy trains adapters."""
         self._files_written: set[str] = set()
@@ -173,7 +171,7 @@ class RolloutWorker:
                 raise
             why = " ".join(str(error).split())
             raise ValueError(f"vLLM refuses its settings, among them the spec's `engine` ({options}): {why}") from error
-        if self._records:
+        if self._config.sampling.truncates:
             await self._engine.collective_rpc("troupe_record_kept_tokens")
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
@@ -216,10 +214,10 @@ class RolloutWorker:
             refused = f"{prompt['origin']}: {error}"
             return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
         engine = self._open_engine()  # it may have been closed meanwhile
+        records = self._records(request)
         outputs = await self._all_or_none(
             [self._sample(engine, request, index, prompt_ids) for index in range(request.samples)]
         )
-        records = self._records and _as_in_training(request)
         builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids, records)
         rows = [builder.sampled(index, output) for index, output in enumerate(outputs)]
         rows += [builder.candidate(request.samples + number, ids) for number, ids in enumerate(answers)]
@@ -239,7 +237,7 @@ class RolloutWorker:
         if reader is None:
             raise EngineClosed(self._name, self._closed_because)
         sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
-        records = self._records and _as_in_training(request)
+        records = self._records(request)
         runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem, self._long)
 
         async def play(index: int) -> Played:
@@ -260,6 +258,10 @@ class RolloutWorker:
         cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)
         summary = self._summary(request, samples, time.monotonic() - started, cached_tokens=cached)
         return summary, pa.Table.from_pylist([row for own in rows for row in own], schema=ROLLOUTS)
+
+    def _records(self, request: GroupRequest) -> bool:
+        """Whether the tokens that the sampler left to each token are part of the samples."""
+        return self._config.sampling.truncates and _as_in_training(request)
 
     async def connect_environments(self, link: EnvironmentLink) -> None:
         """Use these environment workers for new episodes."""
