@@ -53,6 +53,8 @@ from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, a
 T = TypeVar("T")
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
+_KEPT_BYTES = 1024
+"""Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
 
@@ -335,10 +337,17 @@ class RolloutSpec(RunSpec, frozen=True):
             transfer_backend=self.resolved_backend(),
             device=self.device,
             episode=self.episode_config(),
-            turn_forms=section.corrects_sampler(self.algorithm) or not section.policy_loss(self.algorithm).has_ratio,
+            turn_forms=self._accounts_for_forms,
             sleep=self.resolved_sleep,
             lora=self.roles.policy.lora,
         )
+
+    @property
+    def _accounts_for_forms(self) -> bool:
+        """Whether the loss accounts for the tokens that a form permits."""
+        if self.sampling.truncates or section.corrects_sampler(self.algorithm):
+            return True
+        return not section.policy_loss(self.algorithm).has_ratio
 
     def without_adapters(self) -> RolloutSpec:
         """The spec for engines that serve the model that training starts from, without a policy."""
@@ -465,13 +474,15 @@ class RolloutSpec(RunSpec, frozen=True):
     def batch_bytes(self) -> int:
         """See `RunSpec.batch_bytes`; with every prompt and response at its longest.
 
-        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs and masks, once for every step in progress; the
-        scores (old, reference, values) and TRAIN exist once (`workers/contract/messages.py`).
+        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, where sampling is truncated, the tokens
+        that were left, once for every step in progress; the scores (old, reference, values) and TRAIN exist once
+        (`workers/contract/messages.py`).
         """
         response = self.sampling.max_tokens
         prompt = max(1, self.roles.rollout.max_model_len - response)
-        rollouts = self.samples_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8))
-        train = self.samples_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4))
+        left = min(4 * self.sampling.top_k or _KEPT_BYTES, _KEPT_BYTES) if self.sampling.truncates else 0
+        rollouts = self.samples_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8 + left))
+        train = self.samples_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4 + left))
         return int(rollouts * (1 + self.schedule.max_staleness) + train)
 
     @property

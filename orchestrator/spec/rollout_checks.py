@@ -81,11 +81,17 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     if not row.loss.has_ratio and spec.kl_coef > 0 and spec.sampling.temperature != 1.0:
         why = f"{row.name} trains at temperature 1, but the reference is scored at sampling.temperature"
         yield "algorithm.kl.coef", f"{why}, {spec.sampling.temperature:g}; set one to 1 or the other to 0"
+    if not row.loss.has_ratio and spec.kl_coef > 0 and spec.sampling.truncates:
+        why = (
+            f"{row.name} trains on the whole distribution, but the reference is scored among the tokens that were left"
+        )
+        yield "algorithm.kl.coef", f"{why} by sampling.top_p, top_k or min_p; set it to 0 or remove these"
     if config.dynamic_sampling_on is not None:
         if not algorithms.dynamic_sampling(config):
             yield "algorithm.dynamic_sampling_on", "has no effect without algorithm.dynamic_sampling above 0"
         yield from _component(spec, "algorithm.dynamic_sampling_on", config.dynamic_sampling_on)
-    if spec.sampling.structured is not None and row.loss.has_ratio and not algorithms.corrects_sampler(config):
+    uncorrected = row.loss.has_ratio and not algorithms.corrects_sampler(config)
+    if spec.sampling.structured is not None and uncorrected and not spec.sampling.truncates:
         why = "samples come from the permitted tokens (sampling.structured), and only the correction accounts for that"
         yield "algorithm.importance.mode", f"{why}; use truncate or mask"
     yield from _several_updates(spec)

@@ -30,6 +30,10 @@ SEGMENT = pa.field("segment", pa.int32(), nullable=False)
 """Number of a row among the rows of its sample. An episode has several where the chat template rewrote its history:
 then each row is exactly what the engine saw."""
 
+KEPT_TOKENS = pa.field("kept_tokens", pa.list_(pa.large_binary()))
+"""For each response token those that the sampler left to it, among which its log-prob is (`contract/kept_tokens.py`);
+null: all tokens of the row were sampled from the whole vocabulary, or by another policy."""
+
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
 Identity = tuple[str, int, int]
@@ -61,6 +65,7 @@ ROLLOUTS = pa.schema(
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),  # everything after the prompt, observations too
         pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # 0: not sampled; NaN: candidates
+        KEPT_TOKENS,
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
         pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
         pa.field("turns", pa.list_(_SPAN), nullable=False),  # spans over response tokens, by speaker
@@ -109,6 +114,7 @@ TRAIN = pa.schema(
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),
+        KEPT_TOKENS,
         pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
         pa.field("ref_logprobs", pa.list_(pa.float32())),
         pa.field("values", pa.list_(pa.float32())),
@@ -210,10 +216,11 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
+    """With a temperature of its own."""
     top_k: int = 0
-    """0: all tokens."""
+    """With a temperature of its own; 0: all tokens."""
     temperature: float | None = None
-    """None: the training temperature."""
+    """None: sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False
     """Whether the prompt's answers from other sources are added to the samples."""
     max_tokens: int | None = None

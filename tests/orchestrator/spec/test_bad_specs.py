@@ -163,7 +163,8 @@ CPU_CASES = [
     ),
     case(
         "nowhere",
-        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, max_tokens, stop, structured)",
+        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, top_p, top_k, min_p, max_tokens, "
+        "stop, structured)",
         ("  max_tokens: 32", "  max_tokens: 32\n  frobnicate: 1"),
     ),
     case(
@@ -491,6 +492,22 @@ CPU_CASES = [
         "correction accounts for that; use truncate or mask",
         ("  name: grpo", "  name: grpo\n  importance: {mode: none}"),
         ("sampling:", 'sampling:\n  structured: {regex: "[0-9]+"}'),
+    ),
+    case(
+        "top_p_of_nothing", "25: sampling.top_p: must be greater than 0, got 0", ("sampling:", "sampling:\n  top_p: 0")
+    ),
+    case(
+        "min_p_of_all",
+        "25: sampling.min_p: must be less than 1, got 1",
+        ("sampling:", "sampling:\n  min_p: 1"),
+    ),
+    case(
+        "likelihood_with_a_truncated_reference",
+        "21: algorithm.kl.coef: raft trains on the whole distribution, but the reference is scored among the tokens "
+        "that were left by sampling.top_p, top_k or min_p; set it to 0 or remove these",
+        ("  name: grpo", "  name: raft\n  kl: {coef: 0.1}"),
+        ("  reward:", "  reference: {colocate_with: policy}\n  reward:"),
+        ("sampling:", "sampling:\n  top_k: 5"),
     ),
     case(
         "distill_without_teacher",
