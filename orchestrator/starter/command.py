@@ -92,7 +92,9 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
 
 
 def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
-    """The choices with a difficulty of the generated tasks at which the model is sometimes right, or why it is not tried.
+    """The choices with a difficulty of the generated tasks at which the model is sometimes right.
+
+    Where it cannot be tried on this machine, the choices say why.
 
     Raises:
         UsageError: There is no such task, or the model cannot be sampled from.
