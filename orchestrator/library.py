@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.prepare import checked, create_models, single
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks import is_url
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.stages import PlannedRun, read_document
 
@@ -48,7 +50,7 @@ def load_spec(source: str | Path | Mapping[str, Any], set: Overrides = ()) -> Ru
 
     Raises:
         SpecError: The spec is not valid; one line for every problem.
-        UsageError: The file has stages: load the spec of one of them.
+        UsageError: `set` is not valid, there is no such example, or the file has stages: load the spec of one of them.
     """
     return _planned(source, set).spec
 
@@ -65,6 +67,8 @@ def run(
 ) -> Outcome:
     """Train, and return when the run ends.
 
+    The run folder has a report at the end, also of a run that fails after its first step.
+
     In a notebook the run has its own thread and event loop; interrupting the cell saves and stops, as Ctrl-C does in a
     script. In a program that has started or joined Ray, its cluster is used and left as it was.
 
@@ -79,14 +83,27 @@ def run(
 
     Raises:
         SpecError: The spec, or what it names, is not valid.
+        UsageError: `set` is not valid, `out` is a URL, there is no such example, or the file has stages, which are
+            several runs.
         TroupeError: The run cannot start or cannot continue.
     """
     stream = _stream(progress)
     planned = _in_place(_planned(spec, set, None if out is None else Path(out)), stream, resume=resume)
     from troupe.orchestrator.run import RunRequest
 
-    request = RunRequest(planned.spec, planned.out, resume, address)
-    return _outside_of_loops(lambda: train(request, _console(on_step, stream)), request)
+    request, console = RunRequest(planned.spec, planned.out, resume, address), _console(on_step, stream)
+    try:
+        return _outside_of_loops(lambda: train(request, console), request)
+    finally:
+        _report_at_end(planned.out, console)
+
+
+def _report_at_end(folder: Path, console: Console) -> None:
+    """Write the report of a run that has made a step, and print its path."""
+    from troupe.orchestrator.reporting.html.report import REPORT, write_last_report
+
+    if console.progress().steps and (file := write_last_report([folder], folder / REPORT)) is not None:
+        console.message(f"report: {file}")
 
 
 def train(request: RunRequest, console: Console) -> Outcome:
@@ -97,6 +114,9 @@ def train(request: RunRequest, console: Console) -> Outcome:
     try:
         ended = run_spec(request, console)
         console.finish(ended.summary(request.out))
+    except BaseException:
+        console.fail()
+        raise
     finally:
         console.close()
     return Outcome(request.out, ended.stopped)
@@ -133,7 +153,8 @@ def evaluate(
 
     Raises:
         SpecError: The spec, or what it names, is not valid.
-        UsageError: The spec names no held-out data, or the model is none of these.
+        UsageError: The spec names no held-out data, or has stages; `set` is not valid, there is no such example, or the
+            model is none of these.
         OSError: A run or a checkpoint has no model.
     """
     from troupe.orchestrator.evaluate_run import EvaluationOptions, evaluate_on_prompts
@@ -204,11 +225,12 @@ def plan(
         spec: The spec.
         set: Fields to set.
         cluster: NODESxGPUS[xTYPE], as in `2x8xH200`; None: this machine.
-        measured: Folder of a `troupe bench` of the spec, whose measurements replace estimates; None: there is none.
+        measured: Folder of a `troupe bench` of the spec, whose measurements replace estimates; None: only estimates.
 
     Raises:
         SpecError: The spec is not valid.
-        UsageError: The folder has no results of a benchmark.
+        UsageError: `set` or `cluster` is not valid, there is no such example, the file has stages, or the folder has
+            no results of a benchmark.
     """
     planned = _planned(spec, set)
     create_models([planned], lambda line: None)
@@ -247,8 +269,10 @@ def export(
     Raises:
         OSError: There is no such checkpoint, the folder exists or cannot be written, or the model below the adapters
             has changed.
-        UsageError: There are no adapters to merge.
+        UsageError: There are no adapters to merge, or `folder` is a URL.
     """
+    if is_url(folder):
+        raise UsageError(f"{folder} is a URL; write the model to a disk")
     from troupe.orchestrator.training.checkpoint import has_adapters, write_merged, write_model
 
     source = model_of(run, step=step, best=best, average=average)
@@ -374,7 +398,24 @@ def _assignments(overrides: Overrides) -> list[str]:
         raise UsageError(f"set: expected a list of FIELD=VALUE or a dict, got {overrides!r}")
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
+    return [f"{name}={_as_yaml(name, value)}" for name, value in overrides.items()]
+
+
+def _as_yaml(name: str, value: Any) -> str:
+    """A value as JSON, which is YAML; numbers of numpy and paths too. Raises UsageError for another object."""
+
+    def plain(other: Any) -> Any:
+        import numpy as np
+
+        if isinstance(other, Path):
+            return str(other)
+        if isinstance(other, np.generic | np.ndarray):
+            return other.tolist()
+        raise UsageError(f"set: {name}: expected numbers, text, lists and dicts, got {type(other).__name__}")
+
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(float(value))]  # as YAML writes them
+    return json.dumps(value, default=plain)
 
 
 def _in_place(planned: PlannedRun, stream: TextIO, *, resume: bool = False) -> PlannedRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
@@ -26,6 +27,9 @@ from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD
 
 IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Custom code: `package.module:attribute`."""
+
+NEEDS_DISK = "is not a folder: a run writes to a disk of the driver (on a cluster a shared one)"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 INSIDE_ANOTHER = (
     *("workers", "min_workers", "max_workers", "cpus", "gpus", "accelerator", "node_labels", "strategy"),
@@ -120,10 +124,15 @@ def best_problems(spec: RunSpec) -> Iterator[Finding]:
         yield "checkpoint.best.mode", f"the highest {best.metric} would be the worst; set it to min"
 
 
+def is_url(path: str | Path) -> bool:
+    """Whether an output path is a URL. As a path it would be a folder called `s3:`, also after `Path` took a slash."""
+    return _URL.match(str(path)) is not None
+
+
 def output_problems(folder: str) -> Iterator[Finding]:
     """A run folder that would be named after the scheme of a URL."""
-    if "://" in folder:
-        yield "output.folder", "a run writes to a disk that the driver has (on a cluster a shared one), not to a URL"
+    if is_url(folder):
+        yield "output.folder", NEEDS_DISK
 
 
 def template_problems(

@@ -199,7 +199,7 @@ CPU_CASES = [
     ),
     case(
         "url_folder",
-        "2: output.folder: a run writes to a disk that the driver has (on a cluster a shared one), not to a URL",
+        "2: output.folder: is not a folder: a run writes to a disk of the driver (on a cluster a shared one)",
         ("name: base", "name: base\noutput: {folder: s3://b/x}"),
     ),
     case("name_number", "1: name: expected text, got 5", ("name: base", "name: 5")),
