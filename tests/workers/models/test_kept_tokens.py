@@ -90,8 +90,6 @@ def test_parts_of_a_table_have_their_own_sets(tmp_path: Path) -> None:
     entries = [np.array([token], np.int32).tobytes() for token in range(6)]
     pieces = [*column(entries[:2]).chunks, *column(None, entries[2:]).chunks]
     whole = pa.table({"kept_tokens": pa.chunked_array(pieces)})
-        {"kept_tokens": pa.chunked_array([*column(entries[:2]).chunks, *column(None, entries[2:]).chunks])}
-    )
     pq.write_table(whole, tmp_path / "kept.parquet")
     lengths = torch.tensor([2, 3, 4])
     for table in (whole, pq.read_table(tmp_path / "kept.parquet")):
