@@ -388,7 +388,9 @@ class FakeReward:
     async def connect_judge(self, judge: Judge) -> None:
         """Uses no judge."""
 
-    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
         """One group."""
         await asyncio.sleep(0)
         (uid,), samples = rollouts.uids, rollouts.samples
@@ -437,7 +439,9 @@ class FaultyReward(FakeReward):
         self.fail = fail or {}
         self.uniform = uniform
 
-    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
         """One group."""
         uid = rollouts.uids[0]
         statuses = tuple(self.fail.get((uid, i), "ok") for i in range(rollouts.samples))

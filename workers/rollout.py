@@ -88,6 +88,11 @@ async def _fetched(content: Bytes | StoredBytes) -> Bytes:
     return content if isinstance(content, np.ndarray) else await asyncio.to_thread(content.fetch)
 
 
+def _as_in_training(request: GroupRequest) -> bool:
+    """Whether the tokens of a request are drawn from the distribution that is trained."""
+    return request.temperature is None and not request.greedy
+
+
 class _State(Enum):
     CLOSED = "closed"
     OPEN = "open"
@@ -170,6 +175,8 @@ class RolloutWorker:
                 raise
             why = " ".join(str(error).split())
             raise ValueError(f"vLLM refuses its settings, among them the spec's `engine` ({options}): {why}") from error
+        if self._config.sampling.truncates:
+            await self._engine.collective_rpc("troupe_record_kept_tokens")
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()
@@ -235,17 +242,17 @@ class RolloutWorker:
         if not 0 <= request.row < prompts.num_rows:
             raise IndexError(f"row {request.row} is outside the pool of {prompts.num_rows} prompts")
         prompt = prompts.slice(request.row, 1).to_pylist()[0]
-        if self._config.episode is not None:
+        if self._config.episode is not None and request.episodes:
             return await self._generate_episodes(request, prompt, self._config.episode, finished)
         started = time.monotonic()
         try:
-            prompt_ids = await self._encode(prompt["messages"])
+            prompt_ids = await self._encode(prompt["messages"], request.max_tokens)
             answers = await self._encode_candidates(prompt, prompt_ids) if request.candidates else []
         except PromptRefused as error:
             refused = f"{prompt['origin']}: {error}"
             return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
         engine = self._open_engine()  # it may have been closed meanwhile
-        builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids)
+        builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids, self._records(request))
 
         def build(index: int, output: RequestOutput) -> tuple[SampleSummary, Rows]:
             row = builder.sampled(index, output)
@@ -270,6 +277,7 @@ class RolloutWorker:
         if reader is None:
             raise EngineClosed(self._name, self._closed_because)
         sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
+        records = self._records(request)
         runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem, self._long)
 
         async def play(index: int) -> Played:
@@ -277,13 +285,13 @@ class RolloutWorker:
                 number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: StructuredConfig | None
             ) -> SampledTurn:
                 limits = TurnLimits(number, max_tokens, tuple(stop), form)
-                return sampled_turn(await self._sample(engine, request, index, list(ids), limits))
+                return sampled_turn(await self._sample(engine, request, index, list(ids), limits), records)
 
             row = read_row(prompt, sample_seed(request.seed, index))
             key = f"{self._name}/{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
             return await runner.play(key, row, sample)
 
-        builder = RowBuilder(self._name, tokenizer, request, prompt, [])
+        builder = RowBuilder(self._name, tokenizer, request, prompt, [], records)
 
         def build(index: int, played: Played) -> tuple[SampleSummary, Rows]:
             rows = builder.episode(index, played)
@@ -296,6 +304,10 @@ class RolloutWorker:
         cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)
         summary = self._summary(request, samples, time.monotonic() - started, cached_tokens=cached)
         return summary, merged(request, finished, [row for _, rows in built for row in rows])
+
+    def _records(self, request: GroupRequest) -> bool:
+        """Whether the tokens that the sampler left to each token are part of the samples."""
+        return self._config.sampling.truncates and _as_in_training(request)
 
     async def connect_environments(self, link: EnvironmentLink) -> None:
         """Use these environment workers for new episodes."""
@@ -624,9 +636,10 @@ class RolloutWorker:
             raise EngineClosed(self._name, self._closed_because)
         return self._tokenizer
 
-    async def _encode(self, messages: str) -> list[int]:
+    async def _encode(self, messages: str, max_tokens: int | None) -> list[int]:
+        """Token ids of a prompt that leaves room for a response of so many tokens (None: as in training)."""
         tokenizer = self._live_tokenizer()
-        longest = self._config.engine.max_model_len - self._config.sampling.max_tokens
+        longest = self._config.engine.max_model_len - (max_tokens or self._config.sampling.max_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, encode_prompt, tokenizer, messages, longest)
 
@@ -730,12 +743,15 @@ class RolloutWorker:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._config.sampling
-        limits = limits or TurnLimits(0, sampling.max_tokens)
+        limits = limits or TurnLimits(0, request.max_tokens or sampling.max_tokens)
         temperature = sampling.temperature if request.temperature is None else request.temperature
+        trained = _as_in_training(request)
         stop = [*sampling.stop, *limits.stop]
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
-            top_p=request.top_p,
+            top_p=sampling.top_p if trained else request.top_p,
+            top_k=sampling.top_k if trained else request.top_k,
+            min_p=sampling.min_p if trained else 0.0,
             max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
             # vLLM refuses others: an end that the model has no logit for is never sampled.

@@ -119,12 +119,15 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         self._judge_start_s = judge_start_s
         self._faults = FaultLog()
 
-    async def score(self, rollouts: TableRef, rewards: str = "") -> tuple[RewardSummary, TableRef]:
+    async def score(
+        self, rollouts: TableRef, rewards: str = "", *, vote: bool = False
+    ) -> tuple[RewardSummary, TableRef]:
         """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
 
         Args:
             rollouts: The group's ROLLOUTS table.
             rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
+            vote: Whether the summary says which samples give the same answer.
 
         Returns:
             Rewards by sample, and a reference to the REWARDS table.
@@ -137,7 +140,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         while True:
             try:
                 summary, table = await self.call(
-                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards)
+                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards, vote)
                 )
             except JudgeLost:
                 if asyncio.get_running_loop().time() > deadline:

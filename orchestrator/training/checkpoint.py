@@ -25,6 +25,7 @@ from typing import Any
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,6 @@ AVERAGE = "model-average"
 """Folder of a checkpoint that holds the moving average of its weights, if the run keeps one."""
 SAMPLES = "samples"
 """Folder of a checkpoint that holds finished samples of open groups. A run resumes without what is damaged there."""
-_ADAPTERS = "adapter_config.json"
-"""File of a folder that holds adapters."""
 _MERGE = "troupe.workers.training.merging:merge"
 _MERGE_S = 3600.0
 STATE = "state.json"
@@ -120,6 +119,8 @@ class CheckpointStore:
             raise ValueError(f"keep is {keep}: at least one checkpoint must be kept")
         self.directory = Path(directory)
         self.keep = keep
+        self.protected: frozenset[int] = frozenset()
+        """Steps whose checkpoints are not removed: the best ones."""
 
     def prepare(self) -> None:
         """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this.
@@ -271,7 +272,7 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Removes the oldest checkpoints before `newest` beyond the number to keep.
+        """Removes the oldest checkpoints before `newest` beyond the number to keep, except protected ones.
 
         Later ones stay and do not count: they are damaged, or the run resumed from an earlier step. Where `newest`
         holds no model, the last one that does stays too.
@@ -279,7 +280,7 @@ class CheckpointStore:
         earlier = [step for step in self.steps() if step < newest]
         models = [] if self.has_model(newest) else [step for step in earlier if self.has_model(step)]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
-            if step in models[-1:]:
+            if step in models[-1:] or step in self.protected:
                 continue
             path = self.directory / folder_name(step)
             hidden = path.with_name(f"{_REMOVED}{path.name}")
@@ -397,7 +398,7 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
 
 def has_adapters(model: Path) -> bool:
     """Whether the folder of a checkpoint's model holds adapters instead of a whole model."""
-    return (model / _ADAPTERS).is_file()
+    return (model / ADAPTER_CONFIG).is_file()
 
 
 def write_merged(source: Path, target: Path) -> Path:

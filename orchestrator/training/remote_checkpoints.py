@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -69,8 +69,12 @@ class RemoteCheckpoints:
         """Steps whose upload is complete, in ascending order. Raises CheckpointError."""
         return sorted(step for step, complete in self._found().items() if complete)
 
-    def upload(self, checkpoint: Path) -> None:
-        """Copies a checkpoint, and removes older ones beyond `keep`. Raises CheckpointError."""
+    def upload(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
+        """Copies a checkpoint, and removes older ones beyond `keep`, except those of protected steps.
+
+        Raises:
+            CheckpointError: The store or the checkpoint cannot be reached.
+        """
         target = self._root / checkpoint.name
         files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file != checkpoint / MANIFEST)
         # The step may have been saved before: what is there must not be found while it is replaced.
@@ -83,7 +87,7 @@ class RemoteCheckpoints:
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(send, files))
         send(checkpoint / MANIFEST)
-        self._prune(step_of(checkpoint.name) or 0)
+        self._prune(step_of(checkpoint.name) or 0, protected)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
         """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: there is none.
@@ -128,11 +132,12 @@ class RemoteCheckpoints:
 
         return self._repeat(find)
 
-    def _prune(self, newest: int) -> None:
+    def _prune(self, newest: int, protected: Collection[int]) -> None:
         """Removes the oldest checkpoints before `newest` beyond `keep`, and what interrupted uploads left."""
         found = self._found()
         earlier = sorted(step for step, complete in found.items() if complete and step < newest)
         surplus = earlier[: max(0, len(earlier) - (self.keep - 1))]
+        surplus = [step for step in surplus if step not in protected]
         for step in [*surplus, *(step for step, complete in found.items() if not complete)]:
             try:
                 self._delete(self._root / folder_name(step))
@@ -187,10 +192,11 @@ class Uploads:
         self._failed = 0
         self._running: asyncio.Task[None] | None = None
 
-    def start(self, checkpoint: Path) -> None:
+    def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
         """Begins to upload a checkpoint; `settle` comes before the next one, and before its folder may change."""
         if self._remote is not None:
-            self._running = asyncio.create_task(asyncio.to_thread(self._remote.upload, checkpoint))
+            work = asyncio.to_thread(self._remote.upload, checkpoint, frozenset(protected))
+            self._running = asyncio.create_task(work)
 
     async def settle(self, *, last: bool = False) -> None:
         """Waits for the upload that is running.

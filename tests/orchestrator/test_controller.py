@@ -53,8 +53,10 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.training.batch import HeldOut
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate
 
@@ -88,6 +90,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.engines: list[FaultyEngine] = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
         self.texts: tuple[int, ...] = ()
         self.texts_per_step = 6
+        self.evaluator: HeldOut | None = None
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
         self.taken_over = 0
@@ -152,14 +155,15 @@ class RolloutRun(FakeRun[RolloutSpec]):
             updates=updates,
             recovery=recovery,
             sync=sync,
-            evaluator=None,
+            evaluator=self.evaluator,
             ledger=ledger,
             keeper=StepKeeper(self.spec, self.out, updates.trainers),
             scaler=self.scaler(console),
             recorder=self.recorder(done),
         )
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
-        self.controller = Controller(self.spec, components, store, sinks, console, self.stop, done)
+        state = ControllerState.model_validate(found.state["memory"]) if found else None
+        self.controller = Controller(self.spec, components, store, sinks, console, self.stop, done, state)
         return self.controller
 
     def engine_pool(self) -> EnginePool:

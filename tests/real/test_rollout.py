@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import pytest_asyncio
@@ -29,11 +30,12 @@ from tests.real.rollout_helpers import (
     sampling_config,
 )
 from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
-from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
+from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan
 from troupe.workers.data.chat import sample_seed
 from troupe.workers.engine import rows as rows_module
 from troupe.workers.engine.errors import EngineClosed, EngineDead
 from troupe.workers.episodes.turns import TurnLimits
+from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
 
@@ -45,14 +47,19 @@ REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
-    """One worker for all tests of this file that leave its engine running."""
+    """One worker for all tests of this file that leave its engine running.
+
+    The engine records the tokens that its sampler leaves, which it does not where the spec does not truncate.
+    """
     config = rollout_config(tiny_model).model_copy(update={"engine_options": {"scheduling_policy": "priority"}})
-    worker = RolloutWorker(config, "rollout-0")
+    recording = config.model_copy(update={"sampling": config.sampling.model_copy(update={"top_p": 0.8})})
+    worker = RolloutWorker(recording, "rollout-0")
     with pytest.raises(EngineClosed, match="not started"):
         await worker.generate(REQUEST, PROMPTS)
     health = await worker.start()
     assert (health.name, health.pid, health.version, health.in_flight) == ("rollout-0", os.getpid(), 0, 0)
     assert health.peak is not None and health.peak.host > 100 * 2**20
+    worker._config = config
     yield worker
     await worker.close()
     with pytest.raises(EngineClosed, match="it was closed"):
@@ -197,6 +204,58 @@ async def test_logprobs_with_top_p_are_renormalised_over_the_nucleus(worker: Rol
         gain = torch.tensor(row["rollout_logprobs"]) - plain
         assert (gain > -1e-4).all()
         assert math.log(1.5) < gain.max() <= math.log(2.0) + 1e-3
+
+
+def ratios(module: CausalLogprobs, table: pa.Table) -> torch.Tensor:
+    """float64: exp(trainer's log-prob - sampler's) of every token."""
+    plan = RankPlan(tuple((row,) for row in range(table.num_rows)), 1, table.num_rows)
+    _, scores = score_plan(module, plan, [table], "old_logprobs", "cpu")
+    own, sampled = (
+        np.concatenate(column.to_pylist()) for column in (scores["old_logprobs"], table["rollout_logprobs"])
+    )
+    return torch.from_numpy(own - sampled).exp()
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"top_p": 0.8},
+        {"top_k": 20},
+        {"min_p": 0.1},
+        {"top_p": 0.8, "top_k": 50, "min_p": 0.02},
+        {"top_p": 0.9, "structured": StructuredConfig(regex="([a-z]{1,8} )+")},
+    ],
+    ids=["top-p", "top-k", "min-p", "all", "with a form"],
+)
+async def test_the_trainer_computes_among_the_tokens_that_were_left(
+    worker: RolloutWorker, tiny_model: Path, truncation: dict[str, Any]
+) -> None:
+    """Its log-probs are the sampler's, and the ratio of any other policy to the one that sampled has mean 1. Over the
+    whole vocabulary the mean is the probability that the policy gives to these tokens."""
+    others = [
+        replace(REQUEST, prompt_uid="greedy", greedy=True, samples=2),
+        replace(REQUEST, prompt_uid="evaluation", temperature=1.0, top_p=0.5, samples=2),
+    ]
+    with sampling_config(worker, temperature=0.9, **truncation):
+        found = await asyncio.gather(
+            worker.generate(replace(REQUEST, samples=24), PROMPTS), *(worker.generate(r, PROMPTS) for r in others)
+        )
+        (_, table), *evaluated = found
+    assert [other["kept_tokens"].null_count for _, other in evaluated] == [2, 2]
+    module = CausalLogprobs(load_causal(rollout_config(tiny_model).model), 0.9, chunks=3)
+    exact, forced = ratios(module, table), ratios(module, table.drop_columns(["kept_tokens"]))
+    assert (exact.log().abs() < 2e-4).all()
+    assert (forced < 1 + 2e-4).all() and float(forced.mean()) < 0.97
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    moved = ratios(module, table)
+    error = float(moved.std()) / math.sqrt(len(moved))
+    assert abs(float(moved.mean()) - 1) < 4 * error and error < 0.1
+    assert float(moved.std()) > 0.05
+    if top_k := truncation.get("top_k"):
+        assert max(len(words) for row in table["kept_tokens"].to_pylist() for words in row) <= 4 * top_k
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from troupe.workers.contract.messages import (
     identities,
     kind_of,
 )
-from troupe.workers.models.token_batch import Ragged, list_column, prompt_numbers, ragged
+from troupe.workers.models.ragged import Ragged, list_column, ragged
+from troupe.workers.models.token_batch import prompt_numbers
 
 Keep = Sequence[tuple[str, int]]
 """(prompt_uid, sample_index) of samples, or of the rows of samples."""

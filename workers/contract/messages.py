@@ -30,6 +30,10 @@ SEGMENT = pa.field("segment", pa.int32(), nullable=False)
 """Number of a row among the rows of its sample. An episode has several where the chat template rewrote its history:
 then each row is exactly what the engine saw."""
 
+KEPT_TOKENS = pa.field("kept_tokens", pa.list_(pa.large_binary()))
+"""For each response token those that the sampler left to it, among which its log-prob is (`contract/kept_tokens.py`);
+null: all tokens of the row were sampled from the whole vocabulary, or by another policy."""
+
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
 Identity = tuple[str, int, int]
@@ -61,6 +65,7 @@ ROLLOUTS = pa.schema(
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),  # everything after the prompt, observations too
         pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # 0: not sampled; NaN: candidates
+        KEPT_TOKENS,
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
         pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
         pa.field("turns", pa.list_(_SPAN), nullable=False),  # spans over response tokens, by speaker
@@ -109,6 +114,7 @@ TRAIN = pa.schema(
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),
+        KEPT_TOKENS,
         pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
         pa.field("ref_logprobs", pa.list_(pa.float32())),
         pa.field("values", pa.list_(pa.float32())),
@@ -210,14 +216,20 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
+    """With a temperature of its own."""
+    top_k: int = 0
+    """With a temperature of its own; 0: all tokens."""
     temperature: float | None = None
-    """None: the training temperature."""
+    """None: sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False
     """Whether the prompt's answers from other sources are added to the samples."""
     max_tokens: int | None = None
-    """Longest response, in tokens, where it is shorter than that of training."""
+    """Longest response, in tokens; of an episode, longest turn where it is shorter than that of training. None: as in
+    training."""
     forms: bool = True
     """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
+    episodes: bool = True
+    """Whether a sample is an episode, where the run has an environment; False: one response to its prompt."""
     finished: tuple[SampleSummary, ...] = ()
     """Samples that are not sampled again: an earlier run has finished them (`RolloutEngine.generate_rest`)."""
 
@@ -353,6 +365,9 @@ class RewardSummary(Answer):
     statuses: tuple[str, ...]
     rewards: tuple[float | None, ...]
     components: dict[str, tuple[float | None, ...]]
+    answers: tuple[int | None, ...] = ()
+    """Number of the answer of each sample, where a vote was asked for: the same number, the same answer; `NO_ANSWER`:
+    it states none; None: that could not be found out. Empty: no vote was asked for."""
     steps_differ: bool = False
     """Whether the process rewards of the group differ from each other; False where there are none."""
     faults: tuple[Fault, ...] = ()

@@ -218,12 +218,13 @@ class Reward(Replica, Protocol):
         """Asks this judge from now on."""
         ...
 
-    def score(self, rollouts: TableRef, rewards: str = "") -> Reply[tuple[RewardSummary, TableRef]]:
+    def score(self, rollouts: TableRef, rewards: str = "", vote: bool = False) -> Reply[tuple[RewardSummary, TableRef]]:
         """Scores one group; returns its rewards by sample and a REWARDS table.
 
         Args:
             rollouts: The group's ROLLOUTS table.
             rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
+            vote: Whether the summary says which samples give the same answer.
         """
         ...
 

@@ -72,6 +72,9 @@ def test_a_fetched_checkpoint_is_the_uploaded_one_and_old_ones_are_removed(url: 
     assert found is not None and found.step == 15
     assert contents(found.path) == contents(paths[15])
     assert copies.fetch(there, 15) is None and there.steps() == [15]
+    copies.upload(saved(here, 20), protected={10})  # the best one
+    copies.upload(saved(here, 25), protected={10})
+    assert copies.steps() == [10, 20, 25]
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "a byte", "a file missing", "a manifest that leads outside"])
