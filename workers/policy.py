@@ -274,7 +274,9 @@ class PolicyWorker(TrainingRank):
     def _distributions(self, batch: TokenBatch) -> torch.Tensor:
         module = cast(CausalLogprobs, self.engine.module)
         with evaluating(module):
-            return module.distributions(batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids)
+            return module.distributions(
+                batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids, batch.kept
+            )
 
     @staticmethod
     def _text_loss(forward: Forward, batch: TokenBatch, total_tokens: int) -> torch.Tensor:
@@ -292,13 +294,16 @@ class PolicyWorker(TrainingRank):
         plan: RankPlan,
         kl_old_coef: float,
     ) -> LossOutput:
+        # A likelihood does not ask who sampled a token: it is that of the model itself.
+        of_sampler = self._config.loss.has_ratio
         logprobs, entropy = forward(
             micro_batch.input_ids,
             micro_batch.attention_mask,
             micro_batch.positions,
             micro_batch.targets,
             micro_batch.position_ids,
-            temperature=None if self._config.loss.has_ratio else 1.0,
+            kept=micro_batch.kept if of_sampler else None,
+            temperature=None if of_sampler else 1.0,
         )
         if self._records is not None:
             self._records.note(micro_batch, logprobs, entropy)
@@ -316,4 +321,6 @@ def _with_texts(metrics: UpdateMetrics, losses: Sequence[torch.Tensor], coef: fl
 def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:
     """The batch with every `stride`-th state in which the policy sampled a token."""
     chosen = batch.loss_mask.nonzero().flatten()[::stride]
-    return replace(batch, positions=batch.positions[chosen])
+    return replace(
+        batch, positions=batch.positions[chosen], kept=None if batch.kept is None else batch.kept.take(chosen)
+    )

@@ -14,6 +14,7 @@ from typing import Any
 from troupe.orchestrator.audit.attribution import attribute, distance, of_engine
 from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptPool, PromptSource
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.pools.engines import EnginePool
@@ -65,6 +66,7 @@ class Auditor:
         self._pool = pool
         self._policy = policy
         self._prompts, self._table = prompts
+        self._settings = group_settings(spec, self._prompts)
         self._scorer = scorer
         self._seconds: dict[str, float] = {}
 
@@ -144,6 +146,7 @@ class Auditor:
                     samples=_SAMPLES,
                     seed=sampling_seed(spec.seed, pick.prompt_uid),
                     max_tokens=longest,
+                    episodes=self._settings[pick.row].episodes,
                     forms=False,  # log-probs would be those among the permitted tokens, which no scorer knows
                 )
                 for pick in picks

@@ -265,6 +265,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         gpu=spec.roles.policy.device == "cuda",
         longest=spec.longest_sequence,
         scaled=config.sampling.temperature != 1.0,
+        truncated=config.sampling.truncates,
         entropy_grad=config.loss.entropy_coef > 0,
         kept_states=spec.algorithm.kl_states,
         reference=None if of_base else _reference(config.reference_model, sizes),

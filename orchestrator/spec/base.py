@@ -111,6 +111,10 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def prompt_room(self) -> PromptRoom:
         """Tokens that a prompt may have."""
 
+    def room_for(self, section: str) -> PromptRoom:
+        """Tokens that a prompt of this section in `data` may have."""
+        return self.prompt_room
+
     @property
     @abstractmethod
     def trains(self) -> Trains:
@@ -178,6 +182,10 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     @abstractmethod
     def data_sources(self) -> Mapping[str, preflight.DataSource]:
         """The sections that name data, by their name in the section `data`."""
+
+    @abstractmethod
+    def evaluation_metrics(self) -> list[str]:
+        """The metrics that every evaluation of this spec reports; empty without held-out data."""
 
     @property
     @abstractmethod

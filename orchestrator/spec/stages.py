@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import ALGORITHMS
-from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
 from troupe.orchestrator.spec.examples import example_name, example_text
@@ -85,7 +86,10 @@ def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[
 
     Raises:
         SpecError: With one line for every problem found in any stage.
+        UsageError: `out` is a URL.
     """
+    if out is not None and is_url(out):
+        raise UsageError(f"{out} {NEEDS_DISK}")
     if not is_chain(document):
         spec = parse_spec(document)
         return (PlannedRun("", spec, document.source, out or spec.run_folder),)

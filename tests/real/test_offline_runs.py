@@ -375,6 +375,23 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, share
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_resumed_mixture_of_preference_data_equals_an_uninterrupted_one(shared: SharedWorkers) -> None:
+    """Of three examples, two are pairs, and one has ranked answers."""
+    pairs = {"name": "pairs", "weight": 2, "kind": "jsonl", "path": "deploy/specs/data/pairs-train.jsonl"}
+    path = "deploy/specs/data/ranked-train.jsonl"
+    ranked = {"name": "ranked", "kind": "jsonl", "path": path, "answers": "answers", "limit": 4}
+    overrides = (f"data.train={json.dumps([pairs, ranked])}", "schedule.steps=4", "schedule.examples_per_step=6")
+    overrides += ("checkpoint.every_steps=0", "evaluation=null", "roles.policy.micro_batch_tokens=2048")
+    whole = await shared.train("tiny-dpo", *overrides, folder="mixture")
+    parts = await shared.train_in_two_parts("tiny-dpo", *overrides, folder="mixture-resumed", first=1)
+    names = (*LEARNING, "source/pairs/share", "source/ranked/share", "source/ranked/epoch", "source/pairs/rows")
+    for expected, line in zip(whole.metrics, parts.metrics, strict=True):
+        assert {name: line[name] for name in names} == {name: expected[name] for name in names}
+    assert [line["source/pairs/share"] for line in whole.metrics] == pytest.approx([4 / 6] * 4)
+    assert [line["source/ranked/epoch"] for line in whole.metrics] == [0, 0, 1, 1]  # of 4 examples, 2 in a step
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_two_policy_workers_give_the_same_updates_and_are_repeated(
     dpo: FinishedRun, shared: SharedWorkers
 ) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from troupe.workers.audit.older_weights import OlderWeights
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, Floats, PromptDifference, ScoreRequest, TokenScores
+from troupe.workers.contract.kept_tokens import kept_of
 from troupe.workers.data.plain_text import as_text
 from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 from troupe.workers.models.attention import choose_attention
@@ -50,6 +51,8 @@ class _RolloutRow:
     """Length of the prompt."""
     sampled: torch.Tensor
     """bool [response tokens]: which of them the policy sampled."""
+    words: tuple[bytes, ...] | None = None
+    """The tokens that the sampler left to each response token (`contract/kept_tokens.py`); None: all of them."""
 
     @property
     def targets(self) -> torch.Tensor:
@@ -59,6 +62,14 @@ class _RolloutRow:
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """Of one state for each token [1, L, ...], those that predict the sampled tokens [T, ...]."""
         return states[0, self.start - 1 : -1][self.sampled]
+
+    def left(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the sampled tokens, with -inf where the sampler left a token out."""
+        if self.words is None:
+            return logits
+        chosen = [words for words, sampled in zip(self.words, self.sampled.tolist(), strict=True) if sampled]
+        kept = np.stack([kept_of(np.frombuffer(words, np.int32), logits.shape[-1]) for words in chosen])
+        return logits.masked_fill(~torch.from_numpy(kept), -torch.inf)
 
 
 def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
@@ -111,7 +122,9 @@ def _key(row: dict[str, Any]) -> tuple[str, int, int]:
 
 def _row(row: dict[str, Any]) -> _RolloutRow:
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    return _RolloutRow(ids, len(row["prompt_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool))
+    words = row.get("kept_tokens")
+    sampled = torch.tensor(row["loss_mask"], dtype=torch.bool)
+    return _RolloutRow(ids, len(row["prompt_ids"]), sampled, None if words is None else tuple(words))
 
 
 def _masked(values: list[list[float]], masks: list[list[bool]]) -> Floats:
@@ -200,13 +213,14 @@ def _score(
     above: list[torch.Tensor] = []
     others: dict[str, list[torch.Tensor]] = {}
     for row in rows:
-        logits, states = _run(model, row)
+        full, states = _run(model, row)
+        logits = row.left(full)
         exact.append(_logprobs(logits, row.targets, temperature))
         tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
         above.append(torch.stack([_above(logits, row.targets, float(value)) for value in grid], -1))
         for key, found in [
             *_truncated(logits, row.targets, temperature, _BORDER[request.model.dtype]),
-            *_heads(request, model, logits, states, row.targets),
+            *_heads(request, model, full, states, row),
         ]:
             others.setdefault(key, []).append(found)
     return _joined(exact), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered), _joined(above)
@@ -245,7 +259,7 @@ def _truncated(
 
 
 def _heads(
-    request: ScoreRequest, model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor, targets: torch.Tensor
+    request: ScoreRequest, model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor, row: _RolloutRow
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Log-probs with an output head in a shorter type than the run's."""
     head = model.get_output_embeddings()
@@ -256,7 +270,7 @@ def _heads(
         if name != own:
             bias = None if head.bias is None else head.bias.to(dtype)
             short = functional.linear(states.to(dtype), head.weight.to(dtype), bias)
-            yield f"head:{name}", _logprobs(short, targets, request.temperature)
+            yield f"head:{name}", _logprobs(row.left(short), row.targets, request.temperature)
 
 
 def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
@@ -275,7 +289,7 @@ def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
             bias = None if head.bias is None else head.bias.float()
             full = functional.linear(states.float(), head.weight.float(), bias)
             logits = full if torch.allclose(full, logits.float(), rtol=0.1, atol=0.1) else logits
-        parts.append(_logprobs(logits, row.targets, temperature))
+        parts.append(_logprobs(row.left(logits), row.targets, temperature))
     return _joined(parts)
 
 
@@ -300,7 +314,7 @@ def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_Rollout
 
 
 def _pass(model: PreTrainedModel, rows: list[_RolloutRow], temperature: float, shift: str = "") -> Floats:
-    parts = [_logprobs(_run(model, row, _positions(row, shift))[0], row.targets, temperature) for row in rows]
+    parts = [_logprobs(row.left(_run(model, row, _positions(row, shift))[0]), row.targets, temperature) for row in rows]
     return _joined(parts)
 
 

@@ -28,7 +28,8 @@ from troupe.orchestrator.audit.attribution import attribute
 from troupe.workers.audit.scorer import _above, _truncated, score_tokens
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
-from troupe.workers.contract.messages import ROLLOUTS
+from troupe.workers.contract.kept_tokens import write_kept
+from troupe.workers.contract.messages import KEPT_TOKENS, ROLLOUTS
 
 TEMPERATURE = 0.8
 PROMPTS = ([5, 6, 7], [5, 6, 7], [9, 10, 11, 12, 13])
@@ -144,6 +145,29 @@ def test_the_tokens_of_sampler_trainer_and_scorer_are_the_same(folders: tuple[Pa
     assert found.engine == ("rollout-0",) * 3 + ("rollout-1",) + ("rollout-0",) * 2
     np.testing.assert_allclose(found.scorer, expected(load(folders[0])), atol=1e-5)
     np.testing.assert_allclose(found.rounded, found.scorer, atol=1e-5)
+
+
+def test_every_score_is_among_the_tokens_that_the_sampler_left(folders: tuple[Path, Path]) -> None:
+    """Also those of the scorer's own rounding and of the hypotheses."""
+    table = rollouts()
+    vocabulary = load(folders[0]).config.vocab_size
+    left = np.zeros((len(PROMPTS), vocabulary), np.bool_)
+    left[:, 1 : vocabulary // 2] = True
+    left[:, list({token for response in RESPONSES for token in response})] = True
+    words = [[row.tobytes()] * len(response) for row, response in zip(write_kept(left), RESPONSES, strict=True)]
+    place = table.column_names.index("kept_tokens")
+    table = table.set_column(place, KEPT_TOKENS, pa.array(words, KEPT_TOKENS.type))
+    found, whole = (score_tokens(request(folders), rows, scores()) for rows in (table, rollouts()))
+    model = load(folders[0])
+    head: Any = model.get_output_embeddings()
+    head.register_forward_hook(
+        lambda _module, _inputs, logits: logits.masked_fill(~torch.from_numpy(left[0]), -torch.inf)
+    )
+    np.testing.assert_allclose(found.scorer, expected(model), atol=1e-5)
+    np.testing.assert_allclose(found.rounded, found.scorer, atol=1e-5)
+    assert (found.scorer > whole.scorer + 0.1).all()
+    for name, column in found.hypotheses.items():
+        assert (column >= whole.hypotheses[name]).all(), name
 
 
 SMALL: dict[str, Any] = {
