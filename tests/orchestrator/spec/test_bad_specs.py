@@ -163,7 +163,8 @@ CPU_CASES = [
     ),
     case(
         "nowhere",
-        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, max_tokens, stop, structured)",
+        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, top_p, top_k, min_p, max_tokens, "
+        "stop, structured)",
         ("  max_tokens: 32", "  max_tokens: 32\n  frobnicate: 1"),
     ),
     case(
@@ -198,7 +199,7 @@ CPU_CASES = [
     ),
     case(
         "url_folder",
-        "2: output.folder: a run writes to a disk that the driver has (on a cluster a shared one), not to a URL",
+        "2: output.folder: is not a folder: a run writes to a disk of the driver (on a cluster a shared one)",
         ("name: base", "name: base\noutput: {folder: s3://b/x}"),
     ),
     case("name_number", "1: name: expected text, got 5", ("name: base", "name: 5")),
@@ -491,6 +492,22 @@ CPU_CASES = [
         "correction accounts for that; use truncate or mask",
         ("  name: grpo", "  name: grpo\n  importance: {mode: none}"),
         ("sampling:", 'sampling:\n  structured: {regex: "[0-9]+"}'),
+    ),
+    case(
+        "top_p_of_nothing", "25: sampling.top_p: must be greater than 0, got 0", ("sampling:", "sampling:\n  top_p: 0")
+    ),
+    case(
+        "min_p_of_all",
+        "25: sampling.min_p: must be less than 1, got 1",
+        ("sampling:", "sampling:\n  min_p: 1"),
+    ),
+    case(
+        "likelihood_with_a_truncated_reference",
+        "21: algorithm.kl.coef: raft trains on the whole distribution, but the reference is scored among the tokens "
+        "that were left by sampling.top_p, top_k or min_p; set it to 0 or remove these",
+        ("  name: grpo", "  name: raft\n  kl: {coef: 0.1}"),
+        ("  reward:", "  reference: {colocate_with: policy}\n  reward:"),
+        ("sampling:", "sampling:\n  top_k: 5"),
     ),
     case(
         "distill_without_teacher",
@@ -996,6 +1013,28 @@ CPU_CASES += [
         "mixed_empty",
         "27: data.train: needs 1 or more entries, got 0",
         (ONE, "  train: []"),
+    ),
+    mixed_case(
+        "mixed_no_environment",
+        "31: data.train.0.environment: has no effect: there is no role environment; remove it",
+        "repeats: 2",
+        "environment: none",
+    ),
+    mixed_case(
+        "mixed_environment_of_nobody",
+        "14: roles.environment: no source of data.train plays in it (environment: none); remove the role",
+        "repeats: 2",
+        "environment: none",
+        ("      rewards: [{name: length}]", "      environment: none"),
+        ("  reward:\n", "  environment: {name: guess_number}\n  reward:\n"),
+        ("  eval:\n    kind: jsonl\n    path: eval.jsonl\nevaluation:\n  every_steps: 2\n", ""),
+    ),
+    mixed_case(
+        "mixed_environment_reward",
+        "37: data.train.1.rewards.0.name: scores episodes only, but data.train.1 has none (environment: none)",
+        "rewards: [{name: length}]",
+        "environment: none\n      rewards: [{name: environment}]",
+        ("  reward:\n", "  environment: {name: guess_number}\n  reward:\n"),
     ),
     case(
         "over_one_source",
