@@ -337,7 +337,8 @@ def test_troupe_eval_of_a_checkpoint_gives_the_metrics_of_its_run(dpo: FinishedR
 
 def two_steps(name: str, tied: Path, *overrides: str) -> tuple[str, ...]:
     """Overrides for two steps of a spec, on tied answers where it ranks them."""
-    data = (f"data.train.path={tied}",) if shipped(name).data.train.answers is not None else ()
+    source: Any = shipped(name).data.train
+    data = (f"data.train.path={tied}",) if source.answers is not None else ()
     return ("schedule.steps=2", "evaluation.at_end=false", *data, *overrides)
 
 
