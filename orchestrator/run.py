@@ -119,11 +119,10 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
         request.spec.write(request.out / RESOLVED_SPEC)
     else:
         _say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
-    training = request.spec.dispatch(
-        lambda spec: _train_on_rollouts(request, spec, console, store, found),
-        lambda spec: _train_offline(request, spec, console, store, found),
-    )
-    return asyncio.run(training)
+    spec = request.spec
+    if spec.rollouts is None:
+        return asyncio.run(_train_offline(request, spec.offline, console, store, found))
+    return asyncio.run(_train_on_rollouts(request, spec.rollouts, console, store, found))
 
 
 @dataclass(frozen=True)
@@ -157,11 +156,10 @@ def evaluate(request: RunRequest, console: Console) -> dict[str, float]:
     Raises:
         UsageError: The spec names no held-out data.
     """
-    evaluation = request.spec.dispatch(
-        lambda spec: _evaluate_on_prompts(request, spec, console),
-        lambda spec: _evaluate_offline(request, spec, console),
-    )
-    return asyncio.run(evaluation)
+    spec = request.spec
+    if spec.rollouts is None:
+        return asyncio.run(_evaluate_offline(request, spec.offline, console))
+    return asyncio.run(_evaluate_on_prompts(request, spec.rollouts, console))
 
 
 def audit(request: RunRequest, console: Console) -> AuditReport:
