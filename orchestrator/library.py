@@ -218,7 +218,7 @@ def export(
 
 
 def model_of(run: Outcome | str | Path, *, step: int | None = None, average: bool = False) -> Path:
-    """Folder of the model in a checkpoint of a run; see `export`. Raises OSError where there is none."""
+    """Folder of the model in a checkpoint of a run; see `export`. Raises OSError without a valid checkpoint."""
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
 
     return exported_model(_folder(run) / "checkpoints", step, AVERAGE if average else MODEL)
@@ -381,7 +381,7 @@ def _console(on_step: OnStep | None, stream: TextIO) -> Console:
 
 
 def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
-    """Calls a function that needs an event loop of its own: in a thread, where this one has a loop that runs.
+    """Calls a function that runs an event loop: in another thread, where this one has a running loop.
 
     An interrupt stops the run in order, and is raised when it has ended.
     """

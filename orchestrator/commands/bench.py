@@ -61,7 +61,7 @@ def bench(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure rollouts without training: tokens/s, latencies, caches and what bounds them, for every point of a sweep.
+    """Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, for every point of a sweep.
 
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
     them. --train and --weights measure the fastest point afterwards. Writes one HTML page, and beside it the results as

@@ -280,7 +280,7 @@ def _sleep(spec: RolloutSpec) -> Iterator[Finding]:
     if spec.device == "cpu":
         yield "roles.rollout.sleep", f"{rollout.sleep} needs a GPU: vLLM's CPU build releases no memory; remove it"
     elif rollout.colocate_with != "policy":
-        why = "nobody takes the memory of an engine that rests on GPUs of its own"
+        why = "nobody takes the memory of an engine that rests on separate GPUs"
         yield "roles.rollout.sleep", f"{why}; remove it or set roles.rollout.colocate_with: policy"
 
 
@@ -298,7 +298,7 @@ def _reward(spec: RolloutSpec) -> Iterator[Finding]:
     labels = ["reward_model"] if reward.model is not None else []
     yield from _functions(spec, "roles.reward.functions", reward.functions, labels)
     if spec.data.eval is None and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
-        why = "has no effect: every source of data.train has rewards of its own; leave them out of one source"
+        why = "has no effect: every source of data.train sets rewards; leave them out of one source"
         yield "roles.reward.functions", f"{why}, and give its functions here"
     for path, functions in spec.reward_functions().items():
         if path.startswith("data."):

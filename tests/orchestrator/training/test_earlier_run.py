@@ -1,7 +1,7 @@
 """A spec and the state of a checkpoint of an earlier version (`earlier_run/`) are read by this version.
 
-That version had packages `orchestrator` and `workers` instead of `troupe`, and its classes wrote the two files: two steps of
-PPO on 32 prompts, 16 a step, then two groups in flight, one of them at its second attempt.
+That version had packages `orchestrator` and `workers` instead of `troupe`. Its classes wrote the two files: two
+steps of PPO on 32 prompts, 16 a step, then two groups in flight, one of them at its second attempt.
 """
 
 from __future__ import annotations
