@@ -208,6 +208,7 @@ class _PointBench:
                 samples=self._settings[pick.row].samples,
                 seed=sampling_seed(self._spec.seed, pick.prompt_uid),
                 max_tokens=self._settings[pick.row].max_tokens,
+                episodes=self._settings[pick.row].episodes,
             )
             for pick in picks
         ]

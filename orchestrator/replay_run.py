@@ -209,8 +209,16 @@ class _Sampling:
 
     async def _group(self, group: GroupOrigin) -> pa.Table:
         seed = sampling_seed(self._spec.seed, group.prompt_uid)
-        longest = self._settings[group.row].max_tokens
-        request = GroupRequest(group.prompt_uid, group.row, 0, group.samples, seed, max_tokens=longest)
+        own = self._settings[group.row]
+        request = GroupRequest(
+            prompt_uid=group.prompt_uid,
+            row=group.row,
+            attempt=0,
+            samples=group.samples,
+            seed=seed,
+            max_tokens=own.max_tokens,
+            episodes=own.episodes,
+        )
         engine = await self.pool.acquire(group.samples)
         try:
             summary, table = await self.pool.generate(request, self._prompts, engine)

@@ -22,19 +22,25 @@ _REFUSED = {
     r"seed": "the order of the data and of sampling follows from it",
     r"algorithm\.name": "the checkpoint's state belongs to the algorithm that wrote it",
     r"model\.path": "the weights are the checkpoint's; to train another model, start another run",
+    r"model\.adapter": "the adapters are the checkpoint's; to train others, start another run",
     r"model\.dtype": "the checkpoint's optimizer states are of the other type",
-    r"roles\.policy\.lora(\..*)?": "the checkpoint holds the weights that trained until then",
+    r"roles\.(policy|critic)\.lora(\..*)?": "the checkpoint holds the weights that trained until then",
     r"roles\.critic": "the checkpoint was written with the other set of trainers",
     r"roles\.critic\.model(\..*)?": "the critic's weights are the checkpoint's; start another run",
     r"data\.max_length": "it decides which examples are trained on, and so their order",
     r"data\.ptx\.max_tokens": "it decides where texts are cut, and so their order",
+    r"data\.train\.\d+\.name": "the checkpoint holds the position in each source by its name",
+    r"data\.train\.\d+\.(group_size|environment)": "groups in flight at the checkpoint are sampled again as they were",
 }
 """Reason by pattern of the field's path. Training data are compared by digest, ZeRO stages with the checkpoint."""
 _OPTIMIZER = "learning_rate|weight_decay|adam_.*|max_grad_norm|schedule|warmup_updates|min_lr_ratio"
 _NOTES = {
+    r"data\.train\.\d+\.(weight|repeats|max_tokens)": "from the next prompt on",
+    r"data\.train\.\d+\.(rewards|solved_at).*": "rewards before and after may not be comparable",
     r"data\.(train|ptx)\..*": "allowed where the rows are the same",
     r"data\.eval(\..*)?|evaluation(\..*)?": "evaluations before and after may not be comparable",
     r"roles\.reference(\.model.*)?": "the reference is another one from now on",
+    r"checkpoint\.best\.(metric|mode)": "the best evaluations so far are forgotten",
     r"roles\.reward\.(functions|model).*": "rewards before and after may not be comparable",
     r"roles\.(policy|critic)\.workers": "optimizer states are resharded",
     rf"roles\.(policy|critic)\.({_OPTIMIZER})": "from the next update on",

@@ -74,11 +74,23 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseMode
     """The section and, in reading order, the sections in it, each with its path."""
     yield model, path
     for name, info in model.model_fields.items():
-        inner = list(models_in(info.annotation))
-        for member in inner:
+        inner = list(_members(info.annotation))
+        for member, place in inner:
             kind = f"[{_kind(member)}]" if len(inner) > 1 else ""
-            listed = ".0" if get_origin(info.annotation) is tuple else ""
-            yield from _sections(member, f"{path}.{name}{kind}{listed}".lstrip("."))
+            yield from _sections(member, f"{path}.{name}{place}{kind}".lstrip("."))
+
+
+_PLACES = {tuple: ".0", dict: ".NAME"}
+"""Place of a section in a list, and in a map."""
+
+
+def _members(annotation: Any, place: str = "") -> Iterator[tuple[type[BaseModel], str]]:
+    """The sections that an annotation names, each with its place in a list or a map."""
+    if get_origin(annotation) is None:
+        yield from ((model, place) for model in models_in(annotation))
+    elif get_origin(annotation) is not Literal:
+        for argument in get_args(annotation):
+            yield from _members(argument, place + _PLACES.get(get_origin(annotation), ""))
 
 
 def _section(model: type[BaseModel], paths: list[str]) -> str:
@@ -108,6 +120,8 @@ def _type(annotation: Any) -> str:
         items = [item for item in arguments if item is not Ellipsis]
         each = "sections" if any(models_in(items[0])) else f"{_type(items[0])}s"
         return f"list of {each}" if Ellipsis in arguments else f"list of {len(items)} {each}"
+    if get_origin(annotation) is dict and any(models_in(annotation)):
+        return "sections by name"
     if any(models_in(annotation)):
         return "section"
     return "free section"

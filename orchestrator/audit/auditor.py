@@ -14,6 +14,7 @@ from typing import Any
 from troupe.orchestrator.audit.attribution import attribute, distance, of_engine
 from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptPool, PromptSource
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.pools.engines import EnginePool
@@ -43,6 +44,10 @@ class AuditedWeights:
     folder: Path
     previous: Path | None = None
     """Folder with the weights that the engines served before; None: no others."""
+    adapter: Path | None = None
+    """Folder of the adapter on the weights; None: there is none."""
+    previous_adapter: Path | None = None
+    """Folder of the adapter that the engines served before; None: it had no effect."""
 
 
 class Auditor:
@@ -61,6 +66,7 @@ class Auditor:
         self._pool = pool
         self._policy = policy
         self._prompts, self._table = prompts
+        self._settings = group_settings(spec, self._prompts)
         self._scorer = scorer
         self._seconds: dict[str, float] = {}
 
@@ -113,6 +119,8 @@ class Auditor:
             model=spec.model,
             weights=str(weights.folder),
             previous=None if weights.previous is None else str(weights.previous),
+            adapter=None if weights.adapter is None else str(weights.adapter),
+            previous_adapter=None if weights.previous_adapter is None else str(weights.previous_adapter),
             temperature=spec.sampling.temperature,
             thorough=thorough,
             compare_prompts=spec.roles.environment is None,
@@ -138,6 +146,7 @@ class Auditor:
                     samples=_SAMPLES,
                     seed=sampling_seed(spec.seed, pick.prompt_uid),
                     max_tokens=longest,
+                    episodes=self._settings[pick.row].episodes,
                     forms=False,  # log-probs would be those among the permitted tokens, which no scorer knows
                 )
                 for pick in picks

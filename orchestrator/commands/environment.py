@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,16 +46,19 @@ def _check(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int)
     config = spec.environment_config()
     if config is None:
         return
-    from troupe.orchestrator.data.prompts import load_pools
+    from troupe.orchestrator.data.mixture import group_settings
+    from troupe.orchestrator.data.prompts import load_train_pool
     from troupe.workers.isolation.probe import ProbeFailed, ask
 
-    pool, _ = load_pools(spec.data, spec.failures.on_bad_row, plain=spec.model.plain)
+    pool = load_train_pool(spec.data, spec.failures.on_bad_row, plain=spec.model.plain)
+    settings = group_settings(spec, pool)
+    rows = list(islice((row for row in range(pool.rows) if settings[row].episodes), episodes))
     request = {
         "config": config.model_dump(),
         "model": model.model_dump(),
         "max_tokens": spec.sampling.max_tokens,
         "max_model_len": spec.roles.rollout.max_model_len,
-        "rows": pool.table.slice(0, episodes).select(["messages", "answer", "metadata"]).to_pylist(),
+        "rows": pool.table.take(rows).select(["messages", "answer", "metadata"]).to_pylist(),
         "said": say,
         "seed": spec.seed,
     }

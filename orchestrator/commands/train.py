@@ -50,21 +50,50 @@ def run(
 
 def evaluate(
     spec: SpecArgument,
-    model: Annotated[Path | None, typer.Option("--model", help="Model folder (default: the spec's model).")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="Folder of a model, checkpoint or run, name on the hub, or URL of an OpenAI-compatible endpoint "
+            "(default: the spec's model).",
+        ),
+    ] = None,
     set_: SetOption = [],  # noqa: B006
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run: the checkpoint of the best evaluation (checkpoint.best).")
+    ] = False,
+    served: Annotated[
+        str | None, typer.Option("--served", metavar="NAME", help="Model at the endpoint (default: the only one).")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Evaluate again what has been evaluated.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file for the results with their intervals.")
+    ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a model on the spec's held-out data and print the metrics.
 
-    On prompts, only engines and reward workers are started; on offline data, the metrics are the loss and the metrics
-    of the spec's algorithm.
+    On prompts, only engines and reward workers are started; results of the same model, data, sampling and rewards are
+    kept and used again. On offline data, the metrics are the loss and the metrics of the spec's algorithm. The key of
+    an endpoint is read from OPENAI_API_KEY.
     """
     from troupe.orchestrator import library
     from troupe.orchestrator.reporting.console import format_value
 
     # Standard output holds the result only.
-    metrics = library.evaluate(spec, model, set=set_, address=address, progress=sys.stderr)
+    metrics = library.evaluate(
+        spec,
+        model,
+        set=set_,
+        best=best,
+        served=served,
+        use_cache=not no_cache,
+        output=output,
+        address=address,
+        progress=sys.stderr,
+    )
     if as_json:
         echo_json(metrics)
         return

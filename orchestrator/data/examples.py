@@ -23,7 +23,7 @@ from troupe.orchestrator.data.conversations import (
     split_answers,
     split_conversation,
 )
-from troupe.orchestrator.data.pools import Pool, collect, prompts_of
+from troupe.orchestrator.data.pools import Pool, Repeats, collect, concatenated, prompts_of
 from troupe.orchestrator.data.readers import RawValues, read_table
 from troupe.orchestrator.spec.offline import ExampleSource, OfflineSpec, columns, data_format
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
@@ -55,7 +55,11 @@ class _Example:
 def load_examples(spec: OfflineSpec) -> tuple[ExamplePool, ExamplePool | None]:
     """The pools for training and (None without `data.eval`) for evaluation. Raises DataError."""
     data = spec.data
-    train = load_pool(spec, data.train, "data.train")
+    if isinstance(data.train, tuple):
+        named = enumerate(data.train)
+        train = concatenated({source.name: load_pool(spec, source, f"data.train.{n}") for n, source in named})
+    else:
+        train = load_pool(spec, data.train, "data.train")
     if data.eval is None:
         return train, None
     return train, load_pool(spec, data.eval, "data.eval", without=train if data.held_out else None)
@@ -84,7 +88,7 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Exa
         responses = [_json(turns) for turns in example.responses]
         _check_texts([messages, *responses], example, source.max_chars)
         labels = {"scores": example.scores, "margin": example.margin, "desirable": example.desirable}
-        return {"messages": messages, "responses": responses, **labels, "origin": raw.origin}
+        return {"messages": messages, "responses": responses, **labels, "origin": raw.origin, "source": None}
 
     found = collect(
         read_table(source, fields, label),
@@ -92,8 +96,10 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Exa
         label,
         spec.failures.on_bad_row,
         lambda row: row["messages"] in taken,
+        Repeats(lambda row: json.dumps([row["messages"], *row["responses"]]), source.dedupe),
     )
-    contents = (json.dumps({name: value for name, value in row.items() if name != "origin"}) for row in found.rows)
+    unread = ("origin", "source")
+    contents = (json.dumps({name: value for name, value in row.items() if name not in unread}) for row in found.rows)
     table = pa.Table.from_pylist(found.rows, schema=EXAMPLE_TEXTS)
     return found.pool(ExamplePool, table, map(str.encode, contents))
 

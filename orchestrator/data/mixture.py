@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
+from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptPool, PromptSource
 from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import DataError
@@ -134,7 +135,13 @@ def curriculum_of(spec: RolloutSpec, settings: RowTable[GroupSettings]) -> Curri
     return Curriculum(config, spec.seed, RowTable(settings.starts, sources))
 
 
-def drawn_rows(pool: PromptPool, state: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
+def epochs(state: Mapping[str, Any]) -> dict[str, int]:
+    """Finished passes over every source, by name, from the state of an order; that of the only source has no name."""
+    sources = state.get("sources")
+    return {"": state["epoch"]} if sources is None else {name: own["epoch"] for name, own in sources.items()}
+
+
+def drawn_rows(pool: Pool, state: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
     """(section, state of its order, digest) of every source that a checkpoint has drawn from.
 
     Args:

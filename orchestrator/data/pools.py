@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -36,9 +37,11 @@ class Pool:
     left_out: int = 0
     """Rows excluded because another pool has the same prompt."""
     repeated: int = 0
-    """Rows with a prompt that an earlier row has."""
+    """Rows that repeat an earlier one."""
     deduped: int = 0
     """Further rows of that kind, which were left out."""
+    parts: Mapping[str, Pool] = field(default_factory=dict)
+    """The pools of a mixture by the name of their source, in the order of their rows; empty: there is one source."""
 
     @property
     def rows(self) -> int:
@@ -67,18 +70,18 @@ class Collected(Generic[RowT]):
 
 
 class Repeats(Generic[RowT]):
-    """Finds rows that repeat the prompt of an earlier one."""
+    """Finds rows that repeat an earlier one."""
 
-    def __init__(self, prompt: Callable[[RowT], str], leave_out: bool) -> None:
-        """`prompt`: the prompt of a row; `leave_out`: whether a pool is to have each prompt once."""
-        self._prompt = prompt
+    def __init__(self, content: Callable[[RowT], str], leave_out: bool) -> None:
+        """`content`: what a row repeats; `leave_out`: whether a pool is to have it once."""
+        self._content = content
         self.leave_out = leave_out
         self._seen: set[str] = set()
 
     def __call__(self, row: RowT) -> bool:
-        """Whether an earlier row has this row's prompt."""
-        prompt, before = self._prompt(row), len(self._seen)
-        self._seen.add(prompt)
+        """Whether an earlier row has the content of this one."""
+        before = len(self._seen)
+        self._seen.add(self._content(row))
         return len(self._seen) == before
 
 
@@ -98,7 +101,7 @@ def collect(
         label: Path of its section, for error messages.
         on_bad_row: What a row that cannot be used does.
         is_left_out: Whether another pool has the row.
-        repeats: Finds repeated prompts; None: they are not counted.
+        repeats: Finds repeated rows; None: they are not counted.
 
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
@@ -142,3 +145,26 @@ def _why_empty(found: Collected[RowT]) -> str:
     if found.bad_rows:
         return f"no row can be used ({found.bad_rows} bad; the first: {found.problems[0]})"
     return "there are no rows"
+
+
+def concatenated(parts: Mapping[str, PoolT]) -> PoolT:
+    """One pool of several sources, by name, in their order; its rows name their source in a column `source`."""
+    pools = list(parts.values())
+    tables = [of_source(name, pool.table) for name, pool in parts.items()]
+    content = json.dumps([[name, pool.digest] for name, pool in parts.items()])
+    return type(pools[0])(
+        table=pa.concat_tables(tables),
+        digest=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+        bad_rows=sum(pool.bad_rows for pool in pools),
+        problems=tuple(problem for pool in pools for problem in pool.problems),
+        left_out=sum(pool.left_out for pool in pools),
+        repeated=sum(pool.repeated for pool in pools),
+        deduped=sum(pool.deduped for pool in pools),
+        parts=parts,
+    )
+
+
+def of_source(name: str, table: pa.Table) -> pa.Table:
+    """The table with the name of its source."""
+    column = table.column_names.index("source")
+    return table.set_column(column, table.field(column), pa.repeat(pa.scalar(name), table.num_rows))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,9 +11,9 @@ import pyarrow as pa
 
 from troupe.orchestrator.data.conversations import BadRow, chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
-from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, prompts_of
+from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, concatenated, of_source, prompts_of
 from troupe.orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
-from troupe.orchestrator.spec.sections import DataConfig, DataSource, MixedSource
+from troupe.orchestrator.spec.sections import DataConfig, DataSource
 from troupe.workers.contract.messages import PROMPTS
 
 __all__ = [
@@ -34,12 +32,8 @@ RIGHT_ANSWERS = "right_answers"
 """Key of the metadata under which reward functions find every right answer of a row that has several."""
 
 
-@dataclass(frozen=True)
 class PromptPool(Pool):
     """Prompts; schema `troupe.workers.contract.messages.PROMPTS`, column `row` counts from 0."""
-
-    parts: Mapping[str, PromptPool] = field(default_factory=dict)
-    """The pools of a mixture by the name of their source, in the order of their rows; empty: there is one source."""
 
 
 @dataclass(frozen=True)
@@ -85,48 +79,29 @@ class Ordered(Protocol):
 
 def load_pools(
     data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False
-) -> tuple[PromptPool, PromptPool | None]:
-    """The pools for training and (None without `data.eval`) for evaluation. Raises DataError."""
+) -> tuple[PromptPool, dict[str, PromptPool]]:
+    """The pool for training, and those for evaluation by the name of their section in `data`. Raises DataError."""
     train = load_train_pool(data, on_bad_row, plain=plain)
-    if data.eval is None:
-        return train, None
     without = train if data.held_out else None
-    return train, load_pool(data.eval, on_bad_row, "data.eval", without=without, plain=plain)
+    held_out: dict[str, PromptPool] = {}
+    for section, source in data.held_out_sets().items():
+        pool = load_pool(source, on_bad_row, f"data.{section}", without=without, plain=plain)
+        name = section.partition(".")[2]
+        held_out[section] = replace(pool, table=of_source(name, pool.table)) if name else pool
+    return train, held_out
 
 
 def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> PromptPool:
     """The pool for training: that of the only source, or the pools of a mixture one after another. Raises DataError."""
     if not isinstance(data.train, tuple):
         return load_pool(data.train, on_bad_row, plain=plain)
-    parts: dict[str, PromptPool] = {}
-    for number, source in enumerate(data.train):
-        pool = load_pool(source, on_bad_row, f"data.train.{number}", plain=plain)
-        parts[source.name] = replace(pool, table=_named(pool.table, source))
-    return _concatenated(parts)
-
-
-def _named(table: pa.Table, source: MixedSource) -> pa.Table:
-    """The table with the name of its source."""
-    names = pa.repeat(pa.scalar(source.name, pa.string()), table.num_rows)
-    return table.set_column(table.column_names.index("source"), PROMPTS.field("source"), names)
-
-
-def _concatenated(parts: Mapping[str, PromptPool]) -> PromptPool:
-    """One pool of several, in their order."""
-    pools = list(parts.values())
-    table = pa.concat_tables([pool.table for pool in pools])
-    table = table.set_column(0, PROMPTS.field("row"), pa.array(range(table.num_rows), pa.int64()))
-    content = json.dumps([[name, pool.digest] for name, pool in parts.items()])
-    return PromptPool(
-        table=table,
-        digest=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
-        bad_rows=sum(pool.bad_rows for pool in pools),
-        problems=tuple(problem for pool in pools for problem in pool.problems),
-        left_out=sum(pool.left_out for pool in pools),
-        repeated=sum(pool.repeated for pool in pools),
-        deduped=sum(pool.deduped for pool in pools),
-        parts=parts,
-    )
+    parts = {
+        source.name: load_pool(source, on_bad_row, f"data.train.{number}", plain=plain)
+        for number, source in enumerate(data.train)
+    }
+    pool = concatenated(parts)
+    rows = pa.array(range(pool.rows), pa.int64())
+    return replace(pool, table=pool.table.set_column(0, PROMPTS.field("row"), rows))
 
 
 def load_pool(
@@ -302,10 +277,14 @@ class PromptSource:
         self._order = permutation(self._rows, self._seed, epoch)
 
 
-def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0) -> list[PromptPick]:
-    """The prompts of every evaluation, always the same: `prompts` of the pool (0: all), chosen by the seed."""
+def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0, name: str = "") -> list[PromptPick]:
+    """The prompts of every evaluation, always the same: `prompts` of the pool (0: all), chosen by the seed.
+
+    Their `prompt_uid` is `eval-rROW`, or `eval-NAME-rROW` for a set with a name.
+    """
     order = permutation(pool.rows, seed, 0)
-    return [PromptPick(f"eval-r{row}", int(row)) for row in order[: prompts or pool.rows]]
+    uid = f"eval-{name}-r" if name else "eval-r"
+    return [PromptPick(f"{uid}{row}", int(row)) for row in order[: prompts or pool.rows]]
 
 
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:

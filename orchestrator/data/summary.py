@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.data.pools import Pool
-from troupe.orchestrator.data.prompts import PromptPool, load_pools
+from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.data.texts import load_texts
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -20,13 +20,22 @@ Pools = Mapping[str, Pool]
 
 def read_pools(spec: RunSpec) -> Pools:
     """Read all data of a spec. Raises DataError."""
-    return named(*load_examples(spec.offline)) if spec.rollouts is None else _of_rollouts(spec.rollouts)
+    return named_examples(*load_examples(spec.offline)) if spec.rollouts is None else _of_rollouts(spec.rollouts)
 
 
-def named(train: Pool, held_out: Pool | None, texts: Pool | None = None) -> Pools:
-    """Pools by the name of their section."""
-    pools = {"train": train, "eval": held_out, "ptx": texts}
-    return {name: pool for name, pool in pools.items() if pool is not None}
+def named(train: Pool, held_out: Mapping[str, Pool], texts: Pool | None = None) -> Pools:
+    """Pools by the name of their section; `held_out` has those for evaluation by that name."""
+    return {"train": train, **held_out} | ({} if texts is None else {"ptx": texts})
+
+
+def named_examples(train: Pool, held_out: Pool | None) -> Pools:
+    """As `named`, for offline data."""
+    return named(train, {} if held_out is None else {"eval": held_out})
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a section of `data` has prompts or examples for evaluation: `eval`, or `eval.NAME` of a named set."""
+    return name.partition(".")[0] == "eval"
 
 
 def describe(pools: Pools) -> list[str]:
@@ -38,8 +47,8 @@ def by_source(pools: Pools) -> Pools:
     """The pools with those of a mixture's sources in place of the whole: `train.0 (math)`, `train.1 (code)`, ..."""
     found: dict[str, Pool] = {}
     for section, pool in pools.items():
-        parts = pool.parts if isinstance(pool, PromptPool) else {}
-        found |= {f"{section}.{n} ({name})": part for n, (name, part) in enumerate(parts.items())} or {section: pool}
+        parts = {f"{section}.{n} ({name})": part for n, (name, part) in enumerate(pool.parts.items())}
+        found |= parts or {section: pool}
     return found
 
 
@@ -54,10 +63,9 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
     for name, pool in pools.items():
         metrics[f"data/{name}_rows"] = float(pool.rows)
         metrics[f"data/{name}_bad_rows"] = float(pool.bad_rows)
-        if isinstance(pool, PromptPool):
-            metrics |= {f"source/{source}/rows": float(part.rows) for source, part in pool.parts.items()}
-    if "eval" in pools:
-        metrics["data/eval_removed_rows"] = float(pools["eval"].left_out)
+        metrics |= {f"source/{source}/rows": float(part.rows) for source, part in pool.parts.items()}
+        if is_held_out(name):
+            metrics[f"data/{name}_removed_rows"] = float(pool.left_out)
     return metrics | {f"data/{name}_refused_rows": float(count) for name, count in (refused or {}).items()}
 
 
@@ -66,9 +74,9 @@ def _parts(pool: Pool) -> list[str]:
     if pool.left_out:
         parts.append(f"{pool.left_out} removed because data.train has the same prompt (data.held_out)")
     if pool.repeated:
-        parts.append(f"{pool.repeated} of them repeat the prompt of an earlier row (dedupe: true leaves them out)")
+        parts.append(f"{pool.repeated} repeat an earlier one (dedupe: true leaves them out)")
     if pool.deduped:
-        parts.append(f"{pool.deduped} left out because an earlier row has the same prompt (dedupe)")
+        parts.append(f"{pool.deduped} that repeat an earlier one left out (dedupe)")
     if pool.bad_rows:
         more = "; ..." if pool.bad_rows > _SHOWN else ""
         parts.append(f"{pool.bad_rows} bad rows skipped: {'; '.join(pool.problems[:_SHOWN])}{more}")

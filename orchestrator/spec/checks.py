@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import (
@@ -17,6 +18,7 @@ from troupe.orchestrator.spec.sections import (
     ReasoningGymSource,
     ReferenceRole,
     RoleName,
+    SourceShare,
     TrainerRole,
 )
 from troupe.orchestrator.spec.tool_parsers import parser_problem
@@ -90,6 +92,38 @@ def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[
         yield "evaluation", "never runs: set every_steps, at_start or at_end, or remove the section"
 
 
+def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
+    """Shares of the sources of `data.train` that cannot work together."""
+    names = [source.name for source in sources]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            yield f"data.train.{number}.name", f"two sources have the name '{name}'"
+    if sources and all(source.repeats for source in sources):
+        yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
+
+
+_LOW_IS_GOOD = ("loss", "nll", "failed_samples", "refused", "truncated", "calibration_error")
+"""Last words of metrics of which no run wants the highest."""
+
+
+def best_problems(spec: RunSpec) -> Iterator[Finding]:
+    """A best checkpoint by a metric that no evaluation reports, and patience without one."""
+    best = spec.checkpoint.best
+    if best is None:
+        if spec.checkpoint.patience is not None:
+            yield "checkpoint.patience", "needs checkpoint.best: the metric that is to become better"
+        return
+    if spec.evaluation is None or not spec.evaluation.every_steps:
+        yield "checkpoint.best", "needs evaluations during the run: set evaluation.every_steps above 0"
+        return
+    known = spec.evaluation_metrics()
+    if known and best.metric not in known:
+        hint = nearest(best.metric, known) or f"there are: {', '.join(known)}"
+        yield "checkpoint.best.metric", f"no evaluation reports '{best.metric[:60]}' ({hint})"
+    elif best.mode == "max" and best.metric.rpartition("/")[2].endswith(_LOW_IS_GOOD):
+        yield "checkpoint.best.mode", f"the highest {best.metric} would be the worst; set it to min"
+
+
 def is_url(path: str | Path) -> bool:
     """Whether an output path is a URL. As a path it would be a folder called `s3:`, also after `Path` took a slash."""
     return _URL.match(str(path)) is not None
@@ -126,7 +160,11 @@ def environment_problems(spec: RolloutSpec) -> Iterator[Finding]:
     if role is None:
         return
     yield from _environment(spec, role)
+    if spec.data.mixture and not any(settings.episodes for settings in spec.group_settings):
+        yield "roles.environment", "no source of data.train plays in it (environment: none); remove the role"
     for split, source in spec.data.prompt_sources().items():
+        if split in without_episodes(spec):
+            continue
         if not isinstance(source, ReasoningGymSource) and source.candidates is not None:
             yield (
                 f"data.{split}.candidates",
@@ -154,15 +192,36 @@ def _environment(spec: RolloutSpec, role: EnvironmentRole) -> Iterator[Finding]:
         yield f"{path}.episode_timeout_s", f"must be less than schedule.generate_timeout_s, {limit}"
 
 
+def without_episodes(spec: RolloutSpec) -> frozenset[str]:
+    """Sources of prompts whose samples are single responses, by their path in the section `data`."""
+    sources = spec.data.prompt_sources()
+    if spec.roles.environment is None:
+        return frozenset(sources)
+    settings = enumerate(spec.group_settings)
+    return frozenset(f"train.{n}" for n, own in settings if spec.data.mixture and not own.episodes)
+
+
+def _scored_without_episodes(spec: RolloutSpec, section: str) -> list[str]:
+    """Sources of single responses that a list of reward functions scores."""
+    own = {f"train.{n}" for n, one in enumerate(spec.data.mixture) if one.rewards is not None}
+    single = without_episodes(spec)
+    if section == "roles.reward.functions":
+        return sorted(single - own)
+    return sorted(single & {section.removeprefix("data.").removesuffix(".rewards")})
+
+
 def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
     """Rewards from the environment, and rewards of steps."""
     estimator = algorithms.row_of(spec.algorithm).advantage.estimator
     advantage = algorithms.advantage(spec.algorithm)
-    lists = spec.reward_functions().items()
-    for path, function in ((f"{path}.{index}", one) for path, given in lists for index, one in enumerate(given)):
+    lists = ((section, index, one) for section, own in spec.reward_functions().items() for index, one in enumerate(own))
+    for section, index, function in lists:
+        path, single = f"{section}.{index}", _scored_without_episodes(spec, section)
         given = function.name == ENVIRONMENT_REWARD
         if given and spec.roles.environment is None:
             yield f"{path}.name", "there is no roles.environment that could give rewards"
+        elif given and single:
+            yield f"{path}.name", f"scores episodes only, but data.{single[0]} has none (environment: none)"
         if function.process and not given and spec.roles.environment is not None:
             yield f"{path}.process", "the steps of an episode are its turns: only `environment` rewards them"
         if function.process and estimator != "group":

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource
 from troupe.orchestrator.spec.sections import (
+    LIST,
+    SECTION,
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
@@ -21,8 +23,10 @@ from troupe.orchestrator.spec.sections import (
     PromptText,
     ReferenceRole,
     Roles,
+    SourceShare,
     TableFile,
     TrainerRole,
+    form_of,
 )
 from troupe.workers.contract.config import Device, Frozen, TrainerConfig
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
@@ -71,6 +75,9 @@ class _Examples(PromptText):
     with equal scores are tied."""
     label: str = "label"
     """Column that says whether the response is good: true or false, 1 or 0 (kto)."""
+    dedupe: bool = False
+    """Use an example once, however many rows have its prompt and answers: those after the first are left out. False:
+    they are used, and counted at the start."""
 
 
 class FileExamples(_Examples, TableFile):
@@ -91,17 +98,52 @@ ExampleSource = Annotated[
 ]
 
 
+class MixedFileExamples(SourceShare, FileExamples):
+    """A file of examples in a mixture."""
+
+
+class MixedDatasetsExamples(SourceShare, DatasetsExamples):
+    """A folder written by `save_to_disk` of the `datasets` library, in a mixture."""
+
+
+class MixedHubExamples(SourceShare, HubExamples):
+    """Files of a dataset on the Hugging Face hub, in a mixture."""
+
+
+MixedExamples = Annotated[
+    MixedFileExamples | MixedDatasetsExamples | MixedHubExamples,
+    Field(discriminator="kind"),
+]
+
+
 class OfflineData(Frozen):
     """Where examples come from, and how long they may be."""
 
-    train: ExampleSource
-    """Examples to train on."""
+    train: Annotated[
+        Annotated[ExampleSource, Tag(SECTION)] | Annotated[tuple[MixedExamples, ...], Field(min_length=1), Tag(LIST)],
+        Discriminator(form_of),
+    ]
+    """Examples to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
     eval: ExampleSource | None = None
     """Examples to evaluate on."""
     held_out: bool = True
     """Exclude from `eval` every example whose prompt is also in `train`."""
     max_length: int = Field(default=1024, ge=8)
     """Longest prompt plus response, in tokens; a longer example is a bad row."""
+
+    @property
+    def mixture(self) -> tuple[MixedExamples, ...]:
+        """The sources of a mixture; empty: there is one source."""
+        return self.train if isinstance(self.train, tuple) else ()
+
+    def example_sources(self) -> dict[str, ExampleSource]:
+        """The sources of examples by their path in the section `data`."""
+        train: dict[str, ExampleSource] = {}
+        if isinstance(self.train, tuple):
+            train = {f"train.{number}": source for number, source in enumerate(self.train)}
+        else:
+            train = {"train": self.train}
+        return train | ({} if self.eval is None else {"eval": self.eval})
 
 
 class OfflineEvaluation(BaseEvaluation):
@@ -171,6 +213,7 @@ class OfflineSpec(RunSpec, frozen=True):
             total_updates=self.updates,
             seed=self.seed,
             device=self.device,
+            lora=self.roles.policy.lora,
         )
 
     @property
@@ -215,8 +258,12 @@ class OfflineSpec(RunSpec, frozen=True):
 
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
-        sources = {"train": self.data.train, "eval": self.data.eval}
-        return {name: source for name, source in sources.items() if source is not None}
+        return {**self.data.example_sources()}
+
+    def evaluation_metrics(self) -> list[str]:
+        """See `RunSpec.evaluation_metrics`."""
+        names = () if self.data.eval is None else ("examples", *self.algorithm.reported)
+        return [f"eval/{name}" for name in names]
 
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model.

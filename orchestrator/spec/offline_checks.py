@@ -6,14 +6,17 @@ from collections.abc import Iterator
 
 from troupe.orchestrator.spec.checks import (
     INSIDE_ANOTHER,
+    best_problems,
     changed,
     evaluation_problems,
+    mixture_problems,
     output_problems,
     shard_problems,
     shares_of,
     template_problems,
     trainer_problems,
 )
+from troupe.orchestrator.spec.lora_checks import adapter_problems
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import ReferenceRole
@@ -48,8 +51,8 @@ def _algorithm(spec: OfflineSpec) -> Iterator[Finding]:
     for name in spec.algorithm.unused():
         yield f"algorithm.{name}", f"{spec.row.name} does not use it; remove it"
     if spec.algorithm.level == "token":
-        for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
-            if source is not None and data_format(spec, source) == "ranked":
+        for split, source in spec.data.example_sources().items():
+            if data_format(spec, source) == "ranked":
                 yield "algorithm.level", f"token compares pairs, but data.{split} has ranked answers"
 
 
@@ -88,12 +91,12 @@ def _devices(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
     yield from shard_problems(spec.roles.reference)
     yield from trainer_problems(spec.roles.trainers())
+    yield from adapter_problems(spec)
 
 
 def _data(spec: OfflineSpec) -> Iterator[Finding]:
-    for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
-        if source is None:
-            continue
+    yield from mixture_problems(spec.data.mixture)
+    for split, source in spec.data.example_sources().items():
         if "{prompt}" not in source.template:
             yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
         format_ = data_format(spec, source)
@@ -118,8 +121,7 @@ def _output(spec: OfflineSpec) -> Iterator[Finding]:
 
 
 def _template(spec: OfflineSpec) -> Iterator[Finding]:
-    splits = {"data.train": spec.data.train, "data.eval": spec.data.eval}
-    prompts = {name: source for name, source in splits.items() if source is not None}
+    prompts = {f"data.{split}": source for split, source in spec.data.example_sources().items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
     for name, source in prompts.items():
         if spec.model.plain and source.messages is not None:
@@ -131,6 +133,7 @@ def _template(spec: OfflineSpec) -> Iterator[Finding]:
 def _evaluation(spec: OfflineSpec) -> Iterator[Finding]:
     if spec.evaluation is not None:
         yield from evaluation_problems(spec.evaluation, spec.data.eval is not None)
+    yield from best_problems(spec)
 
 
 _CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, _output, _evaluation)

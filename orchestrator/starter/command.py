@@ -119,6 +119,7 @@ def text_of(choices: Choices, output: Path) -> str:
         check_task(choices.data.removeprefix(GYM))
     data = read_data(choices)
     document, _ = fitting_document(choices, data)
+    adapters = "lora" in document["roles"]["policy"]
     described = f" --cluster {cluster(choices)}" if choices.gpus else ""
     machine = (
         f"{choices.gpus} {choices.gpu_type or 'GPU'}{'s' if choices.gpus > 1 else ''}"
@@ -141,6 +142,8 @@ def text_of(choices: Choices, output: Path) -> str:
         heading.append(f"Reward: {data.reward.note}.")
     if data.without_evaluation:
         heading.append(f"No evaluation: {data.without_evaluation} (data.eval).")
+    if adapters:
+        heading.append("All weights do not fit this machine in training: the spec trains adapters (roles.policy.lora).")
     if choices.gpus and not choices.gpu_type:
         heading.append("The type of GPU is not known (--gpu-type): the memory of the GPUs is not checked.")
     return commented(document, OfflineSpec if choices.offline else RolloutSpec, heading)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ScoreTokens, WorkerGroup
-from troupe.orchestrator.data.prompts import PromptPick, PromptSource
+from troupe.orchestrator.data.mixture import epochs
+from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers
 from troupe.orchestrator.spec.sections import BaseSchedule
-from troupe.orchestrator.training.batch import Batch, unless_stopped
+from troupe.orchestrator.training.batch import Batch, Snapshot, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks, plan_units
 from troupe.workers.contract.messages import TrainSummary
@@ -29,6 +30,8 @@ class Tokenized:
     """Number of usable examples."""
     digest: str
     """Digest of the contents of the pool."""
+    parts: Mapping[str, Tokenized] = field(default_factory=dict)
+    """Of a mixture: those of its sources by name, in the order of their rows."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class OfflineComponents:
     """The parts that produce a batch of examples."""
 
     maker: BatchMaker
-    order: PromptSource
+    order: PromptOrder
     ledger: Ledger
     examples_per_step: int
 
@@ -118,8 +121,17 @@ class OfflineSource:
             "examples": float(len(self._picks)),
             "tokens": float(self._tokens),
             "tokens_per_s": self._tokens / seconds if seconds > 0 else 0.0,
-            "epoch": float(self._state["epoch"]),
+            **self._source_metrics(),
         }
+
+    def _source_metrics(self) -> dict[str, float]:
+        """Finished passes over the data: over each source of a mixture, whose share of the batch is reported too."""
+        passes = epochs(self._state)
+        metrics = {"epoch": float(min(passes.values()))}
+        for name in passes if "" not in passes else ():
+            own = sum(pick.prompt_uid.rsplit("-", 2)[0] == name for pick in self._picks)
+            metrics |= {f"source/{name}/share": own / len(self._picks), f"source/{name}/epoch": float(passes[name])}
+        return metrics
 
     async def save_trajectories(self, version: int) -> None:
         """Does nothing: there are no samples besides the data."""
@@ -127,9 +139,9 @@ class OfflineSource:
     async def flush(self) -> None:
         """Does nothing: nothing is being written."""
 
-    def state(self) -> dict[str, Any]:
+    async def snapshot(self) -> Snapshot:
         """The order of examples after the last trained batch."""
-        return self._state
+        return Snapshot(self._state, self._components.ledger.state())
 
     async def probe(self) -> None:
         """Does nothing: there are no workers besides the trainers."""

@@ -97,6 +97,16 @@ def test_each_source_is_sampled_and_scored_as_it_says(tmp_path: Path) -> None:
     assert outcome.ledger["dispatched"] == samples
 
 
+def test_samples_of_a_source_are_episodes_unless_it_says_otherwise(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.change(data={"train": [TRAIN[0], TRAIN[1] | {"environment": "none"}]})
+    run.change(roles={**run.spec.roles.model_dump(), "environment": {"name": "guess_number"}})
+    run.run()
+    requests = [request for engine in run.engines for request in engine.served]
+    asked = {(request.prompt_uid.partition("-")[0], request.episodes) for request in requests}
+    assert asked == {("math", True), ("chat", False)}
+
+
 def test_metrics_are_reported_by_source(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.run()

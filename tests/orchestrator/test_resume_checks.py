@@ -59,6 +59,21 @@ def test_an_allowed_change_is_shown_with_what_it_means(tmp_path: Path, override:
     ]
 
 
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("data.train.0.weight=5", "changed: data.train.0.weight: 2.0 -> 5.0 (from the next prompt on)"),
+        (
+            "data.train.0.solved_at=0.5",
+            "changed: data.train.0.solved_at: 0.3 -> 0.5 (rewards before and after may not be comparable)",
+        ),
+        ("data.train.1.size=9", "changed: data.train.1.size: 8 -> 9 (allowed where the rows are the same)"),
+    ],
+)
+def test_what_a_changed_source_means_is_said(tmp_path: Path, override: str, line: str) -> None:
+    assert lines(tmp_path, shipped("tiny-mixture"), shipped("tiny-mixture", override))[1:] == [line]
+
+
 def test_a_learning_rate_schedule_is_named_where_it_gets_longer(tmp_path: Path) -> None:
     base = ("schedule.steps=7", "roles.policy.schedule=cosine")
     found = lines(tmp_path, shipped("tiny-ppo", *base), shipped("tiny-ppo", *base, "schedule.steps=9"))
@@ -77,6 +92,8 @@ def test_a_learning_rate_schedule_is_named_where_it_gets_longer(tmp_path: Path) 
         ("tiny-lora", "roles.policy.lora.rank=4", "roles.policy.lora.rank"),
         ("tiny-lora", "roles.policy.lora.targets=[q_proj]", "roles.policy.lora.targets"),
         ("tiny-dpo", "data.max_length=333", "data.max_length"),
+        ("tiny-mixture", "data.train.1.name=other", "data.train.1.name"),
+        ("tiny-mixture", "data.train.1.group_size=2", "data.train.1.group_size"),
         ("tiny-dpo", "algorithm.name=ipo", "algorithm.name"),
     ],
 )

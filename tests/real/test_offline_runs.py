@@ -47,7 +47,7 @@ from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
+from troupe.orchestrator.training.checkpoint import CheckpointStore, verify, write_merged
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.chat import encode_prompt
@@ -66,6 +66,7 @@ BOUNDED = ("tiny-reward-model-ranked", "algorithm.center_coef=0.2", "algorithm.l
 BY_TOKEN = ("tiny-reward-model-token", "algorithm.center_coef=0.2", "algorithm.lm_coef=0.1")
 HALF = ("schedule.examples_per_step=8", "evaluation.every_steps=0", "checkpoint.every_steps=0")
 """Half the examples, which are enough to learn from, and evaluation and checkpoint at the end."""
+ADAPTED = ("roles.policy.lora={rank: 8, alpha: 64}", "roles.policy.learning_rate=0.02")
 TIMEOUT_S = 240.0
 SEATS = Placement(
     "reusable",
@@ -317,6 +318,30 @@ async def test_a_reward_model_exports_both_heads_as_trained(shared: SharedWorker
     assert alone == {name: value for name, value in run.metrics[-1].items() if name.startswith("eval/")}
 
 
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", ["tiny-sft", "tiny-orpo", "tiny-kto", "tiny-dpo"])
+async def test_adapters_reduce_the_held_out_loss(name: str, shared: SharedWorkers, tiny_model: Path) -> None:
+    """The reference of DPO and KTO is the model without its adapters, in the policy's workers or in its own."""
+    run = await shared.train(name, *HALF, *ADAPTED, folder=f"{name}-lora")
+    lines = run.metrics
+    print(name, [(line.get("eval/loss"), line.get("eval/accuracy"), line.get("policy/margin")) for line in lines])
+    assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_reward_model_of_adapters_merges_into_one_that_the_reward_role_loads(
+    shared: SharedWorkers, folder: Path
+) -> None:
+    run = await shared.train("tiny-reward-model", *HALF, *ADAPTED, folder="reward-model-lora")
+    lines = run.metrics
+    print([(line.get("eval/loss"), line.get("eval/accuracy")) for line in lines])
+    trained = run.out / "checkpoints" / "step-000010" / "model"
+    write_merged(trained, merged := folder / "reward-model-merged")
+    score = load_value(ModelConfig(path=str(merged))).get_submodule("score").state_dict()["weight"]
+    assert score.any()
+    assert accuracy(RewardModel(ModelConfig(path=str(merged), dtype="float32"), 1024, "cpu")) >= 0.9
+
+
 def test_troupe_eval_of_a_checkpoint_gives_the_metrics_of_its_run(dpo: FinishedRun, folder: Path) -> None:
     trained = dpo.out / "checkpoints" / "step-000005" / "model"
     with running(Command(folder, troupe_command("eval", str(DPO), "--model", str(trained), "--json"))) as command:
@@ -363,6 +388,23 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, share
         assert {name: line[name] for name in LEARNING} == {name: expected[name] for name in LEARNING}
     expected, weights = checkpoint_weights(dpo.out, 5), checkpoint_weights(resumed.out, 5)
     assert [name for name in expected if not torch.equal(expected[name], weights[name])] == []
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_resumed_mixture_of_preference_data_equals_an_uninterrupted_one(shared: SharedWorkers) -> None:
+    """Of three examples, two are pairs, and one has ranked answers."""
+    pairs = {"name": "pairs", "weight": 2, "kind": "jsonl", "path": "deploy/specs/data/pairs-train.jsonl"}
+    path = "deploy/specs/data/ranked-train.jsonl"
+    ranked = {"name": "ranked", "kind": "jsonl", "path": path, "answers": "answers", "limit": 4}
+    overrides = (f"data.train={json.dumps([pairs, ranked])}", "schedule.steps=4", "schedule.examples_per_step=6")
+    overrides += ("checkpoint.every_steps=0", "evaluation=null", "roles.policy.micro_batch_tokens=2048")
+    whole = await shared.train("tiny-dpo", *overrides, folder="mixture")
+    parts = await shared.train_in_two_parts("tiny-dpo", *overrides, folder="mixture-resumed", first=1)
+    names = (*LEARNING, "source/pairs/share", "source/ranked/share", "source/ranked/epoch", "source/pairs/rows")
+    for expected, line in zip(whole.metrics, parts.metrics, strict=True):
+        assert {name: line[name] for name in names} == {name: expected[name] for name in names}
+    assert [line["source/pairs/share"] for line in whole.metrics] == pytest.approx([4 / 6] * 4)
+    assert [line["source/ranked/epoch"] for line in whole.metrics] == [0, 0, 1, 1]  # of 4 examples, 2 in a step
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -17,6 +17,7 @@ EXAMPLE_TEXTS = pa.schema(
         pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 where the data has none
         pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True otherwise
         pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
+        pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
     ],
     metadata=SCHEMA_METADATA,
 )
@@ -69,6 +70,8 @@ class ExampleSummary:
     refused: int
     problems: tuple[str, ...]
     """`file:row: reason` of the first refused examples."""
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """Of a mixture: examples in the table by the name of their source, which follow each other."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from troupe.workers.data.control_tokens import MARK
 from troupe.workers.data.plain_text import as_text, restored, text_ids
 from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged, to_device
+from troupe.workers.models.ragged import ragged
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,6 +194,7 @@ def tokenize(
     rows = _Rows()
     problems: list[str] = []
     usable = refused = tokens = 0
+    sources: Counter[str] = Counter()
     for example in texts.to_pylist():
         try:
             prompt_ids, responses, masks = _encode(tokenizer, example, config)
@@ -216,7 +218,9 @@ def tokenize(
             )
             tokens += len(prompt_ids) + len(ids)
         usable += 1
-    return ExampleSummary(usable, tokens, refused, tuple(problems)), rows.table()
+        if (source := example.get("source")) is not None:
+            sources[source] += 1
+    return ExampleSummary(usable, tokens, refused, tuple(problems), dict(sources)), rows.table()
 
 
 def _encode(

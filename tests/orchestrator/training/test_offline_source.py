@@ -12,12 +12,14 @@ import pytest
 from tests.fakes import FakeRun, FakeTrainer, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.controller import Controller, RunComponents
-from troupe.orchestrator.data.prompts import PromptSource, evaluation_picks
+from troupe.orchestrator.data.mixture import PromptMixture
+from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.sections import SourceShare
 from troupe.orchestrator.training.offline_source import (
     BatchMaker,
     ExampleEvaluator,
@@ -85,13 +87,18 @@ class OfflineRun(FakeRun[OfflineSpec]):
 
     def __init__(self, out: Path, ranks: int = 1, resume: bool = False) -> None:
         self.trainers = [FakePairTrainer(rank) for rank in range(ranks)]
+        self.shares: Sequence[SourceShare] = ()
+        """The sources of a mixture, of 4 examples and of the others."""
         super().__init__(out, SPEC, resume)
 
     def build(self) -> Controller:
         """Build the controller. Call it inside the running event loop."""
         store, found, ledger = self.open_store()
         done = found.step if found else 0
-        self.order = PromptSource(Tokenized(EXAMPLES, "d"), 17)
+        self.order: PromptOrder = PromptSource(Tokenized(EXAMPLES, "d"), 17)
+        if self.shares:
+            pools = [Tokenized(rows, "d") for rows in (4, EXAMPLES - 4)]
+            self.order = PromptMixture(pools, self.shares, 17)
         if found is not None:
             self.order.restore(found.state["source"])
         trainer = ExampleGroup("policy", [FaultyWorker(f"policy-{n}", t) for n, t in enumerate(self.trainers)], 256)
@@ -151,6 +158,27 @@ def test_a_stopped_run_resumes_with_the_next_example(tmp_path: Path) -> None:
     assert second.run().ledger["trained"] == 20
     assert first.seen + second.seen == whole.seen
     assert [line["step"] for line in second.lines()] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_stopped_mixture_resumes_with_the_next_example_of_each_source(tmp_path: Path) -> None:
+    def run_of(folder: str, resume: bool = False) -> OfflineRun:
+        run = OfflineRun(tmp_path / folder, resume=resume)
+        run.shares = [SourceShare(name="a", weight=3.0), SourceShare(name="b")]
+        return run
+
+    whole, first, second = run_of("whole"), run_of("parts"), run_of("parts", resume=True)
+    whole.run()
+    first.run_until(2)
+    second.run()
+    assert first.seen + second.seen == whole.seen
+    names = ("source/a/share", "source/b/share", "source/a/epoch", "source/b/epoch", "epoch")
+    lines = [[line[name] for name in names] for line in whole.lines()[1:]]
+    assert [[line[name] for name in names] for line in second.lines()[1:]] == lines
+    # Of four examples of a step, three are of a, which has four: 15 of them are three passes and three quarters.
+    assert [line[:2] for line in lines] == [[0.75, 0.25]] * 5
+    assert lines[-1][2:] == [3, 0, 0]
+    own = [number for number in whole.seen if number < 4]
+    assert all(sorted(own[start : start + 4]) == [0, 1, 2, 3] for start in (0, 4, 8))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

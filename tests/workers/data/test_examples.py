@@ -159,6 +159,15 @@ def test_examples_that_do_not_fit_are_named(tokenizer: Any, tmp_path: Path) -> N
     assert "texts.jsonl:3: " in summary.problems[1]
 
 
+def test_usable_examples_are_counted_by_source(tokenizer: Any, tmp_path: Path) -> None:
+    pool = texts(tmp_path, [GOOD, GOOD | {"chosen": "word " * 100}, GOOD, GOOD])
+    assert tokenize(tokenizer, pool, CONFIG)[0].sources == {}
+    named = pool.set_column(pool.column_names.index("source"), "source", pa.array(["a", "a", "b", "b"]))
+    summary, table = tokenize(tokenizer, named, CONFIG)
+    assert (summary.usable, summary.sources) == (3, {"a": 1, "b": 2})
+    assert table.schema.equals(EXAMPLES, check_metadata=True)
+
+
 @pytest.mark.parametrize("algorithm", ["reward_model", "rrhf"])
 def test_ranked_answers_that_do_not_fit_in_one_micro_batch_are_named(
     tokenizer: Any, tmp_path: Path, algorithm: str

@@ -79,7 +79,7 @@ def test_every_offline_algorithm_refuses_what_the_template_does_not_show(tokeniz
     tokenizer.chat_template = STRIPS
     responses = [json.dumps([said(response)]) for response in ("4", "five")[:count]]
     row = {"origin": "d:1", "messages": json.dumps(ASK), "responses": responses, "scores": []}
-    fields = {name: row.get(name, 0.0 if name == "margin" else True) for name in EXAMPLE_TEXTS.names}
+    fields = row | {"margin": 0.0, "desirable": True}
     table = pa.Table.from_pylist([fields], schema=EXAMPLE_TEXTS)
     summary, rows = tokenize(tokenizer, table, ExampleConfig(max_length=256, micro_batch_tokens=1024))
     assert (summary.refused, rows.num_rows) == (1, 0)
