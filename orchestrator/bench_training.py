@@ -31,6 +31,7 @@ from troupe.orchestrator.errors import StopRequested, TroupeError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.roles.table import TRAINERS
 from troupe.orchestrator.rollout_run import weight_sync
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.run import RunRequest, open_run
@@ -42,7 +43,6 @@ from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.measurements import MeasuredEngine, UpdateParts
 
-_TRAINERS = frozenset({"policy", "critic"})
 _SENDERS = frozenset({"policy", "rollout"})
 _PARTS_TIMEOUT_S = 60.0
 
@@ -84,7 +84,9 @@ def measure_transfers(request: TrainingRequest, console: Console) -> Iterator[Tr
 async def _trainers(request: TrainingRequest, console: Console) -> TrainResult:
     spec, groups = _without_records(request.fastest.point.spec), request.fastest.groups
     local = fetch(spec, console)
-    async with open_run(RunRequest(spec, Path(), False, request.address), local, console, _TRAINERS) as context:
+    async with open_run(
+        RunRequest(spec, Path(), False, request.address), local, console, frozenset(TRAINERS)
+    ) as context:
         training = _Training(local.spec, context, groups)
         steps = [await unless_stopped(context.stop, training.step()) for _ in range(1 + request.repeats)][1:]
         peaks = context.cluster.peaks

@@ -127,7 +127,7 @@ class WorkerLauncher:
         return group
 
     async def _start_trainers(self, group: TrainerGroup[Any]) -> None:
-        """Starts the ranks of a group, once more if one dies meanwhile; one that dies again has a cause that stays."""
+        """Starts the ranks of a group, again if one dies meanwhile; one that dies again has a cause that stays."""
         try:
             await group.start(self._spec.schedule.start_timeout_s)
         except WorkerError as error:

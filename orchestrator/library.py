@@ -179,10 +179,10 @@ def evaluate(
     endpoint = None if url is None else Endpoint(url, served)
     options = EvaluationOptions(endpoint, use_cache, None if output is None else Path(output))
     console = _console(None, stream)
-    running = planned.spec.dispatch(
-        lambda spec: evaluate_on_prompts(request, spec, console, options),
-        lambda spec: evaluate_offline(request, spec, console),
-    )
+    if planned.spec.rollouts is None:
+        running = evaluate_offline(request, planned.spec.offline, console)
+    else:
+        running = evaluate_on_prompts(request, planned.spec.rollouts, console, options)
     return _outside_of_loops(lambda: asyncio.run(running), request)
 
 
@@ -282,7 +282,7 @@ def export(
 
 
 def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
-    """Folder of the model in a checkpoint of a run; see `export`. Raises OSError where there is none."""
+    """Folder of the model in a checkpoint of a run; see `export`. Raises OSError without a valid checkpoint."""
     from troupe.orchestrator.training.best import best_step
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
 
@@ -449,7 +449,7 @@ def _console(on_step: OnStep | None, stream: TextIO) -> Console:
 
 
 def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
-    """Calls a function that needs an event loop of its own: in a thread, where this one has a loop that runs.
+    """Calls a function that runs an event loop: in another thread, where this one has a running loop.
 
     An interrupt stops the run in order, and is raised when it has ended.
     """

@@ -14,7 +14,7 @@ from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.demo import named_models
 
 Say = Callable[[str], object]
-"""Is told what takes long."""
+"""Called with a line for each step that takes long."""
 
 
 def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:

@@ -124,11 +124,10 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
         request.spec.write(request.out / RESOLVED_SPEC)
     else:
         say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
-    training = request.spec.dispatch(
-        lambda spec: _train_on_rollouts(request, spec, console, store, found, remote),
-        lambda spec: _train_offline(request, spec, console, store, found, remote),
-    )
-    return asyncio.run(training)
+    spec = request.spec
+    if spec.rollouts is None:
+        return asyncio.run(_train_offline(request, spec.offline, console, store, found, remote))
+    return asyncio.run(_train_on_rollouts(request, spec.rollouts, console, store, found, remote))
 
 
 def _remote(request: RunRequest) -> RemoteCheckpoints | None:

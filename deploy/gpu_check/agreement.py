@@ -102,7 +102,7 @@ def cosine(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 
 
 def check(name: str, found: Measured, exact: Measured, limits: Limits) -> str:
-    """The differences in words. Raises NotRight."""
+    """The differences as text. Raises NotRight."""
     gap = float((found.logprobs - exact.logprobs).abs().mean())
     if found.gradients.keys() != exact.gradients.keys():
         raise NotRight(f"{name}: gradients of {len(found.gradients)} parameters, not {len(exact.gradients)}")

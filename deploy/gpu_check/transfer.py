@@ -4,7 +4,7 @@ Two engines and a sender, without Ray. A transfer fails because the trainer's si
 because an engine's process is killed in it. After each failure the next transfer reaches both engines, one of them new
 after the second, and their samples have the log-probs of the weights that were sent.
 
-On one GPU, engines and sender share it (ipc); with nccl each has a GPU of its own; gloo runs on the CPU.
+On one GPU, engines and sender share it (ipc); with nccl each has a separate GPU; gloo runs on the CPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from troupe.orchestrator.reporting.reference import TRAINERS, metric_sections
+from troupe.orchestrator.reporting.reference import metric_sections
+from troupe.orchestrator.roles.table import TRAINED
 
 _HEAD = """\
 # Metrics
@@ -23,7 +24,7 @@ enforces; [Debugging](../guides/debugging.md) says what to do about a value outs
 
 def metric_reference() -> str:
     """Every metric with its unit, meaning and healthy range, as Markdown."""
-    lines = [_HEAD.format(trainers=" or ".join(f"`{name}`" for name in TRAINERS))]
+    lines = [_HEAD.format(trainers=" or ".join(f"`{name}`" for name in TRAINED))]
     for title, rows in metric_sections().items():
         lines += [f"## {title}", "", "| metric | unit | meaning | healthy |", "|---|---|---|---|"]
         for row in rows:

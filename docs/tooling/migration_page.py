@@ -25,7 +25,7 @@ run.yaml:21: sampling.top_p: unknown field (training samples from the whole dist
 What differs most:
 
 - **Roles have workers.** `roles.ROLE.workers` and `gpus` take the place of nodes, GPUs per node and parallel sizes.
-  Engines have GPUs of their own unless `roles.rollout.colocate_with: policy` ([one GPU for both](colocation.md)).
+  Engines have separate GPUs unless `roles.rollout.colocate_with: policy` ([one GPU for both](colocation.md)).
 - **A step** samples `schedule.prompts_per_step` prompts with `algorithm.group_size` samples each, and trains on all of
   them in `schedule.minibatches` updates. Sizes of forward passes are tokens (`micro_batch_tokens`).
 - **The length of a run** is a number of steps, not of passes over the data.

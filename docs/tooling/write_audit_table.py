@@ -1,6 +1,6 @@
 """Write the table of planted faults into the guide of the audit: `python -m docs.tooling.write_audit_table`.
 
-The figures come from the tests:
+The metrics come from the tests:
 `TROUPE_AUDIT_RESULTS=docs/tooling/audit_faults.json make ARGS=tests/real/test_audit.py test-long`.
 """
 
@@ -23,8 +23,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---:|---:|---:|---|",
     ]
     for row in rows:
-        figures = " | ".join(f"{row[name]:.1e}" for name in ("sampler", "trainer", "rounding"))
-        lines.append(f"| {row['model']} | {row['fault']} | {figures} | {_verdict(row)} |")
+        metrics = " | ".join(f"{row[name]:.1e}" for name in ("sampler", "trainer", "rounding"))
+        lines.append(f"| {row['model']} | {row['fault']} | {metrics} | {_verdict(row)} |")
     return "\n".join(lines)
 
 

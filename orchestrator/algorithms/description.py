@@ -28,30 +28,47 @@ def listing() -> str:
     return "\n".join(f"{row.name:<{width}}  {row.summary}" for row in rows)
 
 
+def listed() -> list[dict[str, Any]]:
+    """The same as data."""
+    return [{"name": row.name, "summary": row.summary} for row in [*ALGORITHMS.values(), *OFFLINE_ALGORITHMS.values()]]
+
+
 def description(name: str) -> str:
     """One algorithm, as plain text.
 
     Raises:
         KeyError: no table has the name.
     """
-    if name in OFFLINE_ALGORITHMS:
-        offline = OFFLINE_ALGORITHMS[name]
-        return _described(offline, offline_roles(offline), offline_defaults(offline))
-    return describe_row(ALGORITHMS[name])
+    return describe_row(named(name))
 
 
-def describe_row(row: Algorithm) -> str:
-    """An algorithm on rollouts, as plain text."""
-    return _described(row, ["rollout", "policy", "reward", *roles_besides(row)], row_defaults(row))
+def named(name: str) -> Algorithm | OfflineAlgorithm:
+    """The row of an algorithm. Raises KeyError."""
+    return OFFLINE_ALGORITHMS[name] if name in OFFLINE_ALGORITHMS else ALGORITHMS[name]
 
 
-def _described(row: Algorithm | OfflineAlgorithm, roles: list[str], defaults: Iterator[tuple[str, str]]) -> str:
-    lines = [row.name, f"  {row.summary}", f"  formula: {row.formula}", f"  source: {row.source}"]
+def describe_row(row: Algorithm | OfflineAlgorithm) -> str:
+    """An algorithm, as plain text."""
+    described = described_row(row)
+    defaults: dict[str, str] = described.pop("defaults")
+    lines = [described.pop("name"), f"  {described.pop('summary')}"]
+    for name, value in described.items():
+        lines.append(f"  {name}: {', '.join(value) if isinstance(value, list) else value}")
+    return "\n".join([*lines, "  defaults:", *(f"    {name}: {value}" for name, value in defaults.items())])
+
+
+def described_row(row: Algorithm | OfflineAlgorithm) -> dict[str, Any]:
+    """The same as data: `name`, `summary`, `formula`, `source`, advice where there is any, `roles` and `defaults`."""
+    described: dict[str, Any] = {"name": row.name, "summary": row.summary, "formula": row.formula, "source": row.source}
     if (advice := advice_on(row.name)) is not None:  # a custom algorithm has none
-        lines += [f"  use: {advice.use}", f"  watch: {advice.watch}"]
-        lines += [f"  TRL: {advice.trl}", f"  verl: {advice.verl}", f"  OpenRLHF: {advice.openrlhf}"]
-    lines += [f"  roles: {', '.join(roles)}", "  defaults:"]
-    return "\n".join([*lines, *(f"    {name}: {value}" for name, value in defaults)])
+        described |= {"use": advice.use, "watch": advice.watch}
+        described |= {"TRL": advice.trl, "verl": advice.verl, "OpenRLHF": advice.openrlhf}
+    if isinstance(row, OfflineAlgorithm):
+        return described | {"roles": offline_roles(row), "defaults": dict(offline_defaults(row))}
+    return described | {
+        "roles": ["rollout", "policy", "reward", *roles_besides(row)],
+        "defaults": dict(row_defaults(row)),
+    }
 
 
 def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:

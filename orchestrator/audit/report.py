@@ -1,4 +1,4 @@
-"""The report of an audit: figures, result, and what to do about each cause."""
+"""The report of an audit: metrics, result, and what to do about each cause."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class AuditReport:
         """Raise AuditFailed unless the audit passed."""
         if not self.passed:
             head = (
-                "sampler and trainer do not agree, and rounding does not explain it (`troupe audit` has the figures):"
+                "sampler and trainer do not agree, and rounding does not explain it (`troupe audit` has the metrics):"
             )
             raise AuditFailed("\n  ".join([head, *self.findings()]))
 

@@ -1,4 +1,4 @@
-"""What bounds the throughput of a point, from its measurements, and what to change, as lines for the spec."""
+"""The bottleneck of a point, from its measurements, and what to change, as lines for the spec."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_GPU_MEMORY = 0.92
 
 
 class Kind(Enum):
-    """What bounds a point."""
+    """The bottleneck of a point."""
 
     KV_CACHE = "KV cache"
     SLOTS = "max_num_seqs"
@@ -45,7 +45,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Bound:
-    """What bounds a point, and what to change."""
+    """The bottleneck of a point, and what to change."""
 
     kind: Kind
     why: str
@@ -57,7 +57,7 @@ class Bound:
 
 
 def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bound | None:
-    """What bounds a result; None where it was not measured.
+    """The bottleneck of a result; None where it was not measured.
 
     Args:
         result: The result.
@@ -83,7 +83,7 @@ def best_of(results: Sequence[Result]) -> Result | None:
 
 
 def kind_of(point: Point, measures: Measures) -> Kind:
-    """What bounds a point."""
+    """The bottleneck of a point."""
     role = point.spec.roles.rollout
     if measures.preemptions or (measures.most_kv_use >= _FULL and measures.waiting >= _WAITS):
         return Kind.KV_CACHE
@@ -225,7 +225,7 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
 
 
 def _without_gain(result: Result, results: Sequence[Result], field: str) -> str:
-    """A point that differs in a larger value of this field alone and is not faster; empty: there is none."""
+    """A point that differs in a larger value of this field alone and is not faster; empty without one."""
     mine = result.point.settings
     if result.measures is None or field not in mine:
         return ""

@@ -53,7 +53,7 @@ class Plan:
     remedies: tuple[MisfitRemedy, ...] = ()
     """Changes after which the misfit is gone."""
     measured: Measured | None = None
-    """What a benchmark measured for the spec; None: there is none."""
+    """What a benchmark measured for the spec; None without a benchmark."""
 
 
 def plan(

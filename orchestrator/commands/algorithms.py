@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
 
-from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, exit_with
+from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, JsonOption, echo_json, exit_with
 from troupe.orchestrator.errors import UsageError
 
 
@@ -23,29 +23,38 @@ def algorithms(
         ),
     ] = False,
     args: Annotated[str, typer.Option(help="Its arguments, as a YAML mapping.")] = "{}",
+    as_json: JsonOption = False,
 ) -> None:
     """List the algorithms, or describe one with its formula, source and defaults."""
-    from troupe.orchestrator.algorithms.description import description, listing
+    from troupe.orchestrator.algorithms.description import described_row, description, listed, listing, named
     from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
     from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
     from troupe.orchestrator.algorithms.table import ALGORITHMS
 
     if name is not None and is_custom(name):
-        _custom_algorithm(name, args, check)
+        _custom_algorithm(name, args, check, as_json)
     elif check:
         exit_with("error: --check is for a custom algorithm, package.module:attribute", USER_ERROR)
     elif name is None:
-        typer.echo(listing())
+        _echo(listed(), listing(), as_json)
     elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
-        typer.echo(description(name))
+        _echo(described_row(named(name)), description(name), as_json)
     else:
         exit_with(f"error: {unknown_algorithm(name)}", USER_ERROR)
 
 
-def _custom_algorithm(name: str, args: str, check: bool) -> None:
+def _echo(value: Any, text: str, as_json: bool) -> None:
+    """Print a value as JSON, or as text."""
+    if as_json:
+        echo_json(value)
+    else:
+        typer.echo(text)
+
+
+def _custom_algorithm(name: str, args: str, check: bool, as_json: bool) -> None:
     """Describe or check a custom algorithm."""
     from troupe.orchestrator.algorithms.custom import report
-    from troupe.orchestrator.algorithms.description import describe_row
+    from troupe.orchestrator.algorithms.description import describe_row, described_row
     from troupe.orchestrator.algorithms.section import custom_row
     from troupe.workers.algorithms.custom_checks import Available, check_custom
     from troupe.workers.contract.config import CustomConfig
@@ -62,10 +71,10 @@ def _custom_algorithm(name: str, args: str, check: bool) -> None:
     except ValueError as error:
         raise UsageError(" ".join(str(error).split())) from None
     if not check:
-        typer.echo(describe_row(row))
+        _echo(described_row(row), describe_row(row), as_json)
         return
     available = Available(importance=row.loss.importance.mode != "none")
     checks = check_custom(config, available=available)
-    typer.echo(report(checks))
+    _echo(checks, report(checks), as_json)
     if any(one.problem for one in checks):
         sys.exit(FAILURE)

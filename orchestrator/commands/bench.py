@@ -25,6 +25,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.prepare import single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks import is_url
 from troupe.orchestrator.spec.stages import read_document
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def bench(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure rollouts without training: tokens/s, latencies, caches and what bounds them, for every point of a sweep.
+    """Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, for every point of a sweep.
 
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
     them. --train and --weights measure the fastest point afterwards. Writes one HTML page, and beside it the results as
@@ -72,6 +73,8 @@ def bench(
         exit_on_signals()  # until Ray starts, nothing has to be ended in order
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")
+    if output is not None and is_url(output):
+        raise UsageError(f"--output {output} is a URL; write the page to a disk")
     if output is not None and output.suffix == ".json":
         raise UsageError(f"--output {output}: name the page; its results are written beside it as JSON")
     points = _points(spec, [parse_sweep(text) for text in sweep], set_, prompts)

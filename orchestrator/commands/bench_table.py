@@ -1,4 +1,4 @@
-"""Prints the results of `troupe bench`: one table, what bounds the points, and what to change."""
+"""Prints the results of `troupe bench`: one table, the bottleneck of each point, and what to change."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _transposed(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:
-    """What bounds every point and what to change, and the fastest point as lines for the spec."""
+    """The bottleneck of every point and what to change, and the fastest point as lines for the spec."""
     for result in results:
         name = result.point.label or result.point.spec.name
         bound = bound_of(result, results, cores)

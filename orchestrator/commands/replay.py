@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import FAILURE, AddressOption, RunArgument
+from troupe.orchestrator.commands.options import FAILURE, AddressOption, JsonOption, RunArgument, echo_json
 from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def replay(
         bool, typer.Option("--resample", help="Sample the step again; find the first token that differs.")
     ] = False,
     address: AddressOption = None,
+    as_json: JsonOption = False,
     result: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Repeat the updates of a step, without engines, and compare the weights with those of the run.
@@ -42,27 +44,32 @@ def replay(
     if sum((against is not None, resample, result is not None)) > 1:
         raise UsageError("--against and --resample are two questions: ask one at a time")
     if against is not None:
-        _compare(run, step, against, address)
+        _compare(run, step, against, address, as_json)
     elif resample:
-        _resample(run, step, address)
+        _resample(run, step, address, as_json)
     elif result is not None:
         _for_another(run, step, result)
     else:
-        _replay(run, step, address)
+        _replay(run, step, address, as_json)
 
 
-def _replay(run: Path, step: int, address: str | None) -> None:
+def _replay(run: Path, step: int, address: str | None, as_json: bool) -> None:
     from troupe.orchestrator.replay_run import replay as replay_run
     from troupe.orchestrator.reporting.console import Console
 
-    outcome = replay_run(_request(run, step, address), Console(sys.stderr), _show)
-    if not outcome.equal:
+    outcome = replay_run(_request(run, step, address), Console(sys.stderr), _quiet if as_json else _show)
+    if as_json:
+        steps = [{"equal": repeated.equal} | asdict(repeated) for repeated in outcome.steps]
+        echo_json({"equal": outcome.equal} | asdict(outcome) | {"steps": steps})
+    elif outcome.equal:
+        typer.echo(f"the weights are those of the run after every step ({len(outcome.steps)} repeated)")
+    else:
         _explain(outcome)
+    if not outcome.equal:
         sys.exit(FAILURE)
-    typer.echo(f"the weights are those of the run after every step ({len(outcome.steps)} repeated)")
 
 
-def _compare(run: Path, step: int, against: Path, address: str | None) -> None:
+def _compare(run: Path, step: int, against: Path, address: str | None, as_json: bool) -> None:
     from troupe.orchestrator.replay.against import require_checkout
     from troupe.orchestrator.replay_run import compare
     from troupe.orchestrator.reporting.console import Console
@@ -72,35 +79,37 @@ def _compare(run: Path, step: int, against: Path, address: str | None) -> None:
             words = "--against starts its own Ray: the workers of a cluster have the code of the cluster"
             raise UsageError(f"{words}; {remedy}")
     request = _request(run, step, None)
-    found = compare(request, require_checkout(against), Console(sys.stderr), _show)
-    for line in _differences(found, against):
-        typer.echo(line)
+    found = compare(request, require_checkout(against), Console(sys.stderr), _quiet if as_json else _show)
+    if as_json:
+        echo_json({"equal": found.difference is None} | asdict(found))
+    else:
+        typer.echo("\n".join(_differences(found, against)))
     if found.difference is not None:
         sys.exit(FAILURE)
 
 
 def _for_another(run: Path, step: int, result: Path) -> None:
     """Repeats steps for another version of the code, which reads `result`."""
-    from dataclasses import replace
-
     from troupe.orchestrator.replay.against import write_result
     from troupe.orchestrator.replay_run import replay as replay_run
     from troupe.orchestrator.reporting.console import Console
 
     request = replace(_request(run, step, None), whole=True)
-    outcome = replay_run(request, Console(sys.stderr), lambda _: True)
+    outcome = replay_run(request, Console(sys.stderr), _quiet)
     write_result(result, outcome.steps)
 
 
-def _resample(run: Path, step: int, address: str | None) -> None:
+def _resample(run: Path, step: int, address: str | None, as_json: bool) -> None:
     from troupe.orchestrator.replay.resample import plan_resample
     from troupe.orchestrator.replay_run import resample as resample_run
     from troupe.orchestrator.reporting.console import Console
 
     plan = plan_resample(run, step)
     found = resample_run(run, plan, address, Console(sys.stderr))
-    for line in found.lines():
-        typer.echo(line)
+    if as_json:
+        echo_json({"equal": found.equal} | asdict(found))
+    else:
+        typer.echo("\n".join(found.lines()))
     if not found.equal:
         sys.exit(FAILURE)
 
@@ -114,6 +123,10 @@ def _request(run: Path, step: int, address: str | None) -> ReplayRequest:
 
 def _show(repeated: Repeated) -> bool:
     typer.echo(repeated.line())
+    return True
+
+
+def _quiet(repeated: Repeated) -> bool:
     return True
 
 

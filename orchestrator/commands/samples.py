@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from troupe.orchestrator.commands.options import RunArgument
+from troupe.orchestrator.commands.options import JsonOption, RunArgument, echo_json
 from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,13 +42,18 @@ def samples(
         tuple[str, Path] | None,
         typer.Option("--export", metavar="FORMAT FILE", help="Write a file: jsonl, parquet or csv."),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show or export what a run sampled, with rewards and what was trained."""
     from troupe.orchestrator.reporting.run_folder import RunFolder
     from troupe.orchestrator.reporting.samples import SampleQuery, split_columns
 
     run, chosen = RunFolder(run_folder), None if columns is None else split_columns(columns)
-    if export is not None:
+    if as_json and export is not None:
+        raise UsageError("--json prints the samples and --export writes a file; give one of them")
+    if as_json:
+        _echo(run, SampleQuery(step, group, where, sort, limit or _SHOWN), chosen)
+    elif export is not None:
         _export(run, SampleQuery(step, group, where, sort, limit), chosen, *export)
     else:
         _show(run, SampleQuery(step, group, where, sort, limit or _SHOWN), chosen)
@@ -61,6 +67,24 @@ def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, f
         raise UsageError(f"--export: {form!r} is no format: use {', '.join(Format)}")
     rows = export_samples(run, query, columns or SAMPLES.names, Format(form), path)
     typer.echo(f"wrote {rows} samples to {path}")
+
+
+def _echo(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
+    """Print the samples as a list of objects; JSON has neither nan nor infinity: they become null, as in an export."""
+    from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS
+    from troupe.orchestrator.reporting.samples import select_samples
+
+    rows = select_samples(run, query, columns or CONVERSATION_COLUMNS).to_pylist()
+    echo_json(_finite(rows))
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import USER_ERROR, SetOption, disk_folder, exit_with
+from troupe.orchestrator.commands.options import USER_ERROR, SetOption, disk_folder, echo_json, exit_with
 from troupe.orchestrator.commands.runs import create_models, ready
 from troupe.orchestrator.commands.train import train
-from troupe.orchestrator.spec.examples import MODELS_VARIABLE, models_folder
+from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples, models_folder
 from troupe.orchestrator.starter.demo import (
     DEFAULT,
     demo_folder,
@@ -37,11 +37,17 @@ def demo(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the examples and exit.")] = False,
     prepare: Annotated[bool, typer.Option("--prepare", help="Create both models and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
 ) -> None:
     """Create two small models, once, and train one of them on this machine; a second call resumes.
 
     The default teaches SmolLM2-135M one-digit sums with GRPO, in some minutes on two cores.
     """
+    if as_json and not list_:
+        exit_with("error: --json is for --list", USER_ERROR)
+    if as_json:
+        echo_json([{"name": name, "summary": summary} for name, summary in examples().items()])
+        return
     if list_:
         typer.echo(list_examples())
         return

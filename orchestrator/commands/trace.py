@@ -57,7 +57,7 @@ def _range(steps: str | None) -> tuple[int | None, int | None]:
 
 
 def _summarize(run: RunFolder, timeline: pa.Table) -> None:
-    """Prints how busy every role was during the steps, and what bounds each of them."""
+    """Prints how busy every role was during the steps, and the bottleneck of each."""
     import pyarrow as pa
     from rich import box
     from rich.console import Console
@@ -74,8 +74,8 @@ def _summarize(run: RunFolder, timeline: pa.Table) -> None:
     for name in ("workers", "busy s", "idle s", "busy"):
         roles.add_column(name, justify="right")
     for one in busy_roles(timeline, windows):
-        figures = f"{one.busy_s:.2f}", f"{max(0.0, one.wall_s - one.busy_s):.2f}", f"{one.share:.0%}"
-        roles.add_row(one.role, str(one.workers), *figures)
+        times = f"{one.busy_s:.2f}", f"{max(0.0, one.wall_s - one.busy_s):.2f}", f"{one.share:.0%}"
+        roles.add_row(one.role, str(one.workers), *times)
     bounds = Table(
         "step", title="bound of a step: max(R, T)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )

@@ -9,7 +9,6 @@ from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.data.texts import load_texts
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 
 _SHOWN = 3
@@ -21,7 +20,7 @@ Pools = Mapping[str, Pool]
 
 def read_pools(spec: RunSpec) -> Pools:
     """Read all data of a spec. Raises DataError."""
-    return spec.dispatch(_of_rollouts, _of_examples)
+    return named_examples(*load_examples(spec.offline)) if spec.rollouts is None else _of_rollouts(spec.rollouts)
 
 
 def named(train: Pool, held_out: Mapping[str, Pool], texts: Pool | None = None) -> Pools:
@@ -88,7 +87,3 @@ def _of_rollouts(spec: RolloutSpec) -> Pools:
     on_bad_row = spec.failures.on_bad_row
     texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
     return named(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)
-
-
-def _of_examples(spec: OfflineSpec) -> Pools:
-    return named_examples(*load_examples(spec))

@@ -140,7 +140,7 @@ def count_of(config: Mapping[str, Any]) -> Count | None:
 
 
 def has_own_head(config: Mapping[str, Any]) -> bool:
-    """Whether a model of a known family has an output head of its own: it does not share the embedding's weight."""
+    """Whether a model of a known family has a separate output head: it does not share the embedding's weight."""
     config = with_defaults(config)
     return str(config.get("model_type")) in _FEED_FORWARD and not config.get("tie_word_embeddings")
 

@@ -130,7 +130,7 @@ def check_weights(folder: Path) -> None:
 
 
 def lacks_head(folder: Path) -> bool:
-    """Whether the files of a folder hold a model with an output head of its own, but not that head.
+    """Whether the files of a folder hold a model with a separate output head, but not that head.
 
     Raises:
         SizeUnknown: The folder cannot be read.

@@ -1,7 +1,7 @@
 """A pool of replicas: independent workers of one role that are started, given work, replaced and removed.
 
 Engines, reward workers, environments, judges and the workers of the frozen reference are such replicas. Their pools add
-to :class:`ReplicaPool` only what differs: how work is assigned, how a loss is noticed, and who is told of a change.
+to :class:`ReplicaPool` only what differs: how work is assigned, how a loss is noticed, and who is notified of a change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kernel, the files of stacks and the GPUs of this node say about the processes of a run.
+"""Process states, stacks, GPUs and disks of this node.
 
 Everything is read from outside, so that a process that hangs needs no part in it.
 """

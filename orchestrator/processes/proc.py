@@ -1,4 +1,4 @@
-"""What the kernel and Ray's log files of this node say about processes of the run."""
+"""Process state from `/proc`, and errors from Ray's log files."""
 
 from __future__ import annotations
 

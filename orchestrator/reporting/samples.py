@@ -6,7 +6,6 @@ settings cannot be changed by a condition.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from pyarrow.fs import LocalFileSystem
 
 from troupe.orchestrator.errors import DataError, UsageError, nearest
 from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.workers.contract.atomic_file import replacing
 from troupe.workers.contract.samples import SAMPLES
 
 _LONGEST = 2000
@@ -95,16 +95,11 @@ def export_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str], f
         The number of rows.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.absolute().with_name(f".{path.name}.{os.getpid()}")
     selected = ", ".join(f"{_exported(SAMPLES.field(name), form)} AS {_quoted(name)}" for name in columns)
-    try:
-        with _connect(unfinished) as connection, _explained(run):
-            _ordered(connection, run, query).project(selected).create_view("selected")
-            target = f"{_literal(unfinished)} ({_COPY_OPTIONS[form]}, USE_TMP_FILE false)"
-            rows: int = connection.execute(f"COPY selected TO {target}").fetchall()[0][0]
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path.absolute()) as unfinished, _connect(unfinished) as connection, _explained(run):
+        _ordered(connection, run, query).project(selected).create_view("selected")
+        target = f"{_literal(unfinished)} ({_COPY_OPTIONS[form]}, USE_TMP_FILE false)"
+        rows: int = connection.execute(f"COPY selected TO {target}").fetchall()[0][0]
     return rows
 
 

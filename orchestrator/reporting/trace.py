@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from troupe.orchestrator.reporting.utilization import step_windows
+from troupe.orchestrator.roles.table import NAMES
 from troupe.orchestrator.telemetry.timeline import OK
 from troupe.workers.contract.atomic_file import replacing
 
@@ -21,7 +22,7 @@ Event = dict[str, Any]
 Row = Mapping[str, Any]
 """A row of a TIMELINE table."""
 
-_ORDER = ("driver", "rollout", "environment", "judge", "reward", "reference", "policy", "critic")
+_ORDER = ("driver", *NAMES)
 """Processes from top to bottom; others follow by name."""
 _STEPS = "steps"
 """Name of the process that shows the steps."""

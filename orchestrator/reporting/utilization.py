@@ -1,4 +1,4 @@
-"""How busy every role was, and what bounds a step: figures from the timeline."""
+"""How busy every role was, and the bottleneck of each step, from the timeline."""
 
 from __future__ import annotations
 

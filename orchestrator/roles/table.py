@@ -243,6 +243,8 @@ NAMES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.v
 """The roles that a spec can have, in the order of the data."""
 TRAINERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.trains))
 """The roles whose workers train a model."""
+TRAINED = (*TRAINERS, "reward_model")
+"""Prefixes of the trainers' metrics: those of a reward model are not named after its role."""
 
 
 def named(role: Callable[[Role], bool]) -> frozenset[str]:

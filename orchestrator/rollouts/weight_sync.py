@@ -185,7 +185,7 @@ class FileSync:
     async def _write_to_hosts(self, update: WeightUpdate, engines: list[Engine]) -> None:
         """Writes the payload to the file of hosts that lack it, through one engine of each host.
 
-        A host whose engines are all lost goes on lacking it: loading it fails there as well.
+        A host whose engines are all lost still lacks it: loading it fails there as well.
 
         Raises:
             UpdateDamaged: The policy that holds the payload is lost.
@@ -222,7 +222,7 @@ class FileSync:
             return
 
     async def _send_delta(self, update: WeightUpdate, lacking: Mapping[str, Sequence[Engine]]) -> None:
-        """Sends what changed to hosts that have the version before; one that cannot use it goes on lacking this one."""
+        """Sends what changed to hosts that have the version before; one that cannot use it still lacks this one."""
         writers = [engines[0] for host, engines in lacking.items() if host in self._hosts_before]
         self._hosts_before = set()  # a file is changed once
         if not writers:
@@ -296,7 +296,7 @@ class DeviceSync:
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`).
 
-        The other engines go on serving meanwhile.
+        The other engines continue to serve meanwhile.
 
         Raises:
             UpdateDamaged: The policy is lost, or has trained since the version was sent: its weights are no longer

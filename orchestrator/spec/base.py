@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import yaml
 from pydantic import Field
@@ -31,8 +31,6 @@ from troupe.orchestrator.spec.sections import (
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConfig, ReferenceConfig
-
-T = TypeVar("T")
 
 
 class PromptRoom(NamedTuple):
@@ -89,21 +87,14 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         failures: BaseFailures
         output: BaseOutput
 
-    @abstractmethod
-    def dispatch(self, rollout: Callable[[Any], T], offline: Callable[[Any], T]) -> T:
-        """Call the function for this spec's kind.
-
-        Args:
-            rollout: Called with the spec if it is a `RolloutSpec`.
-            offline: Called with the spec if it is an `OfflineSpec`.
-
-        Returns:
-            What that function returns.
-        """
-
     @property
     def rollouts(self) -> Any:
         """The spec itself if it is a `RolloutSpec`; None if it trains on offline data."""
+        return None
+
+    @property
+    def offline(self) -> Any:
+        """The spec itself if it is an `OfflineSpec`; None if it trains on rollouts."""
         return None
 
     @property

@@ -25,7 +25,7 @@ class Setting:
     openrlhf: tuple[str, ...] = ()
     trl: tuple[str, ...] = ()
     troupe: tuple[str, ...] = ()
-    """Fields of a spec; empty: there is none."""
+    """Fields of a spec; empty if a spec has no such field."""
     note: str = ""
     """What differs, or why there is no field."""
     keys: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ def _setting(section: str, row: Mapping[str, Any]) -> Setting:
 
 
 def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
-    """What a spec has in the place of another trainer's setting, for an error message; empty where nothing matches.
+    """What a spec has instead of another trainer's setting, for an error message; empty where nothing matches.
 
     Args:
         path: Names of the unknown field and of the sections around it.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -31,8 +30,6 @@ from troupe.orchestrator.spec.sections import (
 )
 from troupe.workers.contract.config import Device, Frozen, TrainerConfig
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
-
-T = TypeVar("T")
 
 
 class OfflineRoles(Roles):
@@ -219,9 +216,10 @@ class OfflineSpec(RunSpec, frozen=True):
             lora=self.roles.policy.lora,
         )
 
-    def dispatch(self, rollout: Callable[[Any], T], offline: Callable[[OfflineSpec], T]) -> T:
-        """Call `offline` with this spec."""
-        return offline(self)
+    @property
+    def offline(self) -> OfflineSpec:
+        """See `RunSpec.offline`."""
+        return self
 
     @property
     def trains(self) -> Trains:

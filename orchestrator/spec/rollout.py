@@ -6,10 +6,10 @@ that cannot work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
@@ -50,7 +50,6 @@ from troupe.workers.contract.config import (
 )
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
-T = TypeVar("T")
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
 _KEPT_BYTES = 1024
@@ -423,10 +422,6 @@ class RolloutSpec(RunSpec, frozen=True):
         sets = {section: functions for section, functions in own.items() if functions is not None}
         sets |= {one.rewards: one.functions for one in self.held_out_sets() if one.own_rewards}
         return self.roles.reward.worker_config(ScoringConfig, sets=sets)
-
-    def dispatch(self, rollout: Callable[[RolloutSpec], T], offline: Callable[[Any], T]) -> T:
-        """Call `rollout` with this spec."""
-        return rollout(self)
 
     @property
     def probe_interval_s(self) -> float:

@@ -279,7 +279,7 @@ def _sleep(spec: RolloutSpec) -> Iterator[Finding]:
     if spec.device == "cpu":
         yield "roles.rollout.sleep", f"{rollout.sleep} needs a GPU: vLLM's CPU build releases no memory; remove it"
     elif rollout.colocate_with != "policy":
-        why = "nobody takes the memory of an engine that rests on GPUs of its own"
+        why = "nobody takes the memory of an engine that rests on separate GPUs"
         yield "roles.rollout.sleep", f"{why}; remove it or set roles.rollout.colocate_with: policy"
 
 
@@ -298,7 +298,7 @@ def _reward(spec: RolloutSpec) -> Iterator[Finding]:
     yield from _functions(spec, "roles.reward.functions", reward.functions, labels)
     shared = any(not one.own_rewards for one in spec.held_out_sets())
     if not shared and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
-        why = "has no effect: every source of data.train has rewards of its own; leave them out of one source"
+        why = "has no effect: every source of data.train sets rewards; leave them out of one source"
         yield "roles.reward.functions", f"{why}, and give its functions here"
     for path, functions in spec.reward_functions().items():
         if path.startswith("data."):

@@ -470,7 +470,7 @@ class SourceShare(Frozen):
 
 
 class MixedPrompts(SourceShare):
-    """One of several sources of prompts, with settings of its own. A setting left out is that of the run."""
+    """One of several sources of prompts, with its settings. A setting left out is that of the run."""
 
     rewards: tuple[RewardFunctionConfig, ...] | None = Field(default=None, min_length=1)
     """Reward functions of this source, in place of the functions and the model of `roles.reward`; null: those."""

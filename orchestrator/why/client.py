@@ -45,7 +45,9 @@ def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
     if snapshot is None:
         require_folder(run_folder)
         raise UsageError(f"{run_folder}: no run has started here, or its folder {FOLDER} cannot be read")
-    if (ended := _last_report(folder, snapshot)) is not None:  # its process may go on with another run: a later stage
+    if (
+        ended := _last_report(folder, snapshot)
+    ) is not None:  # its process may continue with another run: a later stage
         return ended
     process = snapshot.process() if snapshot.is_local else None
     stopped = process is not None and process.status() == psutil.STATUS_STOPPED

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from tests.orchestrator.replay.test_replay import kept_step
 from troupe.orchestrator import replay_run
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.commands import replay as replay_command
 from troupe.orchestrator.commands.replay import replay as command
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.replay.against import ReplayThere, StepThere
@@ -117,3 +121,19 @@ def test_a_comparison_does_not_join_a_cluster(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     with pytest.raises(UsageError, match=r"--against starts its own Ray: .*; unset RAY_ADDRESS"):
         command(tmp_path, 1, against=tmp_path)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_replay_is_printed_as_json(equal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def replay(request: ReplayRequest, console: Console, each: Each) -> ReplayOutcome:
+        steps = (step_here(3), replace(step_here(4), found={"policy": "a" if equal else "b"}))
+        assert all(each(step) for step in steps)
+        return ReplayOutcome(steps, "", () if equal else ("torch 2.12 in the run, 2.13 here",))
+
+    monkeypatch.setattr(replay_run, "replay", replay)
+    monkeypatch.setattr(replay_command, "_request", lambda *arguments: None)
+    result = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "4", "--json"])
+    assert result.exit_code == (0 if equal else 1)
+    found = json.loads(result.stdout)
+    assert found["equal"] is equal and [step["equal"] for step in found["steps"]] == [True, equal]
+    assert found["steps"][1]["recorded"] == {"policy": "a"} and bool(found["software"]) is not equal

@@ -424,7 +424,7 @@ class TrainRow:
     group: int = 0
     """Number of the row's group; rows of one group have the same prompt."""
     sample: int | None = None
-    """Number of the row's sample; None: the row is a sample of its own."""
+    """Number of the row's sample; None: the row is a separate sample."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
     Raises:
         ValueError: the tokenizer cannot be loaded.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a report asks no network; read when the tokenizer's library is imported
+    os.environ["HF_HUB_OFFLINE"] = (
+        "1"  # a report makes no network requests; read when the tokenizer's library is imported
+    )
     model = ModelConfig.model_validate(request["model"])
     if not model.trust_remote_code:
         # transformers then works without torch, whose import takes two thirds of the time. Run this in its own process.

@@ -123,7 +123,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def outside_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The first token that the model of the tokenizer's folder has no embedding for, in words; empty: there is none."""
+    """The first token that the model of the tokenizer's folder has no embedding for, as text; empty without one."""
     rows = _embedding_rows(str(tokenizer.name_or_path))
     found = next((token for token in ids if rows is not None and token >= rows), None)
     if found is None:

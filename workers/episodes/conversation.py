@@ -130,7 +130,7 @@ class Conversation:
         """The part of a rendering behind the policy's turn, and behind its end where that was sampled.
 
         None: the template has changed what is before it, or does not write the end of the turn there (it merges
-        messages of one role, or writes something in the place of an empty turn).
+        messages of one role, or writes something instead of an empty turn).
         """
         content = until_turn[-1]["content"]
         if not text.startswith(self._text):

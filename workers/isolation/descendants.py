@@ -60,7 +60,7 @@ def used_bytes(mark: str, *, at_most: int = 0) -> tuple[int, int]:
 
 
 def run_guarded(lifeline: int, mark: str) -> None:
-    """Continue in a child process, in a session of its own, that this process guards; returns in the child only.
+    """Continue in a child process, in a new session, that this process guards; returns in the child only.
 
     The guard ends all processes with this mark, and the child's process group, when the child ends or the other end of
     the pipe closes; then it ends itself as the child did. User code that kills its parent, or the group of its parent,

@@ -185,7 +185,7 @@ def _interpreter(packages: bool) -> tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
 def _request(sources: Mapping[str, str], limits: SandboxLimits) -> dict[str, Any]:
-    """What `troupe.workers.sandbox.inside` is told."""
+    """What `troupe.workers.sandbox.inside` is given."""
     executable, folders, libraries = _interpreter(limits.packages)
     path = os.pathsep.join(["/program", *libraries])
     return {

@@ -1,4 +1,4 @@
-"""The page: one HTML file with styles, code and data inside. It asks no network for anything."""
+"""The page: one HTML file with styles, code and data inside. It makes no network requests."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from troupe.orchestrator.reporting.verdicts.history import SHORTEST, History, Series, Stretch
 from troupe.orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
+from troupe.orchestrator.roles.table import TRAINED
 
 _MOST_KL_REF, _MOST_KL_STEP = 1.0, 0.3
 _UNTRAINED = 8.0
@@ -152,7 +153,7 @@ def _jump(gap: Series, floor: float) -> Stretch | None:
 
 def gradient_spikes(run: History) -> Iterator[Verdict]:
     """Single batches with a gradient far beyond the usual, or one that is not finite."""
-    for role in ("policy", "critic", "reward_model"):
+    for role in TRAINED:
         norm, skipped = run[f"{role}/grad_norm"], run[f"{role}/skipped_updates"]
         usual = norm.where(lambda _, value: value > 0).median  # a step without a signal has no gradient
         spikes = [step for step, value in norm.after(1) if value > _SPIKE * usual] if len(norm) > 4 else []
@@ -180,7 +181,7 @@ def gradient_spikes(run: History) -> Iterator[Verdict]:
 
 def clipped_gradients(run: History) -> Iterator[Verdict]:
     """Clipping, not the learning rate, decides how far an update goes."""
-    for role in ("policy", "critic", "reward_model"):
+    for role in TRAINED:
         norm, most = run[f"{role}/grad_norm"], float(run.get(f"roles.{role}.max_grad_norm", 1.0))
         found = norm.stretch(lambda value, most=most: value > _CLIPPED_TO * most)
         if found is None or not found.ongoing:

@@ -352,5 +352,13 @@ def test_the_command_shows_exports_and_refuses(run: RunFolder, tmp_path: Path) -
     result = runner.invoke(app, ["samples", str(run.path), "--export", "jsonl", str(file), "--columns", "reward"])
     assert result.exit_code == 0 and len(file.read_text().splitlines()) == 7
     assert json.loads(file.read_text().splitlines()[0]) == {"reward": -1.5}
+    columns = "step,reward,advantages"
+    result = runner.invoke(
+        app, ["samples", str(run.path), "--sort", "reward", "--limit", "2", "--json", "--columns", columns]
+    )
+    first, second = json.loads(result.stdout)
+    assert first.keys() == set(columns.split(",")) and first["reward"] == -1.5 <= second["reward"]
+    result = runner.invoke(app, ["samples", str(run.path), "--json", "--export", "csv", str(file)])
+    assert isinstance(result.exception, UsageError) and "give one of them" in str(result.exception)
     result = runner.invoke(app, ["samples", str(run.path), "--export", "xml", str(file)])
     assert isinstance(result.exception, UsageError) and "use jsonl, parquet, csv" in str(result.exception)

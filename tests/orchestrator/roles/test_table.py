@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from typing import Any, get_args
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
-from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, row_of, settings_of, worker_env
+from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, named, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -24,6 +25,21 @@ def shipped(name: str, *overrides: str) -> RunSpec:
 def test_the_table_has_every_role_of_a_spec() -> None:
     assert set(NAMES) == set(get_args(RoleName))
     assert TRAINERS == ("policy", "critic")
+
+
+def test_no_module_lists_the_roles_again() -> None:
+    """A collection of the names of all trainers, engines or roles is in the table only."""
+    listed = {frozenset(TRAINERS), frozenset(NAMES), named(lambda row: row.engine)}
+    found: list[str] = []
+    for file in sorted((ROOT / "orchestrator").rglob("*.py")):
+        if file.parent.name in ("roles", "spec"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                names = frozenset(item.value for item in node.elts if isinstance(item, ast.Constant))
+                if names & set(NAMES) in listed:
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not found
 
 
 @pytest.mark.parametrize("row", ROLES.values(), ids=ROLES)

@@ -1007,7 +1007,7 @@ CPU_CASES += [
     ),
     mixed_case(
         "mixed_unused_role",
-        "15: roles.reward.functions: has no effect: every source of data.train has rewards of its own; leave them out "
+        "15: roles.reward.functions: has no effect: every source of data.train sets rewards; leave them out "
         "of one source, and give its functions here",
         "repeats: 2",
         "rewards: [{name: numeric}]",
@@ -1121,7 +1121,7 @@ GPU_CASES = [
     case(
         "sleep_alone",
         (
-            "8: roles.rollout.sleep: nobody takes the memory of an engine that rests on GPUs of its own; "
+            "8: roles.rollout.sleep: nobody takes the memory of an engine that rests on separate GPUs; "
             "remove it or set roles.rollout.colocate_with: policy"
         ),
         ("    gpus: 1\n  policy:", "    gpus: 1\n    sleep: weights\n  policy:"),

@@ -15,20 +15,11 @@ def shipped(name: str, *overrides: str) -> RunSpec:
     return plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides))[0].spec
 
 
-def kind(spec: RunSpec) -> str:
-    def rollout(spec: RolloutSpec) -> str:
-        return f"rollout {spec.samples_per_step}"
-
-    def offline(spec: OfflineSpec) -> str:
-        return f"offline {spec.updates}"
-
-    return spec.dispatch(rollout, offline)
-
-
-def test_dispatch_calls_the_function_of_the_kind() -> None:
+def test_a_spec_is_of_one_kind() -> None:
     ppo, dpo = shipped("tiny-ppo"), shipped("tiny-dpo")
-    assert kind(ppo).startswith("rollout ") and kind(dpo).startswith("offline ")
-    assert ppo.batch_description == f"{kind(ppo).split()[1]} samples"
+    assert isinstance(ppo.rollouts, RolloutSpec) and ppo.rollouts is ppo and ppo.offline is None
+    assert isinstance(dpo.offline, OfflineSpec) and dpo.offline is dpo and dpo.rollouts is None
+    assert ppo.batch_description == f"{ppo.rollouts.samples_per_step} samples"
     assert dpo.batch_description.endswith(" examples")
 
 

@@ -1,4 +1,4 @@
-// The page of a benchmark: what is fastest and what bounds it, plots over the swept fields, and every number.
+// The page of a benchmark: the fastest point and the bottleneck of each, plots over the swept fields, and every number.
 
 const record = JSON.parse(document.getElementById('data').textContent);
 const measured = record.points.map((point, number) => ({ ...point, number })).filter((point) => point.measures);
@@ -51,7 +51,7 @@ function fastestSection() {
 }
 
 function boundSection() {
-  return section('bounds', 'What bounds it', ...record.points.map((point) => {
+  return section('bounds', 'Bottlenecks', ...record.points.map((point) => {
     if (!point.bound) return el('article', { class: 'verdict problem' }, el('header', {}, el('span', { class: 'chip problem', text: 'not measured' }), el('h4', { text: name(point) })), el('p', { text: visible(point.problem) }));
     const { kind, why, lines, note } = point.bound;
     return el(

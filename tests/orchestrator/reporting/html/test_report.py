@@ -266,6 +266,8 @@ def test_the_command_writes_into_the_run_and_refuses_what_is_no_run(run: RunFold
     assert f"{run.path}: warning" in result.stdout or "healthy" in result.stdout
     verdicts = CliRunner().invoke(app, ["report", str(run.path), "--json"])
     assert isinstance(json.loads(verdicts.stdout)[str(run.path)], list)
+    page = CliRunner().invoke(app, ["report", str(run.path), "-o", "-"])
+    assert page.stdout.startswith("<!doctype html>") and page.stdout.rstrip().endswith("</html>")
     missing = CliRunner().invoke(app, ["report", str(tmp_path / "nothing")])
     assert isinstance(missing.exception, UsageError)
     folder = CliRunner().invoke(app, ["report", str(run.path), "-o", str(tmp_path)])
