@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
 from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
-from troupe.orchestrator.roles.memory import Sizes, shared_engine
 from troupe.orchestrator.roles.table import row_of, settings_of, worker_env
+from troupe.orchestrator.run_actors import RunActors
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
-from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import WorkerHealth
 from troupe.workers.contract.naming import resolve
 
@@ -57,14 +52,8 @@ class WorkerLauncher:
         self._spec = spec
         self._snapshots = tuple(snapshots)
         self._cluster = cluster
-        self._classes = classes or {}
         self._seats = Seats(spec, cluster)
-        self._workers: dict[str, ActorWorker[Any]] = {}
-        self._served: set[str] = set()
-        """Names of workers that have started before."""
-        self._policy_gpu = 0
-        """Memory of the policy's smallest GPU in bytes, as its ranks report it when they have started; 0: they have
-        none, or have not."""
+        self._actors = RunActors(spec, cluster, self._seats, classes)
         self._progress: StartProgress | None = None
 
     async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
@@ -80,7 +69,7 @@ class WorkerLauncher:
         """
         await self._seats.reserve(only)
         await self._download()
-        self._progress = StartProgress(self._cluster.activities, progress, self._seats, self._served)
+        self._progress = StartProgress(self._cluster.activities, progress, self._seats, self._actors.served)
         try:
             with self._progress.following():
                 return await self._start()
@@ -109,7 +98,7 @@ class WorkerLauncher:
         """Starts the workers of a role that have a seat."""
         row, names = row_of(self._spec, role), self._seats.names(role)
         if row.trains:
-            workers = [self._spawn(name) for name in names]
+            workers = [self._actors.spawn(name) for name in names]
         else:
             start = self.engine if role == "rollout" else self.replica
             workers = await asyncio.gather(*(start(name) for name in names))
@@ -126,22 +115,16 @@ class WorkerLauncher:
         )
         if isinstance(group, TrainerGroup):
             await self._start_trainers(group)
-            if role == "policy":
-                self._policy_gpu = group.gpu_memory
-            if role == "policy" and self._frees_gpus:
-                await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
+            if role == "policy" and (rollouts := self._spec.rollouts) is not None:
+                self._actors.policy_gpu = group.gpu_memory
+                if rollouts.resolved_sleep != "none":  # an engine samples on its GPU
+                    await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
         elif isinstance(group, ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)
         if row.trains:
             for name in names:
                 self._started(name)
         return group
-
-    @property
-    def _frees_gpus(self) -> bool:
-        """Whether the policy's optimizer leaves its GPU while an engine there samples."""
-        spec = self._spec.rollouts
-        return spec is not None and spec.resolved_sleep != "none"
 
     async def _start_trainers(self, group: TrainerGroup[Any]) -> None:
         """Starts the ranks of a group, once more if one dies meanwhile; one that dies again has a cause that stays."""
@@ -157,27 +140,18 @@ class WorkerLauncher:
     async def engine(self, name: str) -> Engine:
         """Starts the rollout engine of this name, also to replace one that is gone."""
         await self._download()
-        worker: ActorWorker[roles.RolloutEngine] = self._spawn(name)
-        with self._ended_on_failure(worker):
+        worker: ActorWorker[roles.RolloutEngine] = self._actors.spawn(name)
+        with self._actors.killed_on_failure(name):
             health = await worker.call(roles.RolloutEngine.start, self._spec.schedule.start_timeout_s)
         self._started(name, health)
         return Engine(worker, health.host)
 
     async def replica(self, name: str) -> ActorWorker[Any]:
         """Starts the reward, reference, environment or judge worker of this name."""
-        worker: ActorWorker[roles.Replica] = self._spawn(name)
-        with self._ended_on_failure(worker):
+        worker: ActorWorker[roles.Replica] = self._actors.spawn(name)
+        with self._actors.killed_on_failure(name):
             self._started(name, await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s))
         return worker
-
-    @contextmanager
-    def _ended_on_failure(self, worker: ActorWorker[Any]) -> Iterator[None]:
-        """Ends a worker that does not start, so that its seat is free for another one."""
-        try:
-            yield
-        except BaseException:
-            self._cluster.kill(worker)
-            raise
 
     async def restart(self, groups: Sequence[TrainerGroup[Any]]) -> None:
         """Ends the processes of these groups, and starts the same ranks with their initial model.
@@ -186,9 +160,9 @@ class WorkerLauncher:
             WorkerError: One does not start.
         """
         for worker in (worker for group in groups for worker in group.workers):
-            self._cluster.kill(self._workers[worker.name])
+            self._actors.kill(worker.name)
         for group in groups:
-            group.workers = tuple(self._spawn(worker.name) for worker in group.workers)
+            group.workers = tuple(self._actors.spawn(worker.name) for worker in group.workers)
         await gather_all(group.start(self._spec.schedule.start_timeout_s) for group in groups)
         names = [worker.name for group in groups for worker in group.workers]
         self._cluster.events.record("trainer_restarted", workers=names)
@@ -217,10 +191,7 @@ class WorkerLauncher:
 
     async def dismiss(self, name: str, timeout_s: float) -> None:
         """Ends the worker of this name, if there is one, and releases its resources."""
-        worker = self._workers.pop(name, None)
-        self._served.discard(name)
-        if worker is not None:
-            await self._cluster.end(worker, timeout_s)
+        await self._actors.end(name, timeout_s)
         self._seats.release(name)
 
     async def _download(self) -> None:
@@ -229,40 +200,6 @@ class WorkerLauncher:
             await self._cluster.prepare_nodes(download_all, self._spec.schedule.start_timeout_s, self._snapshots)
 
     def _started(self, name: str, health: WorkerHealth | None = None) -> None:
-        """Records that a worker serves, and where."""
-        event = "worker_replaced" if name in self._served else "worker_started"
-        self._served.add(name)
+        self._actors.record_start(name, health)
         if self._progress is not None:
             self._progress.report()
-        detail = "" if health is None else f"host {health.host}, pid {health.pid}"
-        self._cluster.events.record(event, worker=name, detail=detail)
-
-    @cached_property
-    def _shared_engine(self) -> tuple[int, float] | None:
-        """KV cache in bytes of an engine on the policy's GPU and its share of it, as `troupe plan` counts them, for
-        every engine alike.
-
-        None: each engine takes what it finds free, as it has its GPU to itself, or the memory of a GPU is not known.
-        """
-        spec: RolloutSpec | None = self._spec.rollouts
-        if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:
-            return None
-        # Ray's name of a GPU's type does not tell an A100 with 40 GB from one with 80.
-        gpu = self._policy_gpu or self._cluster.gpu_memory()
-        return shared_engine(spec, gpu, Sizes()) if gpu else None
-
-    def _spawn(self, name: str) -> ActorWorker[Any]:
-        placement, seat = self._seats[name]
-        row, settings = row_of(self._spec, seat.role), settings_of(self._spec, seat.role)
-        own = self._classes.get(row.kind)
-        worker_class = own or actor_class(row.worker, row.protocol, concurrent=row.concurrent)
-        config = settings.config
-        if isinstance(config, RolloutConfig) and self._shared_engine is not None:
-            cache, share = self._shared_engine
-            engine = config.engine.model_copy(update={"gpu_memory_utilization": share})
-            config = config.model_copy(update={"kv_cache_bytes": cache or None, "engine": engine})
-        arguments = (config, name, *settings.extra)
-        actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent)
-        worker = self._cluster.spawn(placement, seat, name, actor)
-        self._workers[name] = worker
-        return worker

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ray
+from ray._private import state as ray_state
 from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -43,6 +44,10 @@ _WITH_DESCENDANTS = named(lambda row: row.engine)
 """Roles whose worker cannot serve when a process that it started is stopped."""
 _FETCH_S = 1.0
 """Longest wait for what a node has answered."""
+_RUNNING = frozenset({"PENDING_CREATION", "ALIVE"})
+"""States of Ray's actors whose process runs."""
+_LOCATE_S = 5.0
+"""Time after which the process of a worker that has not answered is looked up in Ray's table of actors."""
 
 
 @dataclass(frozen=True)
@@ -205,13 +210,29 @@ class ProcessWatch:
         return reports + [NodeReport(NodeFacts(names[node], False, False)) for node in dead - set(asked)]
 
     async def _locate(self, worker: WatchedProcess, answer: Any) -> None:
+        """Watches a worker from its first answer, or from when Ray's table has its process: a stopped one is silent."""
+        asked = asyncio.ensure_future(answer)
+        found: list[Process] = []
+        look_up = threading.Thread()
         try:
-            node, pid = await answer
+            while not found and not (await asyncio.wait({asked}, timeout=_LOCATE_S))[0]:
+                if not look_up.is_alive():  # without its GCS, Ray waits for minutes
+                    look_up = threading.Thread(target=_look_up, args=(worker.actor, found), daemon=True)
+                    look_up.start()
+            if found:
+                self._begin(found[0], worker)
+                await asked
+            else:
+                self._begin(Process(*await asked), worker)
         except RayError:
-            return  # it died before; its calls say so
-        process = Process(node, pid)
+            pass  # it died; its calls say so
+        finally:
+            asked.cancel()
+
+    def _begin(self, process: Process, worker: WatchedProcess) -> None:
         self._workers[process] = worker
         worker.locate(process)
+        node = process.node
         if node not in self._nodes:
             self._nodes[node] = asyncio.create_task(self._watch(node), name=f"watch node {node[:8]}")
 
@@ -257,6 +278,17 @@ def _register(_: object) -> tuple[str, int]:
     """Node and process of the worker that calls this; from then on it writes its stacks on SIGUSR1."""
     write_stacks_on_signal(own_logs() / STACKS)
     return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def _look_up(actor: Any, found: list[Process]) -> None:
+    """Adds the process of an actor to `found` if Ray has started one and it has not ended."""
+    try:
+        entry = ray_state.actors(actor._actor_id.hex())
+    except Exception as error:  # of Ray's, also while it disconnects
+        logger.debug("the process of an actor was not found: %s", error)
+        return
+    if entry.get("State") in _RUNNING and entry["Pid"]:
+        found.append(Process(entry["Address"]["NodeID"], entry["Pid"]))
 
 
 def own_logs() -> Path:

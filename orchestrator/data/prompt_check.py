@@ -28,6 +28,10 @@ _UNNAMED = (
     "which the model's folder does not name as an end: sampling stops there as well, and the generation configuration "
     "and the tokenizer of every exported model name it"
 )
+_SPELLED = (
+    "which is no token of the vocabulary: sampling does not stop there. Use the tokenizer of the template's model, or "
+    "set sampling.stop to it"
+)
 _LONGEST = 1 << 31
 
 
@@ -65,8 +69,10 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         replies = iter(ask(_ENTRY, request | texts, _TIMEOUT_S))
     except ProbeFailed as error:
         return PromptCheck((("model.path", error.raised or str(error)),))
-    unnamed, special, answers = (next(replies) for _ in range(3))
+    unnamed, spelled, special, answers = (next(replies) for _ in range(4))
     notes = [f"the chat template ends a turn with {unnamed!r}, {_UNNAMED}"] if unnamed else []
+    stops = () if spec.rollouts is None else spec.rollouts.sampling.stop
+    notes += [f"the chat template ends a turn with {spelled!r}, {_SPELLED}"] if spelled and spelled not in stops else []
     notes += [f"{special} of the first prompts have special tokens, {_READ_AS_TEXT}"] if special else []
     notes += [f"{answers} of the first answers and texts have special tokens, {_READ_AS_TEXT}"] if answers else []
     template = "model.path" if spec.model.chat_template is None else "model.chat_template"

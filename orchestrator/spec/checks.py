@@ -48,6 +48,8 @@ def trainer_problems(trainers: Mapping[RoleName, TrainerRole]) -> Iterator[Findi
             yield f"roles.{name}.offload_optimizer", "has no effect on the CPU; remove it"
         elif role.offload_optimizer and role.zero_stage == 0:
             yield f"roles.{name}.offload_optimizer", "needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded"
+        if role.kernels == "liger" and role.gpus == 0:
+            yield f"roles.{name}.kernels", "liger needs GPUs; use torch on the CPU"
         size = role.sequence_parallel_size
         if role.workers % size:
             yield f"roles.{name}.sequence_parallel_size", f"{size} does not divide the role's {role.workers} workers"

@@ -53,6 +53,9 @@ ENDLESS = (
     ),
 )
 
+SIGNAL = "roles.reward.functions=[{name: environment}, {name: letter_share, args: {letters: aeiou}}]"
+"""A random model solves no task, and without a second component nothing would be trained."""
+
 
 @dataclass(frozen=True)
 class Hit:
@@ -155,7 +158,7 @@ def _check(name: str, lines: list[dict[str, Any]], healthy: list[dict[str, Any]]
     if not all(map(ledger_balances, lines)) or lines[-1]["ledger/dropped"]:
         raise Broken(f"{name}: the ledger of the last step is {lines[-1]}")
     for line, expected in zip(lines, healthy, strict=False):
-        differing = [metric for metric in COMPARED if line[metric] != expected[metric]]
+        differing = [metric for metric in COMPARED if line.get(metric) != expected.get(metric)]
         if differing:
             values = {metric: (line.get(metric), expected.get(metric)) for metric in differing}
             raise Broken(f"{name}: step {line['step']} is not that of a run without faults: {values}")
@@ -172,9 +175,10 @@ def undisturbed(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _known(spec: Path) -> list[str]:
-    """The overrides for roles that the spec has."""
+    """The overrides that fit the roles and the rewards of the spec."""
     text = spec.read_text()
-    return [override for override in ENDLESS if "judge.model" not in override or "  judge:" in text]
+    known = [override for override in ENDLESS if "judge.model" not in override or "  judge:" in text]
+    return [*known, SIGNAL] if "name: environment" in text else known
 
 
 def scenes(seed: int) -> Iterator[tuple[str, int, random.Random]]:

@@ -17,9 +17,11 @@ from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.capacity.placement import place, role_sizes
 from troupe.orchestrator.capacity.plan import described_nodes, plan
 from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.run_actors import RunActors
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.workers.contract.units import GIB
@@ -160,12 +162,12 @@ def test_an_engine_on_a_shared_gpu_has_the_cache_of_the_plan_also_as_a_replaceme
         f"model.path={tmp_path}",
     )
     cluster = _Spawning(gpu * GIB)
-    launcher = WorkerLauncher(spec, cast(Cluster, cluster))
-    placements = place(role_sizes(spec))
-    launcher._seats._seats = {f"{seat.role}-{seat.index}": (one, seat) for one in placements for seat in one.seats}
-    launcher._policy_gpu = reported * GIB
+    seats = Seats(spec, cast(Cluster, cluster))
+    seats._seats = {f"{seat.role}-{seat.index}": (one, seat) for one in place(role_sizes(spec)) for seat in one.seats}
+    actors = RunActors(spec, cast(Cluster, cluster), seats, None)
+    actors.policy_gpu = reported * GIB
     for _ in range(2):
-        launcher._spawn("rollout-3")
+        actors.spawn("rollout-3")
     first, replacement = (config.kv_cache_bytes for config in cluster.configs)
     assert first == replacement
     if not (shared and gpu):

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.demo.cluster import free_port, node
 from troupe.orchestrator.capacity.placement import RoleSize, fit, place, place_one
 from troupe.orchestrator.cluster import ray_nodes
+from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch, own_logs
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 
 pytestmark = pytest.mark.real
@@ -60,9 +68,54 @@ async def check_reservations(port: int) -> None:
     assert Counter(node_of_group(names).values()) == {small: 3, large: 4}
 
 
+class StopsItself:
+    """An actor whose process stops before it can answer a call."""
+
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass
+class Watched:
+    """A worker of the watch."""
+
+    actor: Any
+    name: str = "policy-0"
+    process: Process | None = None
+    ended: asyncio.Future[str] = field(default_factory=asyncio.Future)
+
+    def locate(self, process: Process) -> None:
+        self.process = process
+
+    def terminate(self, reason: str) -> None:
+        self.ended.set_result(reason)
+
+
+async def check_silent_worker() -> None:
+    """A process that is stopped before its first answer is found, and ended."""
+    watch = ProcessWatch(own_logs(), 2.0)
+    here = NodeAffinitySchedulingStrategy(watch.node, soft=False)
+    worker = Watched(ray.remote(StopsItself).options(num_cpus=0, scheduling_strategy=here).remote())
+    watch.add(worker)
+    try:
+        reason = await asyncio.wait_for(worker.ended, RESERVE_TIMEOUT_S)
+        with pytest.raises(RayActorError):
+            await asyncio.wait_for(worker.actor.__ray_ready__.remote(), RESERVE_TIMEOUT_S)
+    finally:
+        watch.close()
+    assert worker.process is not None
+    assert reason == f"its process {worker.process.pid} was stopped for 2 s (failures.stopped_s)"
+    assert watch.locations() == {}
+
+
+async def check_all(port: int) -> None:
+    await check_reservations(port)
+    await check_silent_worker()
+
+
 def run_check(port: int) -> None:
     """Entry of a child process: a process chooses its Ray token when it imports Ray or starts its first cluster."""
-    asyncio.run(check_reservations(port))
+    asyncio.run(check_all(port))
 
 
 def test_spread_workers_are_placed_as_planned_and_further_ones_where_fewest_run() -> None:

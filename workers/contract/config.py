@@ -218,6 +218,9 @@ class TrainerConfig(OptimizerConfig):
     packing: bool = True
     """Concatenate the sequences of a micro-batch into one row, without padding, where the model takes that; the result
     is the same to float tolerance. False: pad them to one length."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Kernels of norms, rotary positions and gated MLPs. `liger` (GPU only): those of the package liger-kernel, which
+    use less memory; at the start they are compared with the model's own."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)

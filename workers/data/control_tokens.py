@@ -28,8 +28,9 @@ _CONVERSATIONS = (
     ("user", "assistant", "tool"),
 )
 """Roles of conversations that are rendered; a template refuses those that it does not know."""
-_OF_A_TURN = re.compile(r"think|thought|reason|tool|call|func|arg", re.IGNORECASE)
-"""Tags inside a turn, which data and environments write as well: they stay tokens."""
+_OF_A_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+_OF_A_TURN = re.compile(rf"{_OF_A_THOUGHT.pattern}|tool|call|func|arg", re.IGNORECASE)
+"""Tags inside a turn, which data and environments write as well: they stay tokens, unless nothing else opens one."""
 _MARKUP = re.compile(r"\S*[^\w\s]\S*")
 """Line breaks, spaces and plain words may be added tokens, too; a template has them for other reasons."""
 
@@ -41,10 +42,22 @@ def unmarked_control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     ends = {decoder[one].content for one in configured_ends(Path(tokenizer.name_or_path)) if one in decoder}
     if not unmarked:
         return set()
-    found = re.compile("|".join(map(re.escape, sorted(unmarked, key=len, reverse=True))))
-    written = {text for rendering in _renderings(tokenizer) for text in found.findall(rendering)}
-    around = {text for text in written if _MARKUP.fullmatch(text) and not _OF_A_TURN.search(text)}
-    return around | (ends & unmarked)
+    found = _finds(unmarked)
+    marked = _finds({token.content for token in decoder.values() if token.special} | ends)
+    around, opening = set[str](), set[str]()
+    for rendering, last in _renderings(tokenizer):
+        around |= {text for text in found.findall(rendering) if _MARKUP.fullmatch(text) and not _OF_A_TURN.search(text)}
+        behind = rendering.rpartition(MARK)[2]
+        inner = set(filter(_MARKUP.fullmatch, found.findall(behind)))
+        if last == "tool" and not marked.search(behind) and all(map(_OF_A_TURN.search, inner)):
+            # Nothing but a tag of the tool's result says that the assistant speaks from here (DeepSeek).
+            opening |= {text for text in inner if not _OF_A_THOUGHT.search(text)}
+    return around | opening | (ends & unmarked)
+
+
+def _finds(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of the texts, the longest first; without any, nothing."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 def configured_ends(folder: Path) -> list[int]:
@@ -65,12 +78,12 @@ def _ids(config: Mapping[str, Any]) -> list[int]:
     return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int and 0 <= one < _MOST]
 
 
-def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
-    """What the template writes around texts, in all conversations that it knows."""
+def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterable[tuple[str, str]]:
+    """(what the template writes around texts, role of the last message), of all conversations that it knows."""
     for roles in _CONVERSATIONS:
         messages = [{"role": role, "content": MARK} for role in roles]
         try:
             opened = roles[-1] != "assistant"
-            yield str(tokenizer.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False))
+            yield str(tokenizer.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False)), roles[-1]
         except Exception:  # a chat template can raise anything
             continue

@@ -25,12 +25,17 @@ from troupe.workers.data.control_tokens import MARK
 from troupe.workers.data.plain_text import as_text, restored, text_ids
 from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_REPORTED = 20
+
+_REWRITTEN = (
+    "the chat template renders earlier turns differently when others follow: no text of the whole conversation has "
+    "the tokens that were sampled (sft, kto: loss_on: last trains the last turn)"
+)
 
 Picks = Sequence[tuple[str, int]]
 """(prompt_uid, number of the example) of every example of a batch, in order."""
@@ -79,12 +84,14 @@ def encode_turns(
         if turn["role"] != "assistant":
             continue
         opened = _render(tokenizer, [*said, *turns[:place]], open_turn=True)
-        behind = _behind(tokenizer, said, turns, place)
+        behind, own = _behind(tokenizer, said, turns, place)
         _check_shown(whole, opened, behind, turn["content"], last=place == len(turns) - 1)
+        if end > len(opened):
+            raise ExampleRefused(_REWRITTEN)  # what counts as the end of a turn is in a later message
         if ids:
             between = _continuation(tokenizer, whole[:end], [*prompt_ids, *ids], whole[end : len(opened)])
             ids, mask = [*ids, *between], [*mask, *(False for _ in between)]
-        closing = _closing(tokenizer, behind)
+        closing = _closing(tokenizer, own)
         end = len(whole) - len(behind) + len(closing)
         reply = _continuation(tokenizer, opened, [*prompt_ids, *ids], whole[len(opened) : end])
         if not closing and place == len(turns) - 1:
@@ -99,11 +106,23 @@ def encode_turns(
 
 def _behind(
     tokenizer: PreTrainedTokenizerBase, said: list[dict[str, str]], turns: Sequence[dict[str, str]], place: int
-) -> str:
-    """What the template writes behind the text of a turn, to the end of the conversation."""
+) -> tuple[str, str]:
+    """What the template writes behind the text of a turn: to the end of the conversation, and to the next message.
+
+    The text of the next message is part of neither the turn nor its end.
+    """
     shown = as_text(tokenizer, [*said, *turns])
-    shown[len(said) + place]["content"] += MARK
-    return _rendered(partial(render_as_text, tokenizer, shown, open_turn=False)).rpartition(MARK)[2]
+    number = len(said) + place
+    shown[number]["content"] += MARK
+    behind = _rendered(partial(render_as_text, tokenizer, shown, open_turn=False)).rpartition(MARK)[2]
+    if place == len(turns) - 1:
+        return behind, behind
+    shown[number + 1]["content"] = MARK + shown[number + 1]["content"]
+    marked = _rendered(partial(render_as_text, tokenizer, shown, open_turn=False)).rpartition(MARK)[0]
+    own = marked.rpartition(MARK)[2]
+    if not behind.startswith(own):  # the template leaves out the beginning of the next message, and the mark with it
+        raise ExampleRefused(_REWRITTEN)
+    return behind, own
 
 
 def _check_shown(whole: str, opened: str, behind: str, response: str, *, last: bool) -> None:
@@ -113,10 +132,7 @@ def _check_shown(whole: str, opened: str, behind: str, response: str, *, last: b
     if continued and "".join(restored(text).split()).endswith("".join(response.split())):
         return
     if not last:
-        raise ExampleRefused(
-            "the chat template renders earlier turns differently when others follow: no text of the whole "
-            "conversation has the tokens that were sampled (sft, kto: loss_on: last trains the last turn)"
-        )
+        raise ExampleRefused(_REWRITTEN)
     opens = f"opens the response with {opened[-24:]!r}, and does not have that in the whole conversation"
     why = "changes the text of the response" if continued else opens
     raise ExampleRefused(f"the chat template {why}: set model.chat_template to one that keeps responses as they are")
@@ -333,9 +349,9 @@ class ExampleTable:
         group = torch.unique_consecutive(self._group[index], return_inverse=True)[1]
         return ExampleMicroBatch(
             tokens=tokens,
-            groups=Groups(group.to(device), self.member[index].to(device)),
-            score=self._score[index].to(device),
-            margin=self._margin[index].to(device),
-            desirable=self._desirable[index].to(device),
+            groups=Groups(to_device(group, device), to_device(self.member[index], device)),
+            score=to_device(self._score[index], device),
+            margin=to_device(self._margin[index], device),
+            desirable=to_device(self._desirable[index], device),
             ref_logprobs=self.tokens.floats("ref_logprobs", tokens),
         )

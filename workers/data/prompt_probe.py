@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     """Facts about the tokenizer and the prompts.
 
-    First comes the end of a turn that the model's folder does not name (empty: none), then the numbers of prompts and
-    of answers with special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
+    First come the end of a turn that the model's folder does not name (empty: none) and the text that ends a turn
+    where no token does (empty: one does), then the numbers of prompts and of answers with special tokens that are read
+    as text, then the length of each prompt in tokens, or why it has none.
 
     Args:
         request: `model`, a ModelConfig as a dictionary, `messages` of every prompt and `answers` of the data (JSON),
@@ -38,6 +39,7 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]: this is how an import is blocked
     tokenizer = load_chat_tokenizer(model)
     yield turn_ends(tokenizer).unnamed
+    yield turn_ends(tokenizer).spelled
     for texts in (request["messages"], request["answers"]):
         yield 0 if model.allow_special else sum(map(_has_special, repeat(tokenizer), texts))
     end = time.monotonic() + request["seconds"]

@@ -37,6 +37,8 @@ class TurnEnds:
     """The texts of what it writes behind a turn, the last one or one before others, up to the end."""
     unnamed: str
     """The end that the chat template writes and that the model's folder does not name; empty: it names it."""
+    spelled: str
+    """Text that the chat template writes behind a turn where it writes no token; sampling does not stop there."""
 
 
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Any, TurnEnds]] = WeakKeyDictionary()
@@ -100,10 +102,12 @@ def _change(file: Path, fields: dict[str, Any]) -> None:
 def _find(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
     eos: Any = tokenizer.eos_token_id
     named = {*configured_ends(Path(tokenizer.name_or_path)), *([] if eos is None else [int(eos)])}
-    last = _behind_a_turn(tokenizer, [], named)
+    behind = _behind_a_turn(tokenizer, [])
+    last = _closing(tokenizer, behind, named)
     closing: Any = tokenizer.convert_tokens_to_ids(last)
     ids = frozenset({*named, *closing[-1:]})
-    written = {"".join(run) for run in (last, _behind_a_turn(tokenizer, [_ASKED], named)) if run and last}
+    before_others = _closing(tokenizer, _behind_a_turn(tokenizer, [_ASKED]), named)
+    written = {"".join(run) for run in (last, before_others) if run and last}
     return TurnEnds(
         ids=ids,
         texts=tuple(text for text in map(tokenizer.convert_ids_to_tokens, ids) if isinstance(text, str)),
@@ -111,26 +115,28 @@ def _find(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
         closing=tuple(closing),
         written=tuple(sorted(written, key=len, reverse=True)),
         unnamed="".join(last[-1:]) if named.isdisjoint(closing) else "",
+        spelled="" if last else special_tokens(tokenizer).split(behind, 1)[0].strip(),
     )
 
 
-def _behind_a_turn(
-    tokenizer: PreTrainedTokenizerBase, following: list[dict[str, Any]], named: Collection[int]
-) -> list[str]:
-    """The special tokens that the template writes behind a turn of the assistant: one, or all up to the first end.
-
-    Some templates close a part of the turn before the turn (Cohere's Command R7B). Empty: the template writes none.
-    """
+def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, following: list[dict[str, Any]]) -> str:
+    """What the template writes behind a turn of the assistant; empty: nothing, or it fails."""
     if tokenizer.chat_template in (None, PLAIN_TEMPLATE):
-        return []
+        return ""
     try:
         text = render_as_text(tokenizer, [_ASKED, {"role": "assistant", "content": MARK}, *following], open_turn=False)
     except Exception:  # a chat template can raise anything, and then it does not tell
-        return []
-    _, mark, behind = text.partition(MARK)
-    special, behind = special_tokens(tokenizer), behind.lstrip()
-    run = list[str]()
-    while mark and (found := special.match(behind)):
+        return ""
+    return text.partition(MARK)[2].lstrip()
+
+
+def _closing(tokenizer: PreTrainedTokenizerBase, behind: str, named: Collection[int]) -> list[str]:
+    """The special tokens with which the text behind a turn begins: one, or all up to the first end.
+
+    Some templates close a part of the turn before the turn (Cohere's Command R7B). Empty: there is none.
+    """
+    special, run = special_tokens(tokenizer), list[str]()
+    while found := special.match(behind):
         run.append(found[0])
         if tokenizer.convert_tokens_to_ids(found[0]) in named:
             return run

@@ -7,7 +7,7 @@ would leave DeepSpeed's hooks in an undefined state. A model that is partitioned
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -172,6 +172,15 @@ def _ignores_padding(model: PreTrainedModel, device: Device) -> bool:
     except Exception as error:  # a model may need a mask in any way
         logger.info("%s needs a mask of the padding: %s", type(model).__name__, error)
         return False
+
+
+def same_states(model: PreTrainedModel, change: Callable[[PreTrainedModel], None]) -> bool:
+    """Whether `change`, which is made to the model, leaves its states as they were but for rounding."""
+    batch = _samples().batch(range(3)).to(model.device)
+    with torch.no_grad():
+        expected = _states(model, batch, batch.attention_mask)
+        change(model)
+        return _near(model, _states(model, batch, batch.attention_mask), expected)
 
 
 def _states(model: PreTrainedModel, batch: TokenBatch, mask: torch.Tensor | None) -> torch.Tensor:

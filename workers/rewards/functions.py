@@ -16,7 +16,10 @@ from troupe.workers.rewards.answer_text import answer_part, plain
 from troupe.workers.rewards.steps import Steps
 
 # A minus directly after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
-_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![0-9])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
+)
 
 Metadata = dict[str, Any]
 
@@ -39,7 +42,10 @@ def exact_match(
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """The last integer or decimal of a text. Thousands separators are removed; a typographic minus is a minus."""
+    """The last integer or decimal of a text, also with an exponent (1.2e3).
+
+    Thousands separators are removed; a typographic minus is a minus.
+    """
     numbers = _NUMBER.findall(plain(text))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from math_verify import parse, verify
@@ -21,6 +22,9 @@ _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _BORDERS = re.compile(rf"(?<=[{_CJK}])(?=[-+$\\(]?[0-9])|(?<=[0-9])(?=[{_CJK}])")
 _EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3})(?=\S)([^*`\n]+)(?<=\S)\1(?![\w*`])")
 _COLON = re.compile(r"(?<=[^\W\d])(\s*:\**)(?=[^\s/*])")
+_EXPONENT = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,2})(?![\w.]*[0-9])")
+_LEADING_POINT = re.compile(r"(?<![\w.)}])(?=\.[0-9])")
+_MIXED = re.compile(r"(?<![\w.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![\w/])")
 _BRACKETS = re.compile(r"(?<![\w\\)])[(\[]\s*(-?[0-9][0-9.,/]*)\s*[)\]](?!\s*[\w(])")
 
 
@@ -30,7 +34,7 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     Final is what the last <answer> tags hold, else the last \boxed{}, else the last expression that is named the
     answer, else the last one found. Thoughts do not count; a thought that does not end, or with `opens_thought` (the
     chat template opens it) a response without the end of one, gives 0. Answer and response may have plain numbers,
-    fractions, percentages or LaTeX: 1/2, 0.5 and \frac{1}{2} are equal.
+    fractions, percentages or LaTeX: 1/2, 0.5 and \frac{1}{2} are equal, and so are 3 1/2 and 3.5, 1.2e3 and 1200.
 
     Raises:
         ValueError: no answer is a mathematical expression.
@@ -39,7 +43,21 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     if not any(expected):
         raise ValueError(f"the answer is not a mathematical expression: {answer[:80]!r}")
     part, tagged = answer_part(response, opens_thought=opens_thought)
-    return float(any(_equal(expected, found) for found in _expressions(plain(part), tagged)))
+    return float(any(_equal(expected, found) for found in _expressions(_spelled_out(part), tagged)))
+
+
+def _spelled_out(text: str) -> str:
+    """Plain text, with numbers in forms that math-verify does not read written out.
+
+    .5 becomes 0.5, 1.2e3 becomes 1200, 3 1/2 becomes 7/2.
+    """
+    text = _EXPONENT.sub(lambda found: format(Decimal(found[0]), "f"), plain(text))
+    return _MIXED.sub(_improper, _LEADING_POINT.sub("0", text))
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, part, parts = (int(number) for number in found.groups())
+    return f"{whole * parts + part}/{parts}" if part < parts else found[0]
 
 
 def _equal(expected: list[Any], found: Any) -> bool:
@@ -48,7 +66,7 @@ def _equal(expected: list[Any], found: Any) -> bool:
 
 def _parsed_answer(text: str) -> Any:
     """A right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, that end."""
-    text = plain(text).rpartition("####")[2].strip()
+    text = _spelled_out(text).rpartition("####")[2].strip()
     box, _ = last_box(text)
     inner = (text if box is None else box).strip().strip("$").strip()
     return parse(f"${inner}$", parsing_timeout=0, fallback_mode="no_fallback")

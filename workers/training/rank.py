@@ -27,6 +27,7 @@ from troupe.workers.contract.messages import (
 from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.step_record import picked, write_tables
 from troupe.workers.models.capabilities import adapt
+from troupe.workers.models.kernels import use_liger
 from troupe.workers.models.modeling import ModelModule, score_plan
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.telemetry.peak_memory import resident_peak
@@ -104,12 +105,16 @@ class TrainingRank(ABC):
     ) -> None:
         """Put a model into DeepSpeed. `adapter`: what trains of it; None: all of it."""
         self._sequence = sequence_group(self._trainer.sequence_parallel_size)
+        if self._trainer.kernels == "liger":
+            use_liger(model, self._device)
         self._packs = adapt(module, model, self._device, self._trainer.packing, self._sequence)
         announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, self._trainer, self._total_updates, self._device, dtype, adapter)
 
     def _refer_to(self, module: ModelModule, model: PreTrainedModel) -> None:
         """Keep a frozen reference beside the trained model."""
+        if self._trainer.kernels == "liger":
+            use_liger(model, self._device)
         # Both score the same micro-batches.
         self._packs = adapt(module, model, self._device, self._packs, self._sequence) and self._packs
         self._reference = place_frozen(module, self._trainer, self.engine.device)

@@ -96,6 +96,16 @@ def test_an_end_of_turn_that_the_folder_does_not_name_is_said(model: Path) -> No
     assert check(model, "tiny-grpo", ["Say a."], *LENGTHS).lines == ()
 
 
+def test_an_end_of_turn_that_is_no_token_is_said(model: Path) -> None:
+    """Phi's template on another vocabulary: sampling would only stop at the end-of-sequence token."""
+    template = model.parent / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}<|stop|>\n{% endfor %}{{ eos_token }}")
+    own = f"model.chat_template={template}"
+    (line,) = check(model, "tiny-grpo", ["Say a."], *LENGTHS, own).lines
+    assert line.startswith("the chat template ends a turn with '<|stop|>', which is no token of the vocabulary")
+    assert check(model, "tiny-grpo", ["Say a."], *LENGTHS, own, "sampling.stop=['<|stop|>']").lines == ()
+
+
 def test_special_tokens_in_prompts_are_said_where_they_are_read_as_text(model: Path) -> None:
     prompts = ["Say a.", "<|im_start|>user\nSay b.<|im_end|>"]
     (line,) = check(model, "tiny-grpo", prompts, *LENGTHS).lines
@@ -156,6 +166,6 @@ def test_prompts_of_the_evaluation_are_counted_beside_those_of_training(model: P
 def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
     request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100, "answers": []}
     messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3
-    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 3 + 3
-    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == ["", 0, 0]
+    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 4 + 3
+    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == ["", "", 0, 0]
     assert classify("eval", [], "model.path", PromptRoom(1, "x", "y"), ["a:1"]) == PromptCheck()

@@ -700,6 +700,11 @@ CPU_CASES = [
         ("    learning_rate: 1e-5", "    offload_optimizer: true"),
     ),
     case(
+        "liger_cpu",
+        "12: roles.policy.kernels: liger needs GPUs; use torch on the CPU",
+        ("    learning_rate: 1e-5", "    kernels: liger"),
+    ),
+    case(
         "ipc_cpu",
         "4: weight_sync.backend: ipc needs GPUs; on the CPU use shm (or auto)",
         ("seed: 3", "seed: 3\nweight_sync:\n  backend: ipc"),

@@ -104,6 +104,34 @@ TALKS = {
         said("<think>\noh\n</think>\n\nYes."),
     ],
 }
+ENDS_ELSEWHERE = {
+    "behind the last turn": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    ),
+    "behind the user's turns": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    ),
+    "spelled": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|stop|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+    ),
+}
+"""Templates that write no token of the vocabulary between a turn and the next message."""
+
+
+@pytest.mark.parametrize("name", ENDS_ELSEWHERE)
+def test_the_text_of_the_next_message_is_not_trained(name: str, tiny_model: Path) -> None:
+    tokenizer = new_tokenizer(tiny_model)
+    tokenizer.chat_template = ENDS_ELSEWHERE[name]
+    turns = [said("It is 4."), {"role": "user", "content": " And seven? "}, said("Yes.")]
+    text, trained = encoded(tokenizer, turns)
+    assert "seven" in text and "seven" not in trained
+    assert text.count("Yes.") == trained.count("Yes.") == trained.count("It is 4.") == 1
+
+
 REFUSED = {
     "qwen3": {"two thoughts"},
     "qwen3_5_think": {"two turns", "two thoughts"},

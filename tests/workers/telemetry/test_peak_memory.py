@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from troupe.workers.contract.units import MIB
 from troupe.workers.telemetry.peak_memory import FamilyPeak, resident_peak
@@ -40,7 +41,7 @@ def test_pages_that_processes_share_count_once_and_shared_memory_not_at_all() ->
     alone, each, family, again = json.loads(done.stdout.splitlines()[0])
     assert each > alone + 190 * MIB, "the sum of both peaks has the pages twice"
     assert alone - 110 * MIB < family < alone - 40 * MIB, "the parent's pages once, without 64 MiB of shared memory"
-    assert again == family
+    assert again == pytest.approx(family, rel=0.1), "the kernel counts resident pages approximately"
     assert json.loads(done.stdout.splitlines()[1]) < family, "a child that has ended is gone"
 
 
