@@ -435,7 +435,7 @@ class SourceShare(Frozen):
     name: str = Field(max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
     """Name of the source in metrics, samples and messages."""
     weight: float = Field(default=1.0, gt=0.0)
-    """Prompts that are drawn from this source, relative to the other sources."""
+    """Prompts or examples that are drawn from this source, relative to the other sources."""
     repeats: int = Field(default=0, ge=0)
     """Most passes over the source; the others then share what is left. 0: no limit."""
 
