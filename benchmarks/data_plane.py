@@ -31,7 +31,7 @@ from benchmarks.support.harness import GIGABYTES, NotCorrect, Report, Turn, comm
 from benchmarks.support.processes import Meter
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.workers.contract.messages import ROLLOUTS, TRAIN
-from troupe.workers.models.token_batch import Ragged, list_column, ragged
+from troupe.workers.models.ragged import Ragged, list_column, ragged
 
 MEMCPY, PUT, GET, TORCH = "memcpy", "troupe put", "troupe get, then read", "ray.put of torch tensors"
 BUFFER = "ray.put of one buffer"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -47,28 +47,40 @@ class BenchRequest:
     """Whether bare `AsyncLLM` samples the same prompts on the same engines, in batches that alternate with Troupe's."""
 
 
-def bench(request: BenchRequest, console: Console) -> list[Result]:
+OnResults = Callable[[Sequence[Result]], None]
+"""Called after every point with all results so far, in the order of the points."""
+
+
+def bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:
     """Measures all points; one that cannot be measured has a problem in place of measures.
+
+    Args:
+        request: What to measure.
+        console: Shows the progress.
+        on_results: Takes the results. The last call has those of all points.
 
     Raises:
         TroupeError: No cluster, no data, or the user stopped the command.
     """
     if request.baseline and any(point.spec.roles.environment is not None for point in request.points):
         raise UsageError("the baseline samples one response to a prompt, but the spec has roles.environment")
-    return asyncio.run(_bench(request, console))
+    asyncio.run(_bench(request, console, on_results))
 
 
-async def _bench(request: BenchRequest, console: Console) -> list[Result]:
+async def _bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:
     pools = _prompt_pools(request.points, console)
     found: dict[str, Result] = {}
+
+    def add(result: Result) -> None:
+        found[_key(result.point)] = result
+        on_results(with_efficiency([found[key] for point in request.points if (key := _key(point)) in found]))
+
     waiting = launches(request.points)
     while waiting:
         points = waiting.pop(0)
-        measured = await _launch(request, points, pools, console)
-        found |= {_key(result.point): result for result in measured}
+        await _launch(request, points, pools, console, add)
         if left := [point for point in points if _key(point) not in found]:
             waiting.insert(0, left)
-    return with_efficiency([found[_key(point)] for point in request.points])
 
 
 def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, PromptPool]:
@@ -82,14 +94,18 @@ def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, Prompt
 
 
 async def _launch(
-    request: BenchRequest, points: Sequence[Point], pools: Mapping[str, PromptPool], console: Console
-) -> list[Result]:
-    """Results of the points until one fails; at least one result. The others need other engines."""
+    request: BenchRequest,
+    points: Sequence[Point],
+    pools: Mapping[str, PromptPool],
+    console: Console,
+    add: Callable[[Result], None],
+) -> None:
+    """Adds the results of the points until one fails; at least one result. The others need other engines."""
     spec = launch_spec(points)
     local = fetch(spec, console)
     engine_class = actor_class(WORKER, MeasuredEngine, concurrent=True)
     run = RunRequest(spec, Path(), False, request.address, {"rollout": engine_class})
-    results: list[Result] = []
+    measured = 0
     warm = 0  # engines that have sampled: the first batch of an engine is slower
     try:
         async with open_run(run, local, console, _ROLES) as context:
@@ -98,20 +114,22 @@ async def _launch(
                 bench = _PointBench(request, point, prompts, context, warm_up=warm_up)
                 console.message(f"measuring {point.label or point.spec.name}")
                 try:
-                    results.append(await unless_stopped(context.stop, bench.run()))
+                    add(await unless_stopped(context.stop, bench.run()))
                 except StopRequested:
                     raise
                 except TroupeError as error:
-                    results.append(Result(point, None, str(error)))
+                    add(Result(point, None, str(error)))
                     break
+                finally:
+                    measured += 1
                 warm = max(warm, point.workers)
     except DoesNotFit as error:
-        most = [point for point in points if point.workers == spec.roles.rollout.workers]
-        results += [Result(point, None, str(error)) for point in most]
+        for point in points:
+            if point.workers == spec.roles.rollout.workers:
+                add(Result(point, None, str(error)))
     except WorkerError as error:  # an engine does not start, as with too little memory
-        measured = {_key(result.point) for result in results}
-        results += [Result(point, None, explained(error)) for point in points if _key(point) not in measured]
-    return results
+        for point in points[measured:]:
+            add(Result(point, None, explained(error)))
 
 
 def explained(error: TroupeError) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +69,16 @@ def measure_trainers(request: TrainingRequest, console: Console) -> TrainResult:
         return TrainResult(problem=explained(error))
 
 
-def measure_transfers(request: TrainingRequest, console: Console) -> list[TransferResult]:
+def measure_transfers(request: TrainingRequest, console: Console) -> Iterator[TransferResult]:
     """Measures every back-end that can bring the spec's weights to its engines. Raises StopRequested."""
-    results: list[TransferResult] = []
     for backend, spec in by_backend(request.fastest.point.spec).items():
         console.message(f"measuring updates of the weights through {backend}")
         try:
-            results.append(TransferResult(backend, asyncio.run(_transfers(request, spec, console))))
+            yield TransferResult(backend, asyncio.run(_transfers(request, spec, console)))
         except StopRequested:
             raise
         except TroupeError as error:
-            results.append(TransferResult(backend, None, explained(error)))
-    return results
+            yield TransferResult(backend, None, explained(error))
 
 
 async def _trainers(request: TrainingRequest, console: Console) -> TrainResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -17,6 +18,7 @@ from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.held_out import held_out_lines
 from troupe.orchestrator.reporting.metrics import PhaseTimers, mean_of
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -25,11 +27,25 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
-from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_failed, unless_stopped
-from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, require_files, trainer_layouts
+from troupe.orchestrator.training.batch import (
+    Batch,
+    BatchSource,
+    HeldOut,
+    Snapshot,
+    unless_failed,
+    unless_stopped,
+)
+from troupe.orchestrator.training.checkpoint import (
+    AVERAGE,
+    MODEL,
+    CheckpointError,
+    CheckpointStore,
+    require_files,
+    trainer_layouts,
+)
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import BestState, ControllerState
 from troupe.orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)
@@ -38,8 +54,10 @@ _MOST_DIGESTS = 64
 """Engines whose acknowledgement an event names."""
 _TRAINER_PROBE_S = 5.0
 """Longest interval between two probes of trainers that have no call."""
-_QUIET_METRICS = ("eval/refused", "eval/failed_samples")
+_QUIET_METRICS = ("refused", "failed_samples", "truncated")
 """Shown after an evaluation only where they are not 0."""
+_IN_REPORT_ONLY = ("_low", "_high", "solved_at")
+"""Ends of metrics of an evaluation that only the report and the files show; with those by level."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +98,17 @@ class RunOutcome:
     drop_reasons: dict[str, int]
     peak_memory: str
     """Per role, in one line."""
+    ended_early: str = ""
+    """Why the run has ended before its last step; empty: it has not, or was stopped."""
+    best: BestState = field(default_factory=BestState)
+    """The best evaluations."""
 
     def summary(self, out: Path) -> dict[str, str]:
         """The lines shown at the end of a run, by label."""
         counts = self.ledger
-        lines = {"steps": f"{self.steps_done}{' (stopped; continue with --resume)' if self.stopped else ''}"}
+        note = " (stopped; continue with --resume)" if self.stopped else ""
+        note = f" ({self.ended_early})" if self.ended_early else note
+        lines = {"steps": f"{self.steps_done}{note}"}
         for name in ("accuracy", "reward", "loss"):
             before, after = self.first_eval.get(f"eval/{name}"), self.last_eval.get(f"eval/{name}")
             if after is not None and self.last_eval is self.first_eval:  # the run was stopped before the next one
@@ -92,6 +116,10 @@ class RunOutcome:
             elif after is not None:
                 first = f"{before:.3f} before, " if before is not None else ""
                 lines[f"held-out {name}"] = f"{first}{after:.3f} after"
+        lines |= held_out_lines(self.first_eval, self.last_eval)
+        if self.best.steps:
+            first = self.best.steps[0]
+            lines["best checkpoint"] = f"step {first.step}, {self.best.metric} {first.value:.4g}"
         lines["samples"] = "{dispatched} dispatched, {trained} trained, {dropped} dropped".format_map(counts)
         lines |= {f"dropped: {reason}": str(count) for reason, count in self.drop_reasons.items()}
         lines["peak memory"] = self.peak_memory
@@ -99,6 +127,15 @@ class RunOutcome:
             if (out / name).exists():
                 lines[name] = str(out / name)
         return lines
+
+
+def _is_shown(metric: str) -> bool:
+    """Whether a metric of an evaluation is shown when it has ended."""
+    return "/level/" not in metric and not metric.endswith(_IN_REPORT_ONLY)
+
+
+def _is_quiet(metric: str) -> bool:
+    return metric.endswith(_QUIET_METRICS)
 
 
 class Controller:
@@ -133,6 +170,8 @@ class Controller:
         """Step of the last complete checkpoint."""
         self._failed_saves = 0
         self._alarm = ""
+        if (best := spec.checkpoint.best) is not None:
+            self._keep_best(self.state.best.of(best))
 
     async def run(self) -> RunOutcome:
         """Trains until the last step, or saves and returns after the step during which `stop` was set."""
@@ -164,13 +203,15 @@ class Controller:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
             self._timers = self._new_timers()
-            while self.version < spec.schedule.steps and not self._alarm_stops():
+            while self.version < spec.schedule.steps and not self._alarm_stops() and not self._has_no_gain():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
             await self.components.keeper.settle()
+            snapshot = await source.snapshot()  # before the groups in flight are cancelled
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
             await self.components.keeper.settle()
+            snapshot = await source.snapshot()
         except WorkerError as error:
             error.locate(self.version + 1, self._timers.failed)
             raise
@@ -187,21 +228,50 @@ class Controller:
             await self.components.keeper.close()
             await self._recorder.close()
         await source.flush()
-        await self._save()
+        await self._save(snapshot)
         await self._recorder.close()
         ledger = self.components.ledger
         ledger.check()
-        how = "finished" if self.version >= spec.schedule.steps else "alarm" if self._alarm_stops() else "stopped"
-        self._recorder.events.record("run_ended", how=how)
+        early = self.version < spec.schedule.steps and self._has_no_gain()
+        how = "finished" if self.version >= spec.schedule.steps or early else "stopped"
+        how = "alarm" if how == "stopped" and self._alarm_stops() else how
+        self._recorder.events.record("run_ended", how=how, **({"detail": self._no_gain()} if early else {}))
         return RunOutcome(
             self.version,
-            self.version < spec.schedule.steps,
+            how != "finished",
             first_eval,
             last_eval,
             ledger.counts(),
             ledger.drop_reasons(),
             self.components.peaks.summary(),
+            self._no_gain() if early else "",
+            self.state.best,
         )
+
+    def _has_no_gain(self) -> bool:
+        """Whether the run ends early (`checkpoint.patience`)."""
+        return self.state.is_over(self._spec.checkpoint)
+
+    def _no_gain(self) -> str:
+        """Why the run ends early."""
+        best = self.state.best
+        return f"no gain of {best.metric} in {best.without_gain} evaluations (checkpoint.patience)"
+
+    def _keep_best(self, best: BestState) -> None:
+        """Protects the checkpoints of the best evaluations from now on."""
+        self.state = self.state.model_copy(update={"best": best})
+        self.store.protected = best.saved
+
+    def _note_best(self, metrics: Mapping[str, float]) -> None:
+        """Compares an evaluation with those before it."""
+        config = self._spec.checkpoint.best
+        if config is None or not metrics:
+            return
+        value = metrics.get(config.metric)
+        if value is None or not math.isfinite(value):
+            logger.warning("step %d: the evaluation has no %s: it is not compared", self.version, config.metric)
+            return
+        self._keep_best(self.state.best.seen(self.version, value, config.keep))
 
     def _alarm_stops(self) -> bool:
         """Whether the alarm ends the run. The run is saved as at any other stop."""
@@ -273,19 +343,22 @@ class Controller:
         )
         if not self.version:
             self.sinks.write(0, metrics)
-        shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if v or k not in _QUIET_METRICS)
+        self._note_best(metrics)
+        shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if _is_shown(k) and (v or not _is_quiet(k)))
         self.console.message(f"held-out after step {self.version}: {shown}")
         return metrics
 
     async def _save_if_due(self) -> None:
-        every = self._spec.checkpoint.every_steps
-        if not every or self.version % every:
+        every, best = self._spec.checkpoint.every_steps, self.state.best
+        if (not every or self.version % every) and self.version not in best.saved:
             return
         try:
-            await self._save()
+            await self._save(await self.components.source.snapshot())
         except (OSError, WorkerRaised, ExportFailed) as error:
             self._failed_saves += 1
             self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
+            if not isinstance(error, ExportFailed):
+                self._keep_best(best.without(self.version))
             limit = self._spec.failures.failed_saves
             if self._failed_saves > limit:
                 why = f"{error} ({self.store.free_space()})"
@@ -295,22 +368,31 @@ class Controller:
         else:
             self._failed_saves = 0
 
-    async def _save(self) -> None:
-        """Writes one atomic checkpoint of everything a resumed run needs, unless this step is saved already.
+    async def _save(self, snapshot: Snapshot) -> None:
+        """Writes one atomic checkpoint of everything a resumed run needs.
+
+        A step that is saved already gets only the samples that have been finished since.
 
         Raises:
             ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
             OSError: It is not written.
             WorkerError: It is not written.
         """
-        if self._saved_at == self.version:
+        again = self._saved_at == self.version
+        if again and snapshot.write is None:
             return
         components = self.components
-        state = {"step": self.version, "source": components.source.state(), "ledger": components.ledger.state()}
+        state = {"step": self.version, "source": snapshot.state, "ledger": snapshot.ledger}
         state["memory"] = self.state.model_dump(mode="json")
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
         started = asyncio.get_running_loop().time()
-        folder, failed = await components.recovery.retry(self._save_trainers)
+        if again:
+            folder, failed = await self._saved_files(), None
+            if folder is None:
+                return
+        else:
+            folder, failed = await components.recovery.retry(self._save_trainers)
+        samples = 0 if snapshot.write is None else await snapshot.write(folder)
         saved = await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
         seconds = round(asyncio.get_running_loop().time() - started, 4)
         if failed is not None:
@@ -318,8 +400,16 @@ class Controller:
                 f"the model cannot be exported: {failed.detail}; {saved.path} holds the trainers' state: "
                 "`--resume` continues from it and exports again"
             ) from failed
-        self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds)
+        self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds, samples=samples)
         self._saved_at = self.version
+
+    async def _saved_files(self) -> Path | None:
+        """A folder with the files of this step's checkpoint; None where samples cannot be added to them."""
+        try:
+            return await asyncio.to_thread(self.store.begin_again, self.version)
+        except CheckpointError as error:
+            logger.warning("samples finished since the checkpoint of step %d are not kept: %s", self.version, error)
+            return None
 
     async def _try_save(self) -> None:
         """Has every trainer write a small part of what the run saves, so that what cannot be saved is known now.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,8 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.prepare import checked, create_models, single
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.errors import Source
+from troupe.orchestrator.spec.checks import is_url
+from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.stages import PlannedRun, read_document
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def load_spec(source: str | Path | Mapping[str, Any], set: Overrides = ()) -> Ru
 
     Raises:
         SpecError: The spec is not valid; one line for every problem.
-        UsageError: The file has stages: load the spec of one of them.
+        UsageError: `set` is not valid, there is no such example, or the file has stages: load the spec of one of them.
     """
     return _planned(source, set).spec
 
@@ -65,6 +67,8 @@ def run(
 ) -> Outcome:
     """Train, and return when the run ends.
 
+    The run folder has a report at the end, also of a run that fails after its first step.
+
     In a notebook the run has its own thread and event loop; interrupting the cell saves and stops, as Ctrl-C does in a
     script. In a program that has started or joined Ray, its cluster is used and left as it was.
 
@@ -79,14 +83,27 @@ def run(
 
     Raises:
         SpecError: The spec, or what it names, is not valid.
+        UsageError: `set` is not valid, `out` is a URL, there is no such example, or the file has stages, which are
+            several runs.
         TroupeError: The run cannot start or cannot continue.
     """
     stream = _stream(progress)
     planned = _in_place(_planned(spec, set, None if out is None else Path(out)), stream, resume=resume)
     from troupe.orchestrator.run import RunRequest
 
-    request = RunRequest(planned.spec, planned.out, resume, address)
-    return _outside_of_loops(lambda: train(request, _console(on_step, stream)), request)
+    request, console = RunRequest(planned.spec, planned.out, resume, address), _console(on_step, stream)
+    try:
+        return _outside_of_loops(lambda: train(request, console), request)
+    finally:
+        _report_at_end(planned.out, console)
+
+
+def _report_at_end(folder: Path, console: Console) -> None:
+    """Write the report of a run that has made a step, and print its path."""
+    from troupe.orchestrator.reporting.html.report import REPORT, write_last_report
+
+    if console.progress().steps and (file := write_last_report([folder], folder / REPORT)) is not None:
+        console.message(f"report: {file}")
 
 
 def train(request: RunRequest, console: Console) -> Outcome:
@@ -97,6 +114,9 @@ def train(request: RunRequest, console: Console) -> Outcome:
     try:
         ended = run_spec(request, console)
         console.finish(ended.summary(request.out))
+    except BaseException:
+        console.fail()
+        raise
     finally:
         console.close()
     return Outcome(request.out, ended.stopped)
@@ -107,31 +127,93 @@ def evaluate(
     model: str | Path | None = None,
     *,
     set: Overrides = (),
+    best: bool = False,
+    served: str | None = None,
+    use_cache: bool = True,
+    output: str | Path | None = None,
     address: str | None = None,
     progress: bool | TextIO = False,
 ) -> dict[str, float]:
     """Evaluate a model on the held-out data of a spec; returns the metrics.
 
+    On prompts, results are kept in the user's cache folder, and used again for the same model, data, sampling and
+    rewards.
+
     Args:
         spec: The spec.
-        model: Folder of the model; None: the spec's model.
+        model: Folder of a model, of a checkpoint or of a run (its newest checkpoint), a name on the hub, or the URL of
+            an endpoint with OpenAI's chat completions; None: the spec's model.
         set: Fields to set.
+        best: Of a run, the checkpoint of the best evaluation (`checkpoint.best`).
+        served: Name of the model at the endpoint; None: the only one that it lists.
+        use_cache: Use results that are kept.
+        output: JSON file for the results with their confidence intervals (prompts only).
         address: Ray cluster to join; None: start a local one.
         progress: Print what is being done to standard output, or to this stream.
 
     Raises:
         SpecError: The spec, or what it names, is not valid.
-        UsageError: The spec names no held-out data.
+        UsageError: The spec names no held-out data, or has stages; `set` is not valid, there is no such example, or the
+            model is none of these.
+        OSError: A run or a checkpoint has no model.
     """
-    stream, planned = _stream(progress), _planned(spec, set)
-    if model is not None:
-        planned = _planned(spec, [*_assignments(set), *planned.spec.with_model(Path(model))])
-    planned = _in_place(planned, stream)
-    from troupe.orchestrator.run import RunRequest
-    from troupe.orchestrator.run import evaluate as evaluate_spec
+    from troupe.orchestrator.evaluate_run import EvaluationOptions, evaluate_on_prompts
+    from troupe.orchestrator.rollouts.endpoint import Endpoint
+    from troupe.orchestrator.run import RunRequest, evaluate_offline
 
+    stream, planned = _stream(progress), _planned(spec, set)
+    url = str(model) if is_endpoint(model) else None
+    if url is not None:
+        planned = _planned(spec, [*_assignments(set), f"model.path={json.dumps(_AT_ENDPOINT)}", "model.revision=null"])
+        problems = [one for one in planned.missing() if one.path.partition(".")[0] != "model"]
+        if problems:
+            raise SpecError(problems)
+    else:
+        if model is not None:
+            path = evaluated_model(model, best=best)
+            planned = _planned(spec, [*_assignments(set), *planned.spec.with_model(path)])
+        planned = _in_place(planned, stream)
+    if planned.spec.rollouts is None and (url is not None or output is not None):
+        raise UsageError("endpoints and --output are for specs with rollouts: this one trains on offline data")
     request = RunRequest(planned.spec, planned.out, False, address)
-    return _outside_of_loops(lambda: evaluate_spec(request, _console(None, stream)), request)
+    endpoint = None if url is None else Endpoint(url, served)
+    options = EvaluationOptions(endpoint, use_cache, None if output is None else Path(output))
+    console = _console(None, stream)
+    running = planned.spec.dispatch(
+        lambda spec: evaluate_on_prompts(request, spec, console, options),
+        lambda spec: evaluate_offline(request, spec, console),
+    )
+    return _outside_of_loops(lambda: asyncio.run(running), request)
+
+
+_AT_ENDPOINT = "a-model-at-an-endpoint"
+"""Stands for the folder of the model."""
+
+
+def is_endpoint(model: str | Path | None) -> bool:
+    """Whether a model is the URL of an endpoint."""
+    return isinstance(model, str) and model.startswith(("http://", "https://"))
+
+
+def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
+    """The folder, or the name on the hub, of a model that is named by itself, by a checkpoint or by a run.
+
+    Raises:
+        UsageError: It holds adapters, or no run is named and the best checkpoint is asked for.
+        OSError: The run or the checkpoint has no model.
+    """
+    from troupe.orchestrator.training.checkpoint import MODEL, has_adapters
+
+    folder = Path(model)
+    if (folder / "checkpoints").is_dir():
+        folder = model_of(folder, best=best)
+    elif best:
+        raise UsageError(f"--best needs the folder of a run; {model} has no checkpoints")
+    elif (folder / MODEL / "config.json").is_file() or has_adapters(folder / MODEL):
+        folder = folder / MODEL
+    if has_adapters(folder):
+        raise UsageError(f"{folder} holds adapters: `troupe export RUN FOLDER --merge` writes the whole model")
+    return folder
 
 
 def plan(
@@ -143,11 +225,12 @@ def plan(
         spec: The spec.
         set: Fields to set.
         cluster: NODESxGPUS[xTYPE], as in `2x8xH200`; None: this machine.
-        measured: Folder of a `troupe bench` of the spec, whose measurements replace estimates; None: there is none.
+        measured: Folder of a `troupe bench` of the spec, whose measurements replace estimates; None: only estimates.
 
     Raises:
         SpecError: The spec is not valid.
-        UsageError: The folder has no results of a benchmark.
+        UsageError: `set` or `cluster` is not valid, there is no such example, the file has stages, or the folder has
+            no results of a benchmark.
     """
     planned = _planned(spec, set)
     create_models([planned], lambda line: None)
@@ -167,6 +250,7 @@ def export(
     folder: str | Path,
     *,
     step: int | None = None,
+    best: bool = False,
     average: bool = False,
     merge: bool = False,
 ) -> Path:
@@ -178,27 +262,34 @@ def export(
         run: The run, or its folder.
         folder: The folder to write; it must not exist.
         step: Step of the checkpoint; None: the newest valid one.
+        best: That of the best evaluation (`checkpoint.best`) instead.
         average: The moving average of the weights (`ema_decay`) instead of the weights.
         merge: Add the adapters to the model below them, in float32 before rounding once, and write the whole model.
 
     Raises:
         OSError: There is no such checkpoint, the folder exists or cannot be written, or the model below the adapters
             has changed.
-        UsageError: There are no adapters to merge.
+        UsageError: There are no adapters to merge, or `folder` is a URL.
     """
+    if is_url(folder):
+        raise UsageError(f"{folder} is a URL; write the model to a disk")
     from troupe.orchestrator.training.checkpoint import has_adapters, write_merged, write_model
 
-    source = model_of(run, step=step, average=average)
+    source = model_of(run, step=step, best=best, average=average)
     if merge and not has_adapters(source):
         raise UsageError(f"{source} is a whole model: there are no adapters to merge")
     return write_merged(source, Path(folder)) if merge else write_model(source, Path(folder))
 
 
-def model_of(run: Outcome | str | Path, *, step: int | None = None, average: bool = False) -> Path:
+def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
     """Folder of the model in a checkpoint of a run; see `export`. Raises OSError where there is none."""
+    from troupe.orchestrator.training.best import best_step
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
 
-    return exported_model(_folder(run) / "checkpoints", step, AVERAGE if average else MODEL)
+    checkpoints = _folder(run) / "checkpoints"
+    if best and step is not None:
+        raise UsageError("name a step or the best one, not both")
+    return exported_model(checkpoints, best_step(checkpoints) if best else step, AVERAGE if average else MODEL)
 
 
 def samples(
@@ -307,7 +398,24 @@ def _assignments(overrides: Overrides) -> list[str]:
         raise UsageError(f"set: expected a list of FIELD=VALUE or a dict, got {overrides!r}")
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
+    return [f"{name}={_as_yaml(name, value)}" for name, value in overrides.items()]
+
+
+def _as_yaml(name: str, value: Any) -> str:
+    """A value as JSON, which is YAML; numbers of numpy and paths too. Raises UsageError for another object."""
+
+    def plain(other: Any) -> Any:
+        import numpy as np
+
+        if isinstance(other, Path):
+            return str(other)
+        if isinstance(other, np.generic | np.ndarray):
+            return other.tolist()
+        raise UsageError(f"set: {name}: expected numbers, text, lists and dicts, got {type(other).__name__}")
+
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(float(value))]  # as YAML writes them
+    return json.dumps(value, default=plain)
 
 
 def _in_place(planned: PlannedRun, stream: TextIO, *, resume: bool = False) -> PlannedRun:

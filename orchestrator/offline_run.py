@@ -9,7 +9,7 @@ from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.examples import ExamplePool
 from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.prompts import DataError, PromptOrder, PromptSource, evaluation_picks
-from troupe.orchestrator.data.summary import data_metrics, named
+from troupe.orchestrator.data.summary import data_metrics, named_examples
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
@@ -28,6 +28,7 @@ from troupe.orchestrator.training.offline_source import (
 )
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
+from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.roles import TableRef
 
@@ -61,18 +62,19 @@ class OfflineRun:
         )
         examples, train = await self._tokenize(pools[0], "data.train")
         held_out = pools[1] if spec.evaluation is not None else None
-        data = data_metrics(named(*pools)) | _tokenized("train", pools[0], examples)
+        data = data_metrics(named_examples(*pools)) | _tokenized("train", pools[0], examples)
         evaluator = None
         if held_out is not None:
             tokenized, table = await self._tokenize(held_out, "data.eval")
             evaluator = self._evaluator(tokenized, table)
             data |= _tokenized("eval", held_out, tokenized)
         order = self._order(examples)
-        ledger = Ledger()
+        ledger, state = Ledger(), None
         if found is not None:
             with found.restoring():
                 ledger = Ledger.restore(found.state["ledger"])
                 order.restore(found.state["source"])
+                state = ControllerState.model_validate(found.state["memory"])
             loading = partial(load_checkpoint, found, updates.trainers, spec.schedule.train_timeout_s)
             for line in await recovery.retry(loading):
                 self._context.console.message(line)
@@ -92,7 +94,7 @@ class OfflineRun:
             data=data,
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
-        return Controller(spec, components, store, sinks, self._context.console, self._context.stop, done)
+        return Controller(spec, components, store, sinks, self._context.console, self._context.stop, done, state)
 
     def _order(self, examples: Tokenized) -> PromptOrder:
         """The order of examples. Raises DataError: no example of a source can be used."""

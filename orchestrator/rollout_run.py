@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +22,12 @@ from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.rollouts.evaluation import Evaluator
+from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
 from troupe.orchestrator.rollouts.handover import MemoryHandover
+from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
@@ -50,7 +52,8 @@ class RunData:
     """The data sets of a run."""
 
     train: PromptPool
-    held_out: PromptPool | None
+    held_out: Mapping[str, PromptPool]
+    """By the name of their section in `data`."""
     texts: TextPool | None
     refused: Mapping[str, int] = field(default_factory=dict)
     """Prompts that do not fit the model, of those that were rendered before the start, by the name of their section."""
@@ -137,6 +140,8 @@ class RolloutRun:
         if spec.trains_adapters or (found is not None and self._handover is not None):
             await recovery.retry(lambda: sync.push(done))
         scheduler = self._scheduler(ledger, prompts, curriculum, done, settings)
+        if found is not None:
+            await self._take_over(found, scheduler)
         rollouts = RolloutComponents(
             workers=self._workers,
             pool=self._pool,
@@ -155,7 +160,10 @@ class RolloutRun:
             recovery=recovery,
             sync=sync,
             keeper=StepKeeper(spec, self._out, updates.trainers),
-            evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
+            evaluator=self.evaluator(
+                self._out / "evaluation" if spec.output.trajectories else None,
+                EvaluationLog(self._out / EVALUATIONS, described_sets(spec, self._data.held_out), done),
+            ),
             ledger=ledger,
             scaler=self._scaler,
             budgets=[pool.budget for pool in self._pools.by_role().values()],
@@ -180,10 +188,11 @@ class RolloutRun:
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
         auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.score_tokens)
         self._context.console.phase("audit", 0, 1)
+        adapter = None if spec.model.adapter is None else Path(spec.model.adapter)
+        if controller is None and spec.trains_adapters:
+            await weight_sync(spec, policy, self._pool, self._context.cluster).push(0)
         if found is None:
-            if controller is None and spec.trains_adapters:
-                await weight_sync(spec, policy, self._pool, self._context.cluster).push(0)
-            report = await auditor.run(AuditedWeights("the initial weights", 0, model))
+            report = await auditor.run(AuditedWeights("the initial weights", 0, model, adapter=adapter))
         else:
             await auditor.warm()
             sync = None if controller is None else controller.components.sync
@@ -191,7 +200,11 @@ class RolloutRun:
                 await self._load(found)
                 sync = weight_sync(spec, policy, self._pool, self._context.cluster)
             await sync.push(found.step)
-            weights = AuditedWeights(f"the checkpoint of step {found.step}", found.step, found.path / MODEL, model)
+            label, trained = f"the checkpoint of step {found.step}", found.path / MODEL
+            if spec.trains_adapters:
+                weights = AuditedWeights(label, found.step, model, adapter=trained, previous_adapter=adapter)
+            else:
+                weights = AuditedWeights(label, found.step, trained, model)
             report = await auditor.run(weights)
         await auditor.forget()
         self._context.console.phase("audit", 1, 1)
@@ -215,22 +228,38 @@ class RolloutRun:
         await self._scaler.close()
         await self._pools.close()
 
-    def evaluator(self, responses: Path | None = None) -> Evaluator | None:
-        """Held-out evaluation, if the spec has one; its samples are written to the folder `responses`, if given."""
+    def evaluator(
+        self,
+        responses: Path | None = None,
+        log: EvaluationLog | None = None,
+        sample: Sampler | None = None,
+        only: Container[str] | None = None,
+    ) -> Evaluator | None:
+        """Held-out evaluation, if the spec has one.
+
+        Args:
+            responses: Folder for its samples; None: they are not written.
+            log: Keeps its results; None: they are only returned.
+            sample: Samples the prompts from the tables themselves; None: the engines do.
+            only: Labels of the sets; None: all.
+        """
         evaluation = self._spec.evaluation
-        if evaluation is None or self._data.held_out is None:
+        if evaluation is None or not self._data.held_out:
             return None
-        if self._spec.solved_at is None:
-            hint = "set evaluation.solved_at to the reward of a right response"
-            self._context.console.message(f"held-out accuracy is not reported for this reward: {hint}")
-        return Evaluator(
-            self._spec,
-            picks=evaluation_picks(self._data.held_out, self._spec.seed, evaluation.prompts),
-            prompts=self._context.cluster.put(self._data.held_out.table),
-            pool=self._pool,
-            rewards=self._rewards,
-            responses=responses,
-        )
+        sets: list[HeldOutSet] = []
+        for settings in self._spec.held_out_sets():
+            if only is not None and settings.label not in only:
+                continue
+            if settings.solved_at is None:
+                of = f" of {settings.name}" if settings.name else ""
+                where = f"data.{settings.section}" if settings.name else "evaluation"
+                hint = f"set {where}.solved_at to the reward of a right response"
+                self._context.console.message(f"held-out accuracy{of} is not reported for this reward: {hint}")
+            pool = self._data.held_out[settings.section]
+            picks = evaluation_picks(pool, self._spec.seed, evaluation.prompts, settings.name)
+            table = self._context.cluster.put(pool.table) if sample is None else pool.table
+            sets.append(HeldOutSet(settings, picks, table, levels_of(pool, settings.level)))
+        return Evaluator(self._spec.seed, sets, sample or engine_sampler(self._pool), self._rewards, responses, log)
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
         """The texts of PPO-ptx, tokenized and split once."""
@@ -261,6 +290,14 @@ class RolloutRun:
         table = self._context.cluster.put(self._data.train.table)
         observe = None if curriculum is None else curriculum.observe
         return RolloutScheduler(self._spec, self._pool, scorer, ledger, prompts.next, table, done, observe, settings)
+
+    async def _take_over(self, found: Checkpoint, scheduler: RolloutScheduler) -> None:
+        """Has the scheduler take over the finished samples of groups that were open at the checkpoint."""
+        groups = await read_samples(found, self._spec, self._rewards)
+        with found.restoring():
+            samples = scheduler.restore(found.state["source"].get("scheduler", {}), groups)
+        if samples:
+            self._context.console.message(f"{samples} finished samples of the checkpoint are not sampled again")
 
     async def _load(self, found: Checkpoint) -> None:
         """Loads the checkpoint of policy and critic."""

@@ -22,8 +22,8 @@ from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.data.mixture import drawn_rows
 from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
-from troupe.orchestrator.data.summary import Pools, describe, named
-from troupe.orchestrator.errors import TroupeError, UsageError, WorkerError
+from troupe.orchestrator.data.summary import Pools, describe, named_examples
+from troupe.orchestrator.errors import UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
@@ -42,6 +42,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.event_log import recorded_failure
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.versions import versions as describe_versions
 from troupe.orchestrator.why.observer import RunObserver
 from troupe.workers.contract.roles import Worker
@@ -118,7 +119,7 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
     if found is None:
         request.spec.write(request.out / RESOLVED_SPEC)
     else:
-        _say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
+        say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
     training = request.spec.dispatch(
         lambda spec: _train_on_rollouts(request, spec, console, store, found),
         lambda spec: _train_offline(request, spec, console, store, found),
@@ -133,35 +134,23 @@ class Saved:
     step: int
     """Of the newest one; 0 without one."""
     complete: bool
-    """Whether it is the last step of the spec, valid, and has the exported model."""
+    """Whether it is the last step of the spec, or the one at which the run has ended early, valid, and has the exported
+    model."""
 
 
 def saved(request: RunRequest) -> Saved:
     """What a run folder holds. A checkpoint that would make the run complete is verified."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
+    checkpoint, steps = request.spec.checkpoint, request.spec.schedule.steps
     newest = max(store.steps(), default=0)
-    if newest < request.spec.schedule.steps:
+    if newest < steps and checkpoint.patience is None:
         return Saved(newest, False)
     found = store.latest()
     if found is None:
         return Saved(0, False)
-    return Saved(found.step, found.step >= request.spec.schedule.steps and found.exported)
-
-
-def evaluate(request: RunRequest, console: Console) -> dict[str, float]:
-    """Evaluates the spec's model on held-out data without training.
-
-    On prompts, engines and reward workers are enough. On offline data, the trainers compute the loss of their
-    algorithm, with the reference where it has one.
-
-    Raises:
-        UsageError: The spec names no held-out data.
-    """
-    evaluation = request.spec.dispatch(
-        lambda spec: _evaluate_on_prompts(request, spec, console),
-        lambda spec: _evaluate_offline(request, spec, console),
-    )
-    return asyncio.run(evaluation)
+    with found.restoring():
+        early = ControllerState.model_validate(found.state["memory"]).is_over(checkpoint)
+    return Saved(found.step, (found.step >= steps or early) and found.exported)
 
 
 def audit(request: RunRequest, console: Console) -> AuditReport:
@@ -176,8 +165,6 @@ def audit(request: RunRequest, console: Console) -> AuditReport:
 
     if request.spec.rollouts is None:
         raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
-    if request.resume and request.spec.trains_adapters:
-        raise UsageError("a checkpoint of adapters (roles.policy.lora) cannot be audited yet; name the spec instead")
     spec = one_engine(request.spec.rollouts)
     found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
     if request.resume and found is None:
@@ -224,11 +211,9 @@ async def _train_on_rollouts(
             controller = await parts.controller(store, found)
             if found is not None:  # the resume stands
                 spec.write(request.out / RESOLVED_SPEC)
-            if spec.audit.at_start and found is not None and spec.trains_adapters:
-                console.message("no audit: the weights of a resumed run with adapters cannot be audited yet")
-            elif spec.audit.at_start:
+            if spec.audit.at_start:
                 report = await unless_stopped(context.stop, parts.audit(local.spec, found, controller))
-                _say(console, report.lines())
+                say(console, report.lines())
                 (request.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
                 report.require()
             parts.listen()
@@ -250,7 +235,7 @@ async def _train_offline(
         with found.restoring():
             for section, own, digest in drawn_rows(examples[0], found.state["source"]):
                 require_same_rows(section, own, digest)
-    checks = _check_data(console, local.spec, named(*examples))
+    checks = _check_data(console, local.spec, named_examples(*examples))
     async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
         await unless_stopped(context.stop, checks)
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
@@ -259,33 +244,14 @@ async def _train_offline(
         return await controller.run()
 
 
-async def _evaluate_on_prompts(request: RunRequest, spec: RolloutSpec, console: Console) -> dict[str, float]:
-    if spec.evaluation is None:
-        raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
-    spec = spec.without_adapters()
-    request = replace(request, spec=spec)
-    local = fetch(spec, console)
-    data = load_data(local.spec)
-    _say(console, describe(data.pools))
-    async with open_run(request, local, console, named_roles(lambda row: row.evaluates)) as context:
-        parts = RolloutRun(spec, request.out, context, data)
-        evaluator = parts.evaluator()
-        if evaluator is None:
-            raise TroupeError("there are no held-out prompts to evaluate on")
-        try:
-            await parts.start()
-            running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
-            return await unless_stopped(context.stop, running)
-        finally:
-            await parts.close()
-
-
-async def _evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Console) -> dict[str, float]:
+async def evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Console) -> dict[str, float]:
+    """Metrics of the spec's model on held-out examples: the trainers compute the loss of their algorithm, with the
+    reference where it has one. Raises UsageError where the spec names no such data."""
     local = fetch(spec, console)
     examples, held_out = load_examples(local.spec) if spec.data.eval is not None else (None, None)
     if examples is None or held_out is None:
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
-    _say(console, describe(named(examples, held_out)))
+    say(console, describe(named_examples(examples, held_out)))
     async with open_run(request, local, console) as context:
         evaluator = await unless_stopped(context.stop, OfflineRun(spec, request.out, context).evaluator(held_out))
         running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
@@ -308,7 +274,7 @@ async def _usable(console: Console, pools: Pools, rendering: Awaitable[PromptChe
     found = await rendering
     if found.problems:
         raise UsageError("\n".join(f"{field}: {problem}" for field, problem in found.problems))
-    _say(console, [*describe(pools), *found.lines])
+    say(console, [*describe(pools), *found.lines])
     return found
 
 
@@ -323,7 +289,8 @@ def _done(found: Checkpoint | None) -> int:
     return 0 if found is None else found.step
 
 
-def _say(console: Console, lines: Sequence[str]) -> None:
+def say(console: Console, lines: Sequence[str]) -> None:
+    """Shows lines on the console."""
     for line in lines:
         console.message(line)
 

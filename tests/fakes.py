@@ -39,9 +39,12 @@ from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.messages import (
     KEPT_BATCH,
+    FinishedSamples,
     GroupRequest,
     GroupSummary,
+    KeepRequest,
     KeptFile,
+    KeptTable,
     PrepareRequest,
     RankPlan,
     RewardSummary,
@@ -260,6 +263,19 @@ class FakeEngine:
         table = FakeTable("rollouts", (request.prompt_uid,), request.attempt, versions, request.samples)
         return GroupSummary(request.prompt_uid, request.attempt, self.name, samples, 0.0), table
 
+    async def generate_rest(
+        self, request: GroupRequest, prompts: object, finished: FakeTable
+    ) -> tuple[GroupSummary, FakeTable]:
+        """As `generate`, with the samples that are finished as they were."""
+        summary, table = await self.generate(request, prompts)
+        before = {sample.sample_index: sample for sample in request.finished}
+        samples = tuple(before.get(sample.sample_index, sample) for sample in summary.samples)
+        return replace(summary, samples=samples), table
+
+    async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], FakeTable]:
+        """None: a group is finished as a whole."""
+        return (), FakeTable("rollouts", ())
+
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
         """Serves the version."""
         await asyncio.sleep(0)
@@ -372,7 +388,9 @@ class FakeReward:
     async def connect_judge(self, judge: Judge) -> None:
         """Uses no judge."""
 
-    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
         """One group."""
         await asyncio.sleep(0)
         (uid,), samples = rollouts.uids, rollouts.samples
@@ -386,6 +404,24 @@ class FakeReward:
     async def write_evaluation(self, path: str, step: int, *tables: FakeTable) -> int:
         """Writes nothing."""
         return 0
+
+    async def keep_groups(
+        self, folder: str, request: KeepRequest, *tables: FakeTable
+    ) -> tuple[dict[str, KeptTable], ...]:
+        """Writes what describes the tables of each group: a file for each of their kinds."""
+        kept = []
+        for number, (uid, _) in enumerate(request.groups):
+            own = {table.kind: table for table in tables if uid in table.uids}
+            places = {kind: KeptTable(kind, f"{kind}-{request.part:03d}-{number}", 0) for kind in own}
+            for kind, table in own.items():
+                (Path(folder) / places[kind].file).write_text(json.dumps(table))
+            kept.append(places)
+        return tuple(kept)
+
+    async def read_group(self, folder: str, kept: KeptTable) -> tuple[int, FakeTable]:
+        """Reads what `keep_groups` wrote."""
+        kind, uids, attempt, versions, samples = json.loads((Path(folder) / kept.file).read_text())
+        return samples, FakeTable(kind, tuple(uids), attempt, tuple(versions), samples)
 
     async def health(self) -> WorkerHealth:
         """Healthy."""
@@ -403,7 +439,9 @@ class FaultyReward(FakeReward):
         self.fail = fail or {}
         self.uniform = uniform
 
-    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
         """One group."""
         uid = rollouts.uids[0]
         statuses = tuple(self.fail.get((uid, i), "ok") for i in range(rollouts.samples))
@@ -663,6 +701,9 @@ class FakeRun(ABC, Generic[SpecT]):
     def build(self) -> Controller:
         """Build the controller. Called inside the running event loop."""
 
+    async def take_over(self) -> None:
+        """Take over what the checkpoint has besides the state. Called inside the running event loop, after `build`."""
+
     def open_store(self) -> tuple[CheckpointStore, Checkpoint | None, Ledger]:
         """The run's checkpoints, the one to resume from, and the ledger as it was then."""
         store = CheckpointStore(self.out / "checkpoints", 2)
@@ -680,7 +721,9 @@ class FakeRun(ABC, Generic[SpecT]):
         """Run to the end."""
 
         async def run() -> RunOutcome:
-            return await self.build().run()
+            controller = self.build()
+            await self.take_over()
+            return await controller.run()
 
         return asyncio.run(run())
 
@@ -689,6 +732,7 @@ class FakeRun(ABC, Generic[SpecT]):
 
         async def run() -> RunOutcome:
             controller = self.build()
+            await self.take_over()
 
             async def stop() -> None:
                 while controller.version < version:

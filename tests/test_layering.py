@@ -20,7 +20,8 @@ PACKAGES = ("orchestrator", "workers")
 """Folders of the checkout, and packages of `troupe`. The rules below name modules without `troupe.`."""
 
 PURE = (
-    *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
+    *("workers.contract", "workers.algorithms"),
+    *("workers.models.token_batch", "workers.models.ragged", "workers.models.kept_tokens"),
     *("workers.telemetry", "workers.isolation"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
     *("orchestrator.bench.points", "orchestrator.bench.results", "orchestrator.bench.bounds"),
@@ -46,6 +47,7 @@ ROOTS = tuple(
         "rollout_run",
         "run_pools",
         "offline_run",
+        "evaluate_run",
         "replay_run",
         "launcher",
         "start_progress",
@@ -63,7 +65,10 @@ BUILT_ON = {"workers.judge": {"workers.rollout"}}
 """Roles whose worker is another one, with more around it."""
 
 PURE_LIBRARIES = {"packaging", "pydantic", "pydantic_core", "yaml", "numpy", "pyarrow"}
-TENSORS_IN_PURE = ("workers.algorithms", "workers.models.token_batch")
+TENSORS_IN_PURE = (
+    *("workers.algorithms", "workers.models.token_batch"),
+    *("workers.models.ragged", "workers.models.kept_tokens"),
+)
 """Modules of layer 0 that may import torch, because they compute on tensors."""
 
 OWNERS = {
@@ -71,7 +76,7 @@ OWNERS = {
     "deepspeed": ("workers.training",),
     "duckdb": ("orchestrator.reporting.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
-    "peft": ("workers.models.adapter",),
+    "peft": ("workers.audit.scorer", "workers.models.adapter"),
     "vllm": (
         "workers.rollout",
         "workers.measured_rollout",
@@ -122,8 +127,13 @@ def modules() -> tuple[Module, ...]:
     return tuple(found)
 
 
-def imports(module: Module) -> Iterator[Import]:
+@cache
+def imports(module: Module) -> tuple[Import, ...]:
     """Every import of a module. `from a import b` is an import of `a.b` if that is a module of the two packages."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[Import]:
     names = {other.name for other in modules()}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -141,11 +151,11 @@ def imports(module: Module) -> Iterator[Import]:
                 yield Import(full if full in names else target, module.location(node))
 
 
-def calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
+@cache
+def calls(module: Module) -> tuple[tuple[str, ast.Call], ...]:
     """Every call and the dotted name of the called function."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+    found = (node for node in ast.walk(module.tree) if isinstance(node, ast.Call))
+    return tuple((ast.unparse(node.func), node) for node in found)
 
 
 def belongs_to(target: str, package: str) -> bool:

@@ -30,7 +30,7 @@ class CriticWorker(TrainingRank):
         """See `TrainingRank.build`."""
         config = self._config
         announce(Activity.MODEL)
-        model = load_value(config.model, partitioner_for(config.model, config.trainer))
+        model = load_value(self._below, partitioner_for(config.model, config.trainer))
         self._train(TokenValues(model), model, torch_dtype(config.model.dtype))
         return self.health()
 

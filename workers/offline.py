@@ -152,10 +152,12 @@ class ExamplePolicyWorker(OfflineRank):
         """Load the policy and, where it is colocated, the reference."""
         config = self._config
         announce(Activity.MODEL)
-        model = load_causal(config.model, partitioner_for(config.model, config.trainer))
+        model = load_causal(self._below, partitioner_for(config.model, config.trainer))
         module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
-        self._train(module, model, model.dtype)
-        if config.reference_model is not None:
+        adapter = self._train(module, model, model.dtype)
+        if adapter is not None and config.reference_model == config.model:
+            self._base_of = adapter
+        elif config.reference_model is not None:
             reference = load_causal(config.reference_model, partitioner_for(config.reference_model, config.trainer))
             scorer = CausalLogprobs(reference, temperature=1.0, chunks=self._chunks(reference))
             self._refer_to(scorer, reference)
@@ -177,10 +179,10 @@ class RewardTrainer(OfflineRank):
         config = self._config
         announce(Activity.MODEL)
         partitioner = partitioner_for(config.model, config.trainer)
-        model = load_value(config.model, partitioner)
+        model = load_value(self._below, partitioner)
         _keep_last_token(model.config.get_text_config(), self._tokens(), turn_ends(self._tokens()).ids)
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
-        language = share_backbone(model, config.model, self._chunks(model), partitioner) if keeps_language else None
+        language = share_backbone(model, self._below, self._chunks(model), partitioner) if keeps_language else None
         self._train(RewardScores(model, language), model, torch_dtype(config.model.dtype))
         return self.health()
 

@@ -36,7 +36,6 @@ from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chun
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
-from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.step_length import HeldStep
@@ -74,10 +73,9 @@ class PolicyWorker(TrainingRank):
         if config.weight_store is not None and dist.get_rank() == 0:
             self._weight_store = WeightStore(config.weight_store, config.run_id)
         announce(Activity.MODEL)
-        model = load_causal(config.model, partitioner_for(config.model, config.trainer))
-        adapter = None if config.lora is None else ModelAdapter(model, config.lora, config.model, config.seed)
+        model = load_causal(self._below, partitioner_for(config.model, config.trainer))
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
-        self._train(module, model, model.dtype, adapter)
+        adapter = self._train(module, model, model.dtype)
         if adapter is not None and config.reference_model == config.model:
             self._base_of = adapter
         elif config.reference_model is not None:
@@ -276,7 +274,9 @@ class PolicyWorker(TrainingRank):
     def _distributions(self, batch: TokenBatch) -> torch.Tensor:
         module = cast(CausalLogprobs, self.engine.module)
         with evaluating(module):
-            return module.distributions(batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids)
+            return module.distributions(
+                batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids, batch.kept
+            )
 
     @staticmethod
     def _text_loss(forward: Forward, batch: TokenBatch, total_tokens: int) -> torch.Tensor:
@@ -294,13 +294,16 @@ class PolicyWorker(TrainingRank):
         plan: RankPlan,
         kl_old_coef: float,
     ) -> LossOutput:
+        # A likelihood does not ask who sampled a token: it is that of the model itself.
+        of_sampler = self._config.loss.has_ratio
         logprobs, entropy = forward(
             micro_batch.input_ids,
             micro_batch.attention_mask,
             micro_batch.positions,
             micro_batch.targets,
             micro_batch.position_ids,
-            temperature=None if self._config.loss.has_ratio else 1.0,
+            kept=micro_batch.kept if of_sampler else None,
+            temperature=None if of_sampler else 1.0,
         )
         if self._records is not None:
             self._records.note(micro_batch, logprobs, entropy)
@@ -318,4 +321,6 @@ def _with_texts(metrics: UpdateMetrics, losses: Sequence[torch.Tensor], coef: fl
 def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:
     """The batch with every `stride`-th state in which the policy sampled a token."""
     chosen = batch.loss_mask.nonzero().flatten()[::stride]
-    return replace(batch, positions=batch.positions[chosen])
+    return replace(
+        batch, positions=batch.positions[chosen], kept=None if batch.kept is None else batch.kept.take(chosen)
+    )

@@ -19,8 +19,19 @@ from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
 from troupe.workers.contract.environments import OK, cause_of
 from troupe.workers.contract.judges import Judge
-from troupe.workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
+from troupe.workers.contract.messages import (
+    IDENTITY,
+    REWARDS,
+    ROLLOUTS,
+    Fault,
+    KeepRequest,
+    KeptTable,
+    Peak,
+    RewardSummary,
+    WorkerHealth,
+)
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
+from troupe.workers.data.kept_groups import Kept, keep_groups, read_group
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
 from troupe.workers.data.turn_ends import without_end
@@ -28,7 +39,7 @@ from troupe.workers.rewards.environment import EnvironmentReward
 from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
 from troupe.workers.rewards.steps import Step, token_counts
-from troupe.workers.rewards.thoughts import with_opened_thoughts
+from troupe.workers.rewards.thoughts import VOTES, with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_activity import Activity, announce
 
@@ -36,6 +47,8 @@ if TYPE_CHECKING:
     from troupe.workers.rewards.model import RewardModel
 
 MODEL_LABEL = "reward_model"
+_VOTE_S = 30.0
+"""Longest comparison of the answers of a group."""
 Component = EnvironmentReward | JudgeReward | RewardProcess
 """What computes one component of a reward from samples."""
 
@@ -186,6 +199,7 @@ class RewardWorker:
         self._rewards = {name: _Rewards(part, self._component) for name, part in {"": config, **own}.items()}
         self._processes = [part for part in self._components.values() if isinstance(part, RewardProcess)]
         self._judges = [part for part in self._components.values() if isinstance(part, JudgeReward)]
+        self._votes: RewardProcess | None = None
         self._model: RewardModel | None = None
         self._tokenizer: Any = None
 
@@ -230,12 +244,13 @@ class RewardWorker:
         for function in self._judges:
             function.connect(judge)
 
-    def score(self, rollouts: pa.Table, rewards: str = "") -> tuple[RewardSummary, pa.Table]:
+    def score(self, rollouts: pa.Table, rewards: str = "", vote: bool = False) -> tuple[RewardSummary, pa.Table]:
         """Score one group: from a ROLLOUTS table to a REWARDS table with one row per sample, in order of sample_index.
 
         Args:
             rollouts: The group's ROLLOUTS table.
             rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
+            vote: Whether the summary says which samples give the same answer (`troupe.workers.rewards.votes`).
 
         Raises:
             ValueError: it is not a rollouts table, or not of exactly one group and attempt.
@@ -270,6 +285,7 @@ class RewardWorker:
                 label: tuple(outcome.value for outcome in outcomes)
                 for label, outcomes in zip(asked.labels, components, strict=True)
             },
+            answers=self._answers(rollouts) if vote else (),
             steps_differ=len({reward for sample in combined for _, reward in sample.spans}) > 1,
             faults=(*find_faults(asked.labels, scored), *episode_faults(statuses)),
             seconds=time.perf_counter() - started,
@@ -284,6 +300,15 @@ class RewardWorker:
     def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:
         """Write the readable columns of ROLLOUTS and REWARDS tables; returns the number of rows."""
         return write_evaluation(path, step, tables)
+
+    def keep_groups(self, folder: str, request: KeepRequest, *tables: pa.Table) -> tuple[Kept, ...]:
+        """Write groups that a later run takes over. See `troupe.workers.data.kept_groups`."""
+        return keep_groups(folder, request, tables)
+
+    def read_group(self, folder: str, kept: KeptTable) -> tuple[int, pa.Table]:
+        """(rows, table) of one group from files that `keep_groups` wrote."""
+        table = read_group(folder, kept)
+        return table.num_rows, table
 
     def health(self) -> WorkerHealth:
         """Health of the worker; a reward worker has no policy version."""
@@ -311,6 +336,15 @@ class RewardWorker:
                 futures = [pool.submit(function.score, samples) for function in asked.functions]
             model = [self._loaded_model().score(rollouts)] if asked.has_model else []
             return [*(future.result() for future in futures), *model]
+
+    def _answers(self, rollouts: pa.Table) -> tuple[int | None, ...]:
+        """Number of each sample's answer. The process starts with the first vote."""
+        if self._votes is None:
+            config = RewardFunctionConfig(name=VOTES, batched=True, timeout_s=_VOTE_S)
+            self._votes = RewardProcess(with_opened_thoughts(config, self.policy), self.config.memory_limit_mib)
+            self._processes.append(self._votes)
+        outcomes = self._votes.score(_samples(rollouts))
+        return tuple(None if outcome.value is None else int(outcome.value) for outcome in outcomes)
 
     def _with_spans(
         self, weights: Sequence[float], reward: SampleReward, outcomes: Sequence[Outcome], row: dict[str, Any]

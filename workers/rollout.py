@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -23,6 +23,7 @@ from troupe.workers.contract.config import EpisodeConfig, RolloutConfig, Structu
 from troupe.workers.contract.environments import EnvironmentGone
 from troupe.workers.contract.messages import (
     ROLLOUTS,
+    FinishedSamples,
     GroupRequest,
     GroupSummary,
     Peak,
@@ -37,6 +38,7 @@ from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, 
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep, engine_dead
+from troupe.workers.engine.finished import Rows, RunningGroup, merged
 from troupe.workers.engine.probe import apart, probe_logprobs
 from troupe.workers.engine.process import engine_processes
 from troupe.workers.engine.rest import EngineMemory
@@ -86,6 +88,11 @@ async def _fetched(content: Bytes | StoredBytes) -> Bytes:
     return content if isinstance(content, np.ndarray) else await asyncio.to_thread(content.fetch)
 
 
+def _as_in_training(request: GroupRequest) -> bool:
+    """Whether the tokens of a request are drawn from the distribution that is trained."""
+    return request.temperature is None and not request.greedy
+
+
 class _State(Enum):
     CLOSED = "closed"
     OPEN = "open"
@@ -114,6 +121,8 @@ class RolloutWorker:
         """Why the engine's processes no longer answer the same call; empty: they do."""
         self._version = INITIAL_VERSION
         self._running: set[asyncio.Task[Any]] = set()
+        self._groups: dict[RunningGroup[Any], None] = {}
+        """Groups with samples that run, in order of arrival."""
         self._serial = itertools.count()
         self._update_lock = asyncio.Lock()
         self._memory = EngineMemory(config.sleep, self._call)
@@ -166,6 +175,8 @@ class RolloutWorker:
                 raise
             why = " ".join(str(error).split())
             raise ValueError(f"vLLM refuses its settings, among them the spec's `engine` ({options}): {why}") from error
+        if self._config.sampling.truncates:
+            await self._engine.collective_rpc("troupe_record_kept_tokens")
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()
@@ -193,35 +204,72 @@ class RolloutWorker:
             EngineDead: the engine's process has ended.
             IndexError: the pool does not have the row.
         """
+        return await self._generate(request, prompts, None)
+
+    async def generate_rest(
+        self, request: GroupRequest, prompts: pa.Table, finished: pa.Table
+    ) -> tuple[GroupSummary, pa.Table]:
+        """Sample the rest of a group of which `request.finished` samples exist.
+
+        The other samples have the seeds that they have in a whole group.
+
+        Args:
+            request: As for `generate`.
+            prompts: The whole PROMPTS pool.
+            finished: ROLLOUTS table with the rows of these samples, of any attempt, and maybe of other groups.
+
+        Returns:
+            Summary and ROLLOUTS table of the whole group.
+
+        Raises:
+            ValueError: a finished sample has no rows.
+            Exception: as `generate`.
+        """
+        return await self._generate(request, prompts, finished)
+
+    async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], pa.Table]:
+        """The samples that are finished of all groups that run, and their rows; greedy responses are not among them."""
+        found = [group.finished() for group in self._groups if not group.request.greedy]
+        found = [(samples, table) for samples, table in found if samples.samples]
+        tables = [ROLLOUTS.empty_table(), *(table for _, table in found)]
+        return tuple(samples for samples, _ in found), pa.concat_tables(tables).combine_chunks()
+
+    async def _generate(
+        self, request: GroupRequest, prompts: pa.Table, finished: pa.Table | None
+    ) -> tuple[GroupSummary, pa.Table]:
+        """See `generate_rest`; `finished` is None for a whole group."""
         self._open_engine()
         if not 0 <= request.row < prompts.num_rows:
             raise IndexError(f"row {request.row} is outside the pool of {prompts.num_rows} prompts")
         prompt = prompts.slice(request.row, 1).to_pylist()[0]
         if self._config.episode is not None and request.episodes:
-            return await self._generate_episodes(request, prompt, self._config.episode)
+            return await self._generate_episodes(request, prompt, self._config.episode, finished)
         started = time.monotonic()
         try:
-            prompt_ids = await self._encode(prompt["messages"])
+            prompt_ids = await self._encode(prompt["messages"], request.max_tokens)
             answers = await self._encode_candidates(prompt, prompt_ids) if request.candidates else []
         except PromptRefused as error:
             refused = f"{prompt['origin']}: {error}"
             return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
         engine = self._open_engine()  # it may have been closed meanwhile
-        outputs = await self._all_or_none(
-            [self._sample(engine, request, index, prompt_ids) for index in range(request.samples)]
-        )
-        builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids)
-        rows = [builder.sampled(index, output) for index, output in enumerate(outputs)]
-        rows += [builder.candidate(request.samples + number, ids) for number, ids in enumerate(answers)]
-        samples = tuple(sample_summary(row, self._version) for row in rows)
+        builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids, self._records(request))
+
+        def build(index: int, output: RequestOutput) -> tuple[SampleSummary, Rows]:
+            row = builder.sampled(index, output)
+            return sample_summary(row, self._version), [row]
+
+        generating = {i: self._sample(engine, request, i, prompt_ids) for i in request.missing}
+        outputs = await self._all_or_none(request, generating, build, finished)
+        given = [builder.candidate(request.samples + number, ids) for number, ids in enumerate(answers)]
+        built = [build(index, output) for index, output in outputs.items()]
         seconds = time.monotonic() - started
-        cached = sum(output.num_cached_tokens or 0 for output in outputs)
-        summary = self._summary(request, samples[: request.samples], seconds, cached_tokens=cached)
-        summary = replace(summary, candidates=samples[request.samples :])
-        return summary, pa.Table.from_pylist(rows, schema=ROLLOUTS)
+        cached = sum(output.num_cached_tokens or 0 for output in outputs.values())
+        summary = self._summary(request, [sample for sample, _ in built], seconds, cached_tokens=cached)
+        summary = replace(summary, candidates=tuple(sample_summary(row, self._version) for row in given))
+        return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *given])
 
     async def _generate_episodes(
-        self, request: GroupRequest, prompt: dict[str, Any], bounds: EpisodeConfig
+        self, request: GroupRequest, prompt: dict[str, Any], bounds: EpisodeConfig, finished: pa.Table | None
     ) -> tuple[GroupSummary, pa.Table]:
         """Play one episode for each sample of the group."""
         engine, started = self._open_engine(), time.monotonic()
@@ -229,6 +277,7 @@ class RolloutWorker:
         if reader is None:
             raise EngineClosed(self._name, self._closed_because)
         sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
+        records = self._records(request)
         runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem, self._long)
 
         async def play(index: int) -> Played:
@@ -236,19 +285,29 @@ class RolloutWorker:
                 number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: StructuredConfig | None
             ) -> SampledTurn:
                 limits = TurnLimits(number, max_tokens, tuple(stop), form)
-                return sampled_turn(await self._sample(engine, request, index, list(ids), limits))
+                return sampled_turn(await self._sample(engine, request, index, list(ids), limits), records)
 
             row = read_row(prompt, sample_seed(request.seed, index))
             key = f"{self._name}/{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
             return await runner.play(key, row, sample)
 
-        episodes = await self._all_or_none([play(index) for index in range(request.samples)])
-        builder = RowBuilder(self._name, tokenizer, request, prompt, [])
-        rows = [builder.episode(index, played) for index, played in enumerate(episodes)]
-        samples = tuple(episode_summary(own, played, self._version) for own, played in zip(rows, episodes, strict=True))
+        builder = RowBuilder(self._name, tokenizer, request, prompt, [], records)
+
+        def build(index: int, played: Played) -> tuple[SampleSummary, Rows]:
+            rows = builder.episode(index, played)
+            return episode_summary(rows, played, self._version), rows
+
+        playing = {index: play(index) for index in request.missing}
+        episodes = await self._all_or_none(request, playing, build, finished)
+        built = [build(index, played) for index, played in episodes.items()]
+        samples = [sample for sample, _ in built]
         cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)
         summary = self._summary(request, samples, time.monotonic() - started, cached_tokens=cached)
-        return summary, pa.Table.from_pylist([row for own in rows for row in own], schema=ROLLOUTS)
+        return summary, merged(request, finished, [row for _, rows in built for row in rows])
+
+    def _records(self, request: GroupRequest) -> bool:
+        """Whether the tokens that the sampler left to each token are part of the samples."""
+        return self._config.sampling.truncates and _as_in_training(request)
 
     async def connect_environments(self, link: EnvironmentLink) -> None:
         """Use these environment workers for new episodes."""
@@ -577,9 +636,10 @@ class RolloutWorker:
             raise EngineClosed(self._name, self._closed_because)
         return self._tokenizer
 
-    async def _encode(self, messages: str) -> list[int]:
+    async def _encode(self, messages: str, max_tokens: int | None) -> list[int]:
+        """Token ids of a prompt that leaves room for a response of so many tokens (None: as in training)."""
         tokenizer = self._live_tokenizer()
-        longest = self._config.engine.max_model_len - self._config.sampling.max_tokens
+        longest = self._config.engine.max_model_len - (max_tokens or self._config.sampling.max_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, encode_prompt, tokenizer, messages, longest)
 
@@ -596,23 +656,36 @@ class RolloutWorker:
     def _summary(
         self,
         request: GroupRequest,
-        samples: tuple[SampleSummary, ...],
+        samples: Sequence[SampleSummary],
         seconds: float,
         *,
         refused: str = "",
         cached_tokens: int = 0,
     ) -> GroupSummary:
+        """The summary of a group from the samples that were generated and, unless it is refused, those before them."""
         ahead = sum(sample.done() for sample in self._running)
+        whole = () if refused else sorted([*request.finished, *samples], key=lambda sample: sample.sample_index)
         return GroupSummary(
-            request.prompt_uid, request.attempt, self._name, samples, seconds, refused, cached_tokens, ahead
+            request.prompt_uid, request.attempt, self._name, tuple(whole), seconds, refused, cached_tokens, ahead
         )
 
-    async def _all_or_none(self, samples: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Outputs of all samples; the first failure cancels the others and is raised."""
-        tasks = [asyncio.create_task(sample) for sample in samples]
+    async def _all_or_none(
+        self,
+        request: GroupRequest,
+        samples: Mapping[int, Coroutine[Any, Any, T]],
+        build: Callable[[int, T], tuple[SampleSummary, Rows]],
+        earlier: pa.Table | None,
+    ) -> dict[int, T]:
+        """Outputs of all samples by index; the first failure cancels the others and is raised.
+
+        Meanwhile `finished_samples` finds those that are finished: `build` makes their rows, `earlier` has older ones.
+        """
+        by_index = {index: asyncio.create_task(sample) for index, sample in samples.items()}
+        tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier)
         self._running.update(tasks)
+        self._groups[group] = None
         try:
-            return await asyncio.gather(*tasks)
+            return dict(zip(by_index, await asyncio.gather(*tasks), strict=True))
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if self._state is _State.CLOSED and caller is not None and not caller.cancelling():
@@ -622,6 +695,7 @@ class RolloutWorker:
             for task in tasks:
                 task.cancel()
             self._running.difference_update(tasks)
+            del self._groups[group]
 
     async def _sample(
         self,
@@ -669,12 +743,15 @@ class RolloutWorker:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._config.sampling
-        limits = limits or TurnLimits(0, sampling.max_tokens)
+        limits = limits or TurnLimits(0, request.max_tokens or sampling.max_tokens)
         temperature = sampling.temperature if request.temperature is None else request.temperature
+        trained = _as_in_training(request)
         stop = [*sampling.stop, *limits.stop]
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
-            top_p=request.top_p,
+            top_p=sampling.top_p if trained else request.top_p,
+            top_k=sampling.top_k if trained else request.top_k,
+            min_p=sampling.min_p if trained else 0.0,
             max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
             # vLLM refuses others: an end that the model has no logit for is never sampled.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -77,24 +77,26 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseMode
     """The section and, in reading order, the sections in it, each with its path."""
     yield model, path
     for name, info in model.model_fields.items():
-        for listed, inner in _forms(info.annotation):
-            for member in inner:
-                several = len(inner) > 1 and not (issubclass(member, SourceShare) and member is inner[0])
-                kind = f"[{_kind(member)}]" if several else ""
-                yield from _sections(member, f"{path}.{name}{listed}{kind}".lstrip("."))
+        inner = list(_members(info.annotation))
+        shared = [member for member, _ in inner if issubclass(member, SourceShare)]
+        for member, place in inner:
+            if member in shared and member is not shared[0] and not issubclass(member, HubFiles):
+                continue  # a source in a list has the same fields besides those of its kind, whatever its kind
+            kind = f"[{_kind(member)}]" if len(inner) > 1 and member not in shared[:1] else ""
+            yield from _sections(member, f"{path}.{name}{place}{kind}".lstrip("."))
 
 
-def _forms(annotation: Any) -> Iterator[tuple[str, Sequence[type[BaseModel]]]]:
-    """The models that an annotation names: as sections, and (`.0`) as entries of lists."""
-    members = [_bare(member) for member in get_args(annotation)] if _is_union(annotation) else [annotation]
-    lists = [member for member in members if get_origin(member) is tuple]
-    for listed, of_form in (("", [one for one in members if one not in lists]), (".0", lists)):
-        inner = [model for member in of_form for model in models_in(member)]
-        if shared := [model for model in inner if issubclass(model, SourceShare)]:
-            # What the kinds of sources have alone is in the sections of one source; what they share is said once.
-            inner = [model for model in shared if model is shared[0] or issubclass(model, HubFiles)]
-        if inner:
-            yield listed, inner
+_PLACES = {tuple: ".0", dict: ".NAME"}
+"""Place of a section in a list, and in a map."""
+
+
+def _members(annotation: Any, place: str = "") -> Iterator[tuple[type[BaseModel], str]]:
+    """The sections that an annotation names, each with its place in a list or a map."""
+    if get_origin(annotation) is None:
+        yield from ((model, place) for model in models_in(annotation))
+    elif get_origin(annotation) is not Literal:
+        for argument in get_args(annotation):
+            yield from _members(argument, place + _PLACES.get(get_origin(annotation), ""))
 
 
 def _is_union(annotation: Any) -> bool:
@@ -143,6 +145,8 @@ def _type(annotation: Any) -> str:
         items = [item for item in arguments if item is not Ellipsis]
         each = "sections" if any(models_in(items[0])) else f"{_type(items[0])}s"
         return f"list of {each}" if Ellipsis in arguments else f"list of {len(items)} {each}"
+    if get_origin(annotation) is dict and any(models_in(annotation)):
+        return "sections by name"
     if any(models_in(annotation)):
         return "section"
     return "free section"

@@ -139,6 +139,21 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
 }
 
 
+_PREFERENCE = ("preference_loss", "accuracy", "margin", "reward_chosen", "reward_rejected")
+_REPORTED: dict[type[Frozen], tuple[str, ...]] = {
+    SftLossConfig: ("nll", "token_logprob"),
+    RewardLossConfig: ("preference_loss", "accuracy", "margin", "score", "calibration_error"),
+    DpoLossConfig: _PREFERENCE,
+    IpoLossConfig: _PREFERENCE,
+    OrpoLossConfig: (*_PREFERENCE, "nll"),
+    KtoLossConfig: ("preference_loss", "accuracy", "reward_desirable", "reward_undesirable", "reference_point"),
+    RrhfLossConfig: ("preference_loss", "accuracy", "margin"),
+}
+"""Metrics of each loss, besides the loss."""
+_TERMS = {"center_coef": "center_loss", "lm_coef": "lm_loss"}
+"""Terms of a loss by the coefficient that adds them."""
+
+
 class OfflineAlgorithmConfig(Frozen):
     """The algorithm, and settings in place of its defaults. A field left out (or null) takes the algorithm's
     default."""
@@ -190,6 +205,13 @@ class OfflineAlgorithmConfig(Frozen):
     def row(self) -> OfflineAlgorithm:
         """The algorithm's row."""
         return OFFLINE_ALGORITHMS[self.name]
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Metrics of the loss on examples, as `workers/algorithms/offline_objectives.py` gives them."""
+        loss = self.loss_config()
+        coefs = {name: value for name, value in loss if name in _TERMS}
+        return ("loss", *_REPORTED[type(loss)], *(term for name, term in _TERMS.items() if coefs.get(name)))
 
     def loss_config(self) -> OfflineLossConfig:
         """The loss: the row's defaults, overridden by the spec."""

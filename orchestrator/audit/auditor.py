@@ -44,6 +44,10 @@ class AuditedWeights:
     folder: Path
     previous: Path | None = None
     """Folder with the weights that the engines served before; None: no others."""
+    adapter: Path | None = None
+    """Folder of the adapter on the weights; None: there is none."""
+    previous_adapter: Path | None = None
+    """Folder of the adapter that the engines served before; None: it had no effect."""
 
 
 class Auditor:
@@ -115,6 +119,8 @@ class Auditor:
             model=spec.model,
             weights=str(weights.folder),
             previous=None if weights.previous is None else str(weights.previous),
+            adapter=None if weights.adapter is None else str(weights.adapter),
+            previous_adapter=None if weights.previous_adapter is None else str(weights.previous_adapter),
             temperature=spec.sampling.temperature,
             thorough=thorough,
             compare_prompts=spec.roles.environment is None,

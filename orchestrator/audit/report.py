@@ -7,9 +7,11 @@ from typing import Any
 
 from troupe.orchestrator.audit.attribution import Cause, Gap
 from troupe.orchestrator.errors import TroupeError
-from troupe.workers.contract.audit import PromptDifference
+from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, PromptDifference
 
 _WEIGHTS = "the update did not reach all weights that are used"
+_ADAPTER = "the engine does not compute with the adapter of this version"
+_ADAPTERS = {MISSING: "no adapter", DOUBLED: "an adapter that counts twice", STALE: "the adapter of before"}
 _REMEDIES = {
     ("sampler", "temperature"): "sampling and log-probs must use sampling.temperature: check that nothing else sets a "
     "temperature, and that the engine returns processed log-probs",
@@ -27,6 +29,9 @@ _REMEDIES = {
     ("sampler", "weights"): f"{_WEIGHTS}: do not train on these samples; start the engines again, and report the model "
     "and the version of vLLM",
     ("trainer", "weights"): "the trainer does not hold the weights of the checkpoint: resume from another one",
+    ("sampler", "adapter"): f"{_ADAPTER}: do not train on these samples; start the engines again, and report the model "
+    "and the version of vLLM",
+    ("trainer", "adapter"): "the trainer does not hold the adapter of the checkpoint: resume from another one",
     ("sampler", "prefix cache"): "the engine reuses states of older weights: set roles.rollout.enable_prefix_caching "
     "to false",
 }
@@ -133,6 +138,7 @@ def _named(cause: Cause) -> str:
         "top_k": f"top-k {cause.about}",
         "positions": f"shifted positions ({cause.about})",
         "weights": f"older weights in {cause.about}",
+        "adapter": _ADAPTERS.get(cause.about, cause.about),
         "prefix cache": "a stale prefix cache",
     }
     return words.get(cause.kind, cause.kind)

@@ -105,11 +105,13 @@ def launches(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def engine_key(spec: RolloutSpec) -> str:
-    """Equal for specs whose engines are started alike. Sampling settings and the number of engines are not in it."""
+    """Equal for specs whose engines are started alike. The number of engines is not in it, and of sampling only whether
+    it is truncated, which engines record."""
     role = spec.roles.rollout.model_dump(mode="json", exclude=set(SCALING))
     config = spec.rollout_config().model_dump(mode="json", exclude={"sampling"})
     environment = spec.roles.environment
-    return _text([role, config, None if environment is None else environment.model_dump(mode="json")])
+    own = None if environment is None else environment.model_dump(mode="json")
+    return _text([role, config, own, spec.sampling.truncates])
 
 
 def launch_spec(points: Sequence[Point]) -> RolloutSpec:

@@ -13,7 +13,15 @@ from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.shared_gpu import HEADROOM
 from troupe.orchestrator.roles.table import named, row_of, settings_of
-from troupe.orchestrator.roles.worker_memory import PERIODS, WIDTHS, Cache, Part, Period, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import (
+    PERIODS,
+    WIDTHS,
+    Cache,
+    Part,
+    Period,
+    WorkerMemory,
+    adapter_numbers,
+)
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.units import GIB, MIB
 
@@ -147,7 +155,9 @@ def _of_node(
     size = sizes.of(spec.model)
     maps_file = any(seat.role == "rollout" or seat.worker == "policy-0" for seat in here)
     if maps_file and size is not None and spec.has_weight_file:
-        parts.append(Part("weight file", WIDTHS[spec.model.dtype] * size.parameters))
+        lora = spec.roles.policy.lora
+        published = size.parameters if lora is None else adapter_numbers(size, lora)
+        parts.append(Part("weight file", WIDTHS[spec.model.dtype] * published))
     if number == 0:
         parts += [Part("batch", spec.batch_bytes), Part("ray", RAY_PROCESSES)]
     return NodeMemory(node.name, tuple(parts), node.memory)

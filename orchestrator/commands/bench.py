@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +26,10 @@ from troupe.orchestrator.prepare import single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.stages import read_document
+
+if TYPE_CHECKING:
+    from troupe.orchestrator.bench.results import Result
+    from troupe.orchestrator.bench.training import TrainResult, TransferResult
 
 PAGE = "bench.html"
 
@@ -60,7 +65,8 @@ def bench(
 
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
     them. --train and --weights measure the fastest point afterwards. Writes one HTML page, and beside it the results as
-    JSON, which `troupe plan --measured` reads. The exit code is 1 where something could not be measured.
+    JSON, which `troupe plan --measured` reads; both after every point, so that they also hold what was measured before
+    an interruption. The exit code is 1 where something could not be measured.
     """
     if taken():
         exit_on_signals()  # until Ray starts, nothing has to be ended in order
@@ -70,34 +76,83 @@ def bench(
         raise UsageError(f"--output {output}: name the page; its results are written beside it as JSON")
     points = _points(spec, [parse_sweep(text) for text in sweep], set_, prompts)
     from troupe.orchestrator.bench.bounds import best_of
-    from troupe.orchestrator.bench.record import record_of
-    from troupe.orchestrator.bench.training import TransferResult
     from troupe.orchestrator.bench_run import BenchRequest
     from troupe.orchestrator.bench_run import bench as measure
     from troupe.orchestrator.bench_training import TrainingRequest, measure_trainers, measure_transfers
-    from troupe.orchestrator.commands.bench_table import show
     from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.reporting.html.bench import write_page
-    from troupe.workers.contract.atomic_file import write_atomic
 
     console = Console(sys.stderr)
-    results = measure(BenchRequest(points, batches, address, baseline == "vllm"), console)
-    trained, sent = None, list[TransferResult]()
-    if (fastest := best_of(results)) is not None:
-        request = TrainingRequest(fastest, batches, address)
-        trained = measure_trainers(request, console) if train else None
-        sent = measure_transfers(request, console) if weights else []
     cores = None if address or os.environ.get("RAY_ADDRESS") else os.cpu_count()
-    record = record_of(results, cores, trained, sent)
-    page = write_page(record, output or points[0].spec.run_folder / PAGE)
-    write_atomic(page.with_suffix(".json"), json_text(record))
-    if as_json:
-        echo_json(record)
-    else:
-        show(results, cores, trained, sent)
-        typer.echo(f"wrote {page}")
-    if any(result.measures is None for result in [*results, *sent]) or (trained is not None and trained.problem):
+    measured = _Measured(output or points[0].spec.run_folder / PAGE, cores)
+    try:
+        measure(BenchRequest(points, batches, address, baseline == "vllm"), console, measured.keep_rollouts)
+        if (fastest := best_of(measured.rollouts)) is not None:
+            request = TrainingRequest(fastest, batches, address)
+            if train:
+                measured.keep_trainers(measure_trainers(request, console))
+            for transfer in measure_transfers(request, console) if weights else ():
+                measured.keep_transfer(transfer)
+    finally:
+        if measured.rollouts:
+            measured.show(as_json=as_json)
+    if measured.is_incomplete:
         sys.exit(FAILURE)
+
+
+class _Measured:
+    """What has been measured so far; written whenever something is added."""
+
+    def __init__(self, page: Path, cores: int | None) -> None:
+        """`cores` are the machine's; None: a cluster, whose free resources are not known."""
+        self._page = page
+        self._cores = cores
+        self.rollouts: Sequence[Result] = ()
+        self._train: TrainResult | None = None
+        self._transfers: list[TransferResult] = []
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something could not be measured."""
+        problems = [result.problem for result in [*self.rollouts, *self._transfers]]
+        return any(problems) or (self._train is not None and bool(self._train.problem))
+
+    def keep_rollouts(self, results: Sequence[Result]) -> None:
+        """Keep the results of the points in place of the ones before."""
+        self.rollouts = results
+        self._write()
+
+    def keep_trainers(self, result: TrainResult) -> None:
+        """Keep the result of the trainers."""
+        self._train = result
+        self._write()
+
+    def keep_transfer(self, result: TransferResult) -> None:
+        """Keep the result of a back-end."""
+        self._transfers.append(result)
+        self._write()
+
+    def show(self, *, as_json: bool) -> None:
+        """Print everything to standard output."""
+        from troupe.orchestrator.commands.bench_table import show
+
+        if as_json:
+            echo_json(self._record())
+            return
+        show(self.rollouts, self._cores, self._train, self._transfers)
+        typer.echo(f"wrote {self._page}")
+
+    def _write(self) -> None:
+        from troupe.orchestrator.reporting.html.bench import write_page
+        from troupe.workers.contract.atomic_file import write_atomic
+
+        record = self._record()
+        write_page(record, self._page)
+        write_atomic(self._page.with_suffix(".json"), json_text(record))
+
+    def _record(self) -> dict[str, Any]:
+        from troupe.orchestrator.bench.record import record_of
+
+        return record_of(self.rollouts, self._cores, self._train, self._transfers)
 
 
 def _points(path: Path, sweeps: list[Sweep], overrides: list[str], prompts: int | None) -> list[Point]:

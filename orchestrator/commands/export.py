@@ -18,6 +18,9 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest valid one).")
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the checkpoint of the best evaluation (checkpoint.best).")
+    ] = False,
     average: Annotated[
         bool, typer.Option("--average", help="Export the moving average of the weights (ema_decay).")
     ] = False,
@@ -40,14 +43,16 @@ def export(
 
     if target is None and push is None:
         exit_with("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
+    if best and step is not None:
+        exit_with("error: --best and --step name different checkpoints; give one of them", USER_ERROR)
     if merge and push is not None:
         exit_with("error: --merge writes a FOLDER; --push uploads what the checkpoint holds", USER_ERROR)
     if as_json and push is not None and not yes:
         exit_with("error: --json with --push needs --yes: nothing can be asked", USER_ERROR)
-    source = library.model_of(run_folder, step=step, average=average)
+    source = library.model_of(run_folder, step=step, best=best, average=average)
     done: dict[str, str] = {"checkpoint": source.parent.name}
     if target is not None:
-        done["folder"] = str(library.export(run_folder, target, step=step, average=average, merge=merge))
+        done["folder"] = str(library.export(run_folder, target, step=step, best=best, average=average, merge=merge))
         if not as_json:
             typer.echo(f"wrote {done['folder']}")
     if push is not None:

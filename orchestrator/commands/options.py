@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from troupe.orchestrator.signals import STOPPED as STOPPED
+from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
 
 SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
-_STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def _not_empty(value: str | None) -> str | None:
@@ -28,9 +27,9 @@ def _not_empty(value: str | None) -> str | None:
 
 
 def disk_folder(value: Path | None) -> Path | None:
-    """Refuse the address of an object store: it would become a folder called `s3:`."""
-    if value is not None and _STORE.match(str(value)):
-        raise typer.BadParameter("is not a folder: a run writes to a disk of the driver (on a cluster a shared one)")
+    """Refuse a URL."""
+    if value is not None and is_url(value):
+        raise typer.BadParameter(NEEDS_DISK)
     return value
 
 

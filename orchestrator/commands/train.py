@@ -19,12 +19,13 @@ from troupe.orchestrator.commands.options import (
     SpecArgument,
     echo_json,
 )
-from troupe.orchestrator.commands.results import next_steps, write_run_report
+from troupe.orchestrator.commands.results import next_steps, resume_steps, write_run_report
 from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.stages import PlannedRun
 
 if TYPE_CHECKING:
+    from troupe.orchestrator.reporting.console import Console
     from troupe.orchestrator.run import RunRequest
 
 
@@ -49,21 +50,50 @@ def run(
 
 def evaluate(
     spec: SpecArgument,
-    model: Annotated[Path | None, typer.Option("--model", help="Model folder (default: the spec's model).")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="Folder of a model, checkpoint or run, name on the hub, or URL of an OpenAI-compatible endpoint "
+            "(default: the spec's model).",
+        ),
+    ] = None,
     set_: SetOption = [],  # noqa: B006
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run: the checkpoint of the best evaluation (checkpoint.best).")
+    ] = False,
+    served: Annotated[
+        str | None, typer.Option("--served", metavar="NAME", help="Model at the endpoint (default: the only one).")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Evaluate again what has been evaluated.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file for the results with their intervals.")
+    ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a model on the spec's held-out data and print the metrics.
 
-    On prompts, only engines and reward workers are started; on offline data, the metrics are the loss and the metrics
-    of the spec's algorithm.
+    On prompts, only engines and reward workers are started; results of the same model, data, sampling and rewards are
+    kept and used again. On offline data, the metrics are the loss and the metrics of the spec's algorithm. The key of
+    an endpoint is read from OPENAI_API_KEY.
     """
     from troupe.orchestrator import library
     from troupe.orchestrator.reporting.console import format_value
 
     # Standard output holds the result only.
-    metrics = library.evaluate(spec, model, set=set_, address=address, progress=sys.stderr)
+    metrics = library.evaluate(
+        spec,
+        model,
+        set=set_,
+        best=best,
+        served=served,
+        use_cache=not no_cache,
+        output=output,
+        address=address,
+        progress=sys.stderr,
+    )
     if as_json:
         echo_json(metrics)
         return
@@ -73,20 +103,39 @@ def evaluate(
 
 
 def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
-    """Train every run of a file that is not complete yet; then say where the results are and what can be done next."""
-    from troupe.orchestrator.library import train as train_run
+    """Train every run of a file that is not complete yet; then say where the results are and what can be done next.
+
+    Also where a run is stopped or fails after its first step: these are the runs that need the report most.
+    """
     from troupe.orchestrator.reporting.console import Console
 
     requests = [(planned, _request(planned, resume, address)) for planned in runs]
     read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
-    for planned, request in requests:
+    consoles = [Console() for _ in requests]
+    try:
+        stopped = _train_each(requests, consoles)
+    except BaseException:
+        if any(console.progress().steps for console in consoles):  # otherwise the records are of another command
+            typer.echo(resume_steps(sys.argv[1:], runs, write_run_report(runs)))
+        raise
+    report = write_run_report(runs)
+    if stopped:
+        typer.echo(resume_steps(sys.argv[1:], runs, report))
+        sys.exit(STOPPED)
+    typer.echo(next_steps(spec, runs, report))
+
+
+def _train_each(requests: Sequence[tuple[PlannedRun, RunRequest | None]], consoles: Sequence[Console]) -> bool:
+    """Train one run after the other, each shown on its console; whether one was stopped. Raises TroupeError."""
+    from troupe.orchestrator.library import train as train_run
+
+    for (planned, request), console in zip(requests, consoles, strict=True):
         if request is None:
             steps = planned.spec.schedule.steps
             typer.echo(f"{planned.spec.name}: already complete in {planned.out} (schedule.steps: {steps})")
-            continue
-        if train_run(request, Console()).stopped:
-            sys.exit(STOPPED)
-    typer.echo(next_steps(spec, runs, write_run_report(runs)))
+        elif train_run(request, console).stopped:
+            return True
+    return False
 
 
 def _supervise(runs: Sequence[PlannedRun]) -> int:

@@ -150,7 +150,7 @@ def _why_empty(found: Collected[RowT]) -> str:
 def concatenated(parts: Mapping[str, PoolT]) -> PoolT:
     """One pool of several sources, by name, in their order; its rows name their source in a column `source`."""
     pools = list(parts.values())
-    tables = [_of_source(name, pool.table) for name, pool in parts.items()]
+    tables = [of_source(name, pool.table) for name, pool in parts.items()]
     content = json.dumps([[name, pool.digest] for name, pool in parts.items()])
     return type(pools[0])(
         table=pa.concat_tables(tables),
@@ -164,7 +164,7 @@ def concatenated(parts: Mapping[str, PoolT]) -> PoolT:
     )
 
 
-def _of_source(name: str, table: pa.Table) -> pa.Table:
+def of_source(name: str, table: pa.Table) -> pa.Table:
     """The table with the name of its source."""
     column = table.column_names.index("source")
     return table.set_column(column, table.field(column), pa.repeat(pa.scalar(name), table.num_rows))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.data.prompts import Pool
-from troupe.orchestrator.data.summary import Pools, by_source
+from troupe.orchestrator.data.summary import Pools, by_source, is_held_out
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.workers.isolation.probe import ProbeFailed, ask
@@ -61,7 +61,8 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         return PromptCheck()
     # `data.eval`, the smaller one, comes first: where the time ends, less is left out.
     parts = by_source(pools)
-    sections = [name for name in parts if name == "eval"] + [name for name in parts if name not in ("eval", "ptx")]
+    held_out = [name for name in parts if is_held_out(name)]
+    sections = held_out + [name for name in parts if name not in (*held_out, "ptx")]
     messages: dict[str, list[str]] = {name: _first(parts[name], "messages", most) for name in sections}
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}
@@ -79,14 +80,14 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found[name] = classify(name, own, template, spec.prompt_room, _first(parts[name], "origin", most))
-    checks = [found[name] for name in (*sections[1:], *sections[:1])] if "eval" in found else [*found.values()]
+        found[name] = classify(name, own, template, spec.room_for(name), _first(parts[name], "origin", most))
+    checks = [found[name] for name in (*sections[len(held_out) :], *held_out)]
     problems: dict[str, str] = {}
     for path, problem in (finding for check in checks for finding in check.problems):
         problems.setdefault(path, problem)  # what is wrong for both is said once
     refused: dict[str, int] = {}
     for section, count in (item for check in checks for item in check.refused.items()):
-        whole = section.partition(".")[0]  # of a mixture
+        whole = section if is_held_out(section) else section.partition(".")[0]  # a mixture is counted as a whole
         refused[whole] = refused.get(whole, 0) + count
     lines = (*notes, *(line for check in checks for line in check.lines))
     return PromptCheck(tuple(problems.items()), lines, refused)

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from troupe.orchestrator.data.conversations import BadRow, chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
-from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, concatenated, prompts_of
+from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, concatenated, of_source, prompts_of
 from troupe.orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
 from troupe.orchestrator.spec.sections import DataConfig, DataSource
 from troupe.workers.contract.messages import PROMPTS
@@ -79,13 +79,16 @@ class Ordered(Protocol):
 
 def load_pools(
     data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False
-) -> tuple[PromptPool, PromptPool | None]:
-    """The pools for training and (None without `data.eval`) for evaluation. Raises DataError."""
+) -> tuple[PromptPool, dict[str, PromptPool]]:
+    """The pool for training, and those for evaluation by the name of their section in `data`. Raises DataError."""
     train = load_train_pool(data, on_bad_row, plain=plain)
-    if data.eval is None:
-        return train, None
     without = train if data.held_out else None
-    return train, load_pool(data.eval, on_bad_row, "data.eval", without=without, plain=plain)
+    held_out: dict[str, PromptPool] = {}
+    for section, source in data.held_out_sets().items():
+        pool = load_pool(source, on_bad_row, f"data.{section}", without=without, plain=plain)
+        name = section.partition(".")[2]
+        held_out[section] = replace(pool, table=of_source(name, pool.table)) if name else pool
+    return train, held_out
 
 
 def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> PromptPool:
@@ -274,10 +277,14 @@ class PromptSource:
         self._order = permutation(self._rows, self._seed, epoch)
 
 
-def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0) -> list[PromptPick]:
-    """The prompts of every evaluation, always the same: `prompts` of the pool (0: all), chosen by the seed."""
+def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0, name: str = "") -> list[PromptPick]:
+    """The prompts of every evaluation, always the same: `prompts` of the pool (0: all), chosen by the seed.
+
+    Their `prompt_uid` is `eval-rROW`, or `eval-NAME-rROW` for a set with a name.
+    """
     order = permutation(pool.rows, seed, 0)
-    return [PromptPick(f"eval-r{row}", int(row)) for row in order[: prompts or pool.rows]]
+    uid = f"eval-{name}-r" if name else "eval-r"
+    return [PromptPick(f"{uid}{row}", int(row)) for row in order[: prompts or pool.rows]]
 
 
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:

@@ -24,10 +24,19 @@ def read_pools(spec: RunSpec) -> Pools:
     return spec.dispatch(_of_rollouts, _of_examples)
 
 
-def named(train: Pool, held_out: Pool | None, texts: Pool | None = None) -> Pools:
-    """Pools by the name of their section."""
-    pools = {"train": train, "eval": held_out, "ptx": texts}
-    return {name: pool for name, pool in pools.items() if pool is not None}
+def named(train: Pool, held_out: Mapping[str, Pool], texts: Pool | None = None) -> Pools:
+    """Pools by the name of their section; `held_out` has those for evaluation by that name."""
+    return {"train": train, **held_out} | ({} if texts is None else {"ptx": texts})
+
+
+def named_examples(train: Pool, held_out: Pool | None) -> Pools:
+    """As `named`, for offline data."""
+    return named(train, {} if held_out is None else {"eval": held_out})
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a section of `data` has prompts or examples for evaluation: `eval`, or `eval.NAME` of a named set."""
+    return name.partition(".")[0] == "eval"
 
 
 def describe(pools: Pools) -> list[str]:
@@ -56,8 +65,8 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
         metrics[f"data/{name}_rows"] = float(pool.rows)
         metrics[f"data/{name}_bad_rows"] = float(pool.bad_rows)
         metrics |= {f"source/{source}/rows": float(part.rows) for source, part in pool.parts.items()}
-    if "eval" in pools:
-        metrics["data/eval_removed_rows"] = float(pools["eval"].left_out)
+        if is_held_out(name):
+            metrics[f"data/{name}_removed_rows"] = float(pool.left_out)
     return metrics | {f"data/{name}_refused_rows": float(count) for name, count in (refused or {}).items()}
 
 
@@ -82,4 +91,4 @@ def _of_rollouts(spec: RolloutSpec) -> Pools:
 
 
 def _of_examples(spec: OfflineSpec) -> Pools:
-    return named(*load_examples(spec))
+    return named_examples(*load_examples(spec))

@@ -28,7 +28,14 @@ from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract import roles
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
+from troupe.workers.contract.messages import (
+    FinishedSamples,
+    GroupRequest,
+    GroupSummary,
+    WeightAck,
+    WeightUpdate,
+    WorkerHealth,
+)
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
@@ -89,6 +96,16 @@ class Engine:
     ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
         """Samples one group; returns its summary and a reference to its ROLLOUTS table."""
         return self.handle.call_for_table(roles.RolloutEngine.generate, timeout_s, request, prompts)
+
+    def generate_rest(
+        self, request: GroupRequest, prompts: TableRef, finished: TableRef, timeout_s: float
+    ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
+        """Samples the rest of a group; returns summary and ROLLOUTS table of the whole group."""
+        return self.handle.call_for_table(roles.RolloutEngine.generate_rest, timeout_s, request, prompts, finished)
+
+    def finished_samples(self, timeout_s: float) -> Coroutine[Any, Any, tuple[tuple[FinishedSamples, ...], TableRef]]:
+        """The finished samples of the groups that run, and a reference to their ROLLOUTS table."""
+        return self.handle.call_for_table(roles.RolloutEngine.finished_samples, timeout_s)
 
     def update_weights(self, update: WeightUpdate, timeout_s: float) -> Coroutine[Any, Any, WeightAck]:
         """Loads a published version of the weights."""
@@ -209,14 +226,35 @@ class EnginePool(ReplicaPool[Engine]):
         """Groups that wait for an engine with room."""
         return len(self._waiting)
 
-    async def generate(self, request: GroupRequest, prompts: TableRef, engine: Engine) -> tuple[GroupSummary, TableRef]:
-        """Runs a request on an engine returned by `acquire`."""
+    async def generate(
+        self, request: GroupRequest, prompts: TableRef, engine: Engine, finished: TableRef | None = None
+    ) -> tuple[GroupSummary, TableRef]:
+        """Runs a request on an engine returned by `acquire`; `finished` has the rows of `request.finished`."""
+        timeout_s = self.spec.schedule.generate_timeout_s
         with self.meter.generating():
-            summary, rollouts = await engine.generate(request, prompts, self.spec.schedule.generate_timeout_s)
-        self.meter.add(sum(sample.sampled_tokens for sample in summary.samples))
+            if finished is None:
+                summary, rollouts = await engine.generate(request, prompts, timeout_s)
+            else:
+                summary, rollouts = await engine.generate_rest(request, prompts, finished, timeout_s)
+        before = sum(sample.sampled_tokens for sample in request.finished)
+        self.meter.add(sum(sample.sampled_tokens for sample in summary.samples) - before)
         engine.finished_ahead = summary.finished_ahead
         engine.finished_groups += 1
         return summary, rollouts
+
+    async def finished_samples(self, timeout_s: float) -> list[tuple[tuple[FinishedSamples, ...], TableRef]]:
+        """The finished samples of groups that run, by engine. An engine that does not answer in time has none."""
+        asked = (engine.finished_samples(timeout_s) for engine in self.engines if engine.outstanding)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found: list[tuple[tuple[FinishedSamples, ...], TableRef]] = []
+        for answer in answers:
+            if isinstance(answer, WorkerError):
+                logger.warning("its finished samples are not kept: %s", answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found.append(answer)
+        return found
 
     async def acquire(self, samples: int) -> Engine:
         """Waits for a serving engine with room for `samples` and reserves them on the least-loaded one.

@@ -166,8 +166,15 @@ class Console:
         for line in alarm_lines(verdicts) if self._verdicts is not None else ():
             self._line(line)
 
+    def fail(self) -> None:
+        """Close the live display of a run that failed and print what is wrong with the steps it made."""
+        self.close()
+        if self._verdicts is not None and self._done:
+            for line in alarm_lines(self._verdicts.final(), healthy=""):
+                self._line(line)
+
     def close(self) -> None:
-        """Restore the terminal; required if a run ends without `finish`."""
+        """Restore the terminal; required if a run ends without `finish` or `fail`."""
         self._closed.set()
         if self._live is not None:
             self._live.stop()

@@ -17,7 +17,10 @@ PHASES = ("generate", "prepare", "update", "sync", "evaluate", "checkpoint")
 """What `PHASE` in a pattern stands for: the phases of `seconds/PHASE` and `utilisation/PHASE`."""
 
 _PLACEHOLDERS = {"TRAINER": "|".join(TRAINERS), "ROLE": "|".join(table.NAMES), "PHASE": "|".join(PHASES)}
-_PLACEHOLDERS |= {"COMPONENT": ".+", "K": "[0-9]+", "SOURCE": "[a-z0-9-]+"}
+_PLACEHOLDERS |= {"COMPONENT": ".+", "LEVEL": ".+", "K": "[0-9]+", "SET": "[a-z0-9-]+", "SOURCE": "[a-z0-9-]+"}
+_OF_SETS = ("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high", "solved_at")
+_OF_SETS += ("response_tokens", "truncated", "pass@[0-9]+", "maj@[0-9]+")
+_PLACEHOLDERS |= {"RESULT": "|".join(_OF_SETS), "COUNT": "rows|bad_rows|removed_rows|refused_rows"}
 _PLACEHOLDER = re.compile(r"[A-Z]+")
 
 
@@ -26,7 +29,8 @@ class Metric:
     """One metric, or a family of metrics whose names follow a pattern."""
 
     name: str
-    """Name in `metrics.jsonl`. Words in capitals stand for a role, a phase, a reward component or a number."""
+    """Name in `metrics.jsonl`. Words in capitals stand for a role, a phase, a reward component, a held-out set, a
+    number, or another name."""
     unit: str
     meaning: str
     healthy: str

@@ -25,7 +25,7 @@ from troupe.orchestrator.roles.worker_memory import (
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import ALL_LINEAR, ModelConfig
+from troupe.workers.contract.config import ALL_LINEAR, LoraConfig, ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.contract.weight_backends import BACKENDS
@@ -212,6 +212,7 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
         return (), None
     keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
     values = spec.trains == "reward_model" and not keeps_language
+    of_base = config.lora is not None and config.reference_model == config.model  # the policy without its adapters
     rank = Training(
         size=size.with_score() if values else size,
         dtype=config.model.dtype,
@@ -220,8 +221,9 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
         gpu=config.device == "cuda",
         longest=spec.longest_sequence,
         values=values,
-        reference=_reference(config.reference_model, sizes),
+        reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
+        adapters=_adapters(size, config.lora, values=spec.trains == "reward_model"),
     )
     return training(seat.worker, rank), None
 
@@ -241,6 +243,7 @@ def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         longest=spec.longest_sequence,
         values=True,
         process=TRAINER_PROCESS,
+        adapters=_adapters(size, config.lora, values=True),
     )
     return training(seat.worker, rank), None
 
@@ -262,12 +265,13 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         gpu=spec.roles.policy.device == "cuda",
         longest=spec.longest_sequence,
         scaled=config.sampling.temperature != 1.0,
+        truncated=config.sampling.truncates,
         entropy_grad=config.loss.entropy_coef > 0,
         kept_states=spec.algorithm.kl_states,
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
-        adapters=0 if config.lora is None else adapter_numbers(size, config.lora),
+        adapters=_adapters(size, config.lora, values=False),
     )
     memories = training(seat.worker, rank)
     if spec.resolved_sleep == "none":
@@ -280,3 +284,8 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
 def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:
     size = sizes.of(model) if model is not None else None
     return None if model is None or size is None else (size, model.dtype)
+
+
+def _adapters(size: ModelSize, lora: LoraConfig | None, values: bool) -> int:
+    """Numbers that train with adapters; 0: all weights do. `values`: the head, of one number for each state, does."""
+    return 0 if lora is None else adapter_numbers(size, lora) + (size.hidden if values else 0)

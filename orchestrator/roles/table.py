@@ -73,6 +73,8 @@ class Role:
     """Whether a worker uses quantized weights as they are."""
     behind: str | None = None
     """Method of other workers that calls these workers without the driver."""
+    samples: bool = False
+    """Whether the workers sample what evaluation on prompts scores."""
     evaluates: bool = False
     """Whether evaluation on prompts needs the role."""
     audited: bool = False
@@ -152,6 +154,7 @@ ROLES: dict[str, Role] = {
             memory=memory.of_engine,
             concurrent=True,
             engine=True,
+            samples=True,
             evaluates=True,
             audited=True,
         ),

@@ -104,6 +104,8 @@ class Training:
     """Whether the head returns one value instead of log-probs (critic, reward model)."""
     scaled: bool = False
     """Whether logits are divided by a temperature other than 1."""
+    truncated: bool = False
+    """Whether log-probs are among the tokens that the sampler left."""
     entropy_grad: bool = False
     kept_states: int = 0
     """States whose whole distribution is kept over a step, over all ranks (`algorithm.kl_states`)."""
@@ -126,7 +128,10 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     trained = size
     if rank.adapters:
         trained = replace(size, backbone=rank.adapters, head=0, largest=rank.adapters)
-        parts[device].append(Part("base model", width * size.parameters))
+        below = math.ceil(size.parameters / rank.ranks) if stage == 3 else size.parameters
+        parts[device].append(Part("base model", width * below))
+        if stage == 3 and rank.ranks > 1:
+            parts[device].append(Part("base layers", width * min(size.parameters, LIVE), "pass"))
     for where, part in zero_states(trained, width, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
         parts[where].append(part)
     if trainer.ema_decay:
@@ -151,7 +156,9 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         parts[device].append(Part("head", tokens * size.hidden * (width + 4), "pass"))
     else:
         extra = (1 if rank.scaled else 0) + (2 if rank.entropy_grad else 0)
-        logits = head(size, width, tokens, rank.gpu) + 4 * extra * _chunk(size, tokens, rank.gpu)
+        # The tokens that were not left: a copy of the logits without them, a mask, and the bits that it was made of.
+        own = 4 * extra + (4 + 1 + 1 if rank.truncated else 0)
+        logits = head(size, width, tokens, rank.gpu) + own * _chunk(size, tokens, rank.gpu)
         parts[device].append(Part("logits", logits, "pass"))
     parts[device].append(Part("transfer", rank.transfer))
     if rank.gpu:

@@ -3,39 +3,84 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
-from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.data.prompts import PromptPick, PromptPool
 from troupe.orchestrator.errors import DataLost, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.reporting.metrics import pass_at_k
+from troupe.orchestrator.reporting.evaluation_log import EvaluationLog
+from troupe.orchestrator.reporting.held_out import PromptResult, SetResult, summarize
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool
-from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import EvaluationConfig
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
+from troupe.orchestrator.spec.held_out import HeldOutSettings
+from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 SAVED_SAMPLES = 4096
-"""Most samples of an evaluation that are written: those of the first prompts, the same ones in every evaluation."""
+"""Most samples of each set that an evaluation writes: those of the first prompts, the same ones in every evaluation."""
+MOST_LEVELS = 32
+"""Most levels of a set that are reported: a key with more values is no level."""
+
+
+Sampler = Callable[[GroupRequest, TableRef], Awaitable[tuple[GroupSummary, TableRef]]]
+"""Samples a group of a row of a PROMPTS table; raises WorkerError."""
+
+
+def engine_sampler(pool: EnginePool) -> Sampler:
+    """Samples on the engines of a run: each group on up to `_ATTEMPTS` of them; raises the WorkerError of the last."""
+
+    async def sample(request: GroupRequest, prompts: TableRef) -> tuple[GroupSummary, TableRef]:
+        tries = 0
+        while True:
+            engine = await pool.acquire(request.samples)
+            try:
+                return await pool.generate(request, prompts, engine)
+            except WorkerError as error:
+                await pool.report_failure(engine, error)
+                tries += 1
+                if tries >= _ATTEMPTS:
+                    raise
+            finally:
+                await pool.release(engine, request.samples)
+
+    return sample
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """The prompts of one source of `data.eval`."""
+
+    settings: HeldOutSettings
+    picks: Sequence[PromptPick]
+    """Those that are evaluated."""
+    prompts: TableRef
+    """The table that they are rows of."""
+    levels: Sequence[str] = ()
+    """Level of each row of the table (empty: it has none); no entries: rows have none."""
 
 
 @dataclass(frozen=True)
 class _Sampled:
     """The samples of one prompt."""
 
-    rewards: RewardSummary
-    lengths: list[int]
-    """Response tokens of each sample."""
+    result: PromptResult
     tables: tuple[TableRef, ...]
     """ROLLOUTS and REWARDS, where they will be written."""
+
+
+def levels_of(pool: PromptPool, key: str) -> list[str]:
+    """Level of each row of a pool, by a key of its metadata; none where no row has it, or it has too many values."""
+    values = [json.loads(text).get(key) for text in pool.table["metadata"].to_pylist()]
+    levels = ["" if value is None else str(value) for value in values]
+    distinct = {level for level in levels if level}
+    return levels if 0 < len(distinct) <= MOST_LEVELS else []
 
 
 class Evaluator:
@@ -43,31 +88,29 @@ class Evaluator:
 
     def __init__(
         self,
-        spec: RolloutSpec,
-        picks: Sequence[PromptPick],
-        prompts: TableRef,
-        pool: EnginePool,
+        seed: int,
+        sets: Sequence[HeldOutSet],
+        sample: Sampler,
         rewards: RewardPool,
         responses: Path | None = None,
+        log: EvaluationLog | None = None,
     ) -> None:
         """Evaluates nothing yet.
 
         Args:
-            spec: Says how the prompts are sampled, and from which reward a sample counts as solved.
-            picks: The held-out prompts.
-            prompts: The table that they are rows of.
-            pool: The engines.
+            seed: Of the run.
+            sets: The held-out prompts.
+            sample: Samples them.
             rewards: The reward workers.
             responses: Folder for the samples of every evaluation; None: they are not written.
+            log: Keeps the results; None: they are only returned.
         """
-        self._seed = spec.seed
-        self._sampling = (spec.evaluation or EvaluationConfig()).sampling
-        self._solved_at = spec.solved_at
-        self._picks = tuple(picks)
+        self._seed = seed
+        self._sets = tuple(sets)
         self._responses = responses
-        self._pool = pool
+        self._sample = sample
         self._rewards = rewards
-        self._prompts = prompts
+        self._log = log
 
     async def run(self, step: int, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
         """Evaluates all prompts with the weights that the engines serve.
@@ -77,28 +120,45 @@ class Evaluator:
             progress: Called with (finished prompts, all prompts).
 
         Returns:
-            `eval/...`: mean reward, mean response length in tokens, and counts of prompts, refused prompts and failed
-            samples; where the reward says which samples are solved, also `solved_metrics`.
+            `SetResult.metrics` of every set, under `eval/`, or `eval/NAME/` of a set with a name.
 
         Raises:
             WorkerError: A prompt failed on several engines, or its reward worker failed.
             EnginesLost: No engine is left and none is starting.
         """
-        done = 0
-        saved = max(1, SAVED_SAMPLES // self._sampling.samples) if self._responses is not None else 0
+        results = await self.results(step, progress)
+        if self._log is not None:
+            try:
+                self._log.add(step, results)
+            except OSError as error:
+                logger.error("the results of an evaluation were not written: %s", error)
+        return metrics_of(results, [one.settings for one in self._sets])
 
-        async def one(number: int, pick: PromptPick) -> _Sampled | None:
+    async def results(self, step: int, progress: Callable[[int, int], None] | None = None) -> dict[str, SetResult]:
+        """As `run`; the result of every set by its label."""
+        done, total = 0, sum(len(one.picks) for one in self._sets)
+
+        async def prompt(held_out: HeldOutSet, number: int, pick: PromptPick) -> _Sampled | None:
             nonlocal done
-            result = await self._one(pick, save=number < saved)
+            samples = held_out.settings.sampling.samples
+            saved = self._responses is not None and number < max(1, SAVED_SAMPLES // samples)
+            result = await self._one(held_out, pick, save=saved)
             done += 1
             if progress is not None:
-                progress(done, len(self._picks))
+                progress(done, total)
             return result
 
-        results = await asyncio.gather(*(one(number, pick) for number, pick in enumerate(self._picks)))
-        sampled = [result for result in results if result is not None]
-        await self._save(step, sampled)
-        return self._metrics(sampled)
+        sampled = await asyncio.gather(
+            *(
+                asyncio.gather(*(prompt(one, number, pick) for number, pick in enumerate(one.picks)))
+                for one in self._sets
+            )
+        )
+        await self._save(step, [result for results in sampled for result in results if result is not None])
+        return {
+            held_out.settings.label: await asyncio.to_thread(_summarized, held_out, results)
+            for held_out, results in zip(self._sets, sampled, strict=True)
+        }
 
     async def _save(self, step: int, results: list[_Sampled]) -> None:
         """Has a reward worker write the samples. The metrics are valid without them, so an error is only logged."""
@@ -110,9 +170,9 @@ class Evaluator:
         except WorkerError as error:
             logger.error("the samples of an evaluation were not written: %s", error)
 
-    async def _one(self, pick: PromptPick, save: bool) -> _Sampled | None:
+    async def _one(self, held_out: HeldOutSet, pick: PromptPick, save: bool) -> _Sampled | None:
         """The samples of one prompt; None if the engine refuses it. Lost samples are sampled again."""
-        sampling = self._sampling
+        sampling = held_out.settings.sampling
         request = GroupRequest(
             prompt_uid=pick.prompt_uid,
             row=pick.row,
@@ -121,71 +181,47 @@ class Evaluator:
             seed=sampling_seed(self._seed, pick.prompt_uid),
             greedy=sampling.temperature == 0.0,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
             temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
         )
         tries = 0
         while True:
-            summary, rollouts = await self._generate(request)
+            summary, rollouts = await self._sample(request, held_out.prompts)
             if summary.refused:
                 return None
             try:
-                rewards, judged = await self._rewards.score(rollouts)
+                rewards, judged = await self._rewards.score(
+                    rollouts, held_out.settings.rewards, vote=held_out.settings.votes
+                )
             except DataLost:
                 tries += 1
                 if tries >= _ATTEMPTS:
                     raise
             else:
-                lengths = [sample.sampled_tokens for sample in summary.samples]
-                return _Sampled(rewards, lengths, (rollouts, judged) if save else ())
-
-    async def _generate(self, request: GroupRequest) -> tuple[GroupSummary, TableRef]:
-        """Generates on up to `_ATTEMPTS` engines; raises the WorkerError of the last."""
-        tries = 0
-        while True:
-            engine = await self._pool.acquire(request.samples)
-            try:
-                return await self._pool.generate(request, self._prompts, engine)
-            except WorkerError as error:
-                await self._pool.report_failure(engine, error)
-                tries += 1
-                if tries >= _ATTEMPTS:
-                    raise
-            finally:
-                await self._pool.release(engine, request.samples)
-
-    def _metrics(self, results: list[_Sampled]) -> dict[str, float]:
-        """Metrics of the prompts that were not refused."""
-        scored = [[reward for reward in result.rewards.rewards if reward is not None] for result in results]
-        flat = [reward for group in scored for reward in group]
-        metrics = {
-            "eval/prompts": float(len(results)),
-            "eval/refused": float(len(self._picks) - len(results)),
-            "eval/failed_samples": float(sum(len(result.rewards.rewards) for result in results) - len(flat)),
-        }
-        if not flat:
-            return metrics
-        metrics["eval/reward"] = fmean(flat)
-        if self._solved_at is not None:
-            metrics |= solved_metrics([group for group in scored if group], self._solved_at)
-        metrics["eval/response_tokens"] = fmean(length for result in results for length in result.lengths)
-        return metrics
+                result = PromptResult(
+                    rewards=rewards.rewards,
+                    lengths=tuple(sample.sampled_tokens for sample in summary.samples),
+                    truncated=sum(sample.finish_reason == "length" for sample in summary.samples),
+                    answers=rewards.answers,
+                    level=held_out.levels[pick.row] if held_out.levels else "",
+                )
+                return _Sampled(result, (rollouts, judged) if save else ())
 
 
-def solved_metrics(groups: list[list[float]], solved_at: float) -> dict[str, float]:
-    """How many samples are solved.
+def metrics_of(results: Mapping[str, SetResult], sets: Sequence[HeldOutSettings]) -> dict[str, float]:
+    """The metrics of all sets, from the results by label."""
+    return {name: value for one in sets for name, value in results[one.label].metrics(one.prefix).items()}
 
-    Args:
-        groups: Rewards of the samples of each prompt, at least one.
-        solved_at: A sample with at least this reward is solved.
 
-    Returns:
-        `eval/accuracy`, the share of solved samples; `eval/pass@k` for every power of two k up to the largest group,
-        over the prompts with at least k samples; `eval/solved_at`.
-    """
-    solved = [[reward >= solved_at for reward in group] for group in groups]
-    metrics = {"eval/accuracy": fmean(s for group in solved for s in group), "eval/solved_at": solved_at}
-    k = 2
-    while wide := [group for group in solved if len(group) >= k]:
-        metrics[f"eval/pass@{k}"] = fmean(pass_at_k(len(group), sum(group), k) for group in wide)
-        k *= 2
-    return metrics
+def _summarized(held_out: HeldOutSet, sampled: Sequence[_Sampled | None]) -> SetResult:
+    settings = held_out.settings
+    results = [one.result for one in sampled if one is not None]
+    return summarize(
+        results,
+        refused=len(sampled) - len(results),
+        samples=settings.sampling.samples,
+        solved_at=settings.solved_at,
+        average=settings.average,
+        pass_at=settings.pass_at,
+    )

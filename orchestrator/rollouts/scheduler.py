@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from troupe.orchestrator.algorithms import section as algorithms
@@ -21,13 +21,14 @@ from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.data.row_table import RowTable
-from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError
+from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError, WorkerRaised
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
+from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.workers.contract.environments import OK
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
+from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, RewardSummary
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class _Open:
     running: bool = False
     """Whether it is being generated or scored."""
     started_at_version: int = 0
-    """Weight version of the engine at the start of the latest attempt."""
+    """Weight version of the engine at the start of the latest attempt, or of the attempt with the finished samples."""
+    finished: Samples | None = None
+    """Samples that are not sampled again: an earlier run has finished them, or all of them wait for their scores."""
     scored: ScoredGroup | None = None
 
 
@@ -121,8 +124,12 @@ class RolloutScheduler:
         self._order = 0
         self._opening = False
         """Whether a task that opens the free slots is running."""
+        self._groups: dict[str, _Open] = {}
+        """All open groups by prompt_uid, those of the batch that is being trained among them."""
         self._finished: list[_Open] = []
         """Scored groups that are not in a batch yet."""
+        self._batch: list[_Open] = []
+        """Groups of the batch that is being trained."""
         self._running: Counter[int] = Counter()
         """Number of running groups by the version at which they started; versions without any are absent."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,14 +139,78 @@ class RolloutScheduler:
         self._refused = 0
         self._without_signal = 0
         """Zero-advantage groups replaced since the last batch."""
-        self._lost_groups: list[OpenGroup] = ledger.open_groups()
+        self._in_checkpoint = deque(ledger.open_groups())
+        """Groups that were open at the checkpoint from which the run resumes, and that are not opened again yet."""
+        self._kept: dict[str, GroupProgress] = {}
+        """What the checkpoint has of them, by prompt_uid."""
+
+    def restore(self, state: Mapping[str, int], groups: Sequence[GroupProgress]) -> int:
+        """Takes over what a checkpoint has of the groups that were open, before the start.
+
+        A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
+        reach, is sampled again as those of which the checkpoint has nothing.
+
+        Args:
+            state: A value of `state`; without a count, it is 0 (checkpoints of earlier versions).
+            groups: What there is of open groups.
+
+        Returns:
+            Finished samples that are not sampled again.
+        """
+        self._failed_samples = state.get("failed_samples", 0)
+        self._refused = state.get("refused", 0)
+        self._without_signal = state.get("without_signal", 0)
+        known = {group.prompt_uid: (group.attempt, self.settings[group.row].samples) for group in self._in_checkpoint}
+        usable = [
+            group
+            for group in sorted(groups, key=lambda group: group.started_at_version)
+            if (own := known.get(group.prompt_uid)) is not None and group.attempt == own[0] and group.fits(own[1])
+        ]
+        # As many groups as were open at one version or before fill the next batches, the oldest first.
+        for place, group in enumerate(usable):
+            trained_at = self.version + place // self._schedule.prompts_per_step
+            if trained_at - group.started_at_version <= self._schedule.max_staleness:
+                self._kept[group.prompt_uid] = group
+            else:
+                logger.warning("sampling %s again: its samples are too old for this spec", group.prompt_uid)
+        return sum(group.samples for group in self._kept.values())
+
+    def state(self) -> dict[str, int]:
+        """Counts since the last batch, JSON-ready."""
+        return {
+            "failed_samples": self._failed_samples,
+            "refused": self._refused,
+            "without_signal": self._without_signal,
+        }
+
+    def progress(self, running: Sequence[tuple[Sequence[FinishedSamples], TableRef]]) -> list[GroupProgress]:
+        """What exists of every open group that has finished samples, in order of dispatch.
+
+        Args:
+            running: What the engines have finished of the groups that run (`EnginePool.finished_samples`).
+        """
+        partial = {(one.prompt_uid, one.attempt): Samples(one, table) for own, table in running for one in own}
+        found: list[GroupProgress] = []
+        for uid, group in self._groups.items():
+            # The engine may have answered before it finished the rest.
+            parts = [part for part in (group.finished, partial.get((uid, group.attempt))) if part is not None]
+            finished = max(parts, key=lambda part: len(part.summary.samples), default=None)
+            if group.scored is not None or finished is not None:
+                found.append(GroupProgress(uid, group.attempt, group.started_at_version, group.scored, finished))
+        return found
 
     def start(self) -> None:
         """Opens all slots that the staleness limit allows; groups in flight at the last checkpoint come first."""
-        for lost in self._lost_groups:
-            self._opened += 1
-            self._launch(PromptPick(lost.prompt_uid, lost.row), self._ledger.retry(lost.prompt_uid))
-        self._lost_groups = []
+        left: deque[OpenGroup] = deque()
+        self._opened += len(self._kept)
+        for known in self._in_checkpoint:
+            if (progress := self._kept.get(known.prompt_uid)) is not None:
+                self._continue(PromptPick(known.prompt_uid, known.row), progress)
+            elif self._free > 0:
+                self._reopen(known)
+            else:  # the spec has fewer slots than that of the checkpoint
+                left.append(known)
+        self._in_checkpoint, self._kept = left, {}
         self._dispatch()
 
     async def next_batch(self, progress: Progress | None = None) -> list[ScoredGroup]:
@@ -166,6 +237,7 @@ class RolloutScheduler:
                 batch = [group.scored for group in ready if group.scored is not None]
                 taken = set(ready)
                 self._finished = [group for group in self._finished if group not in taken]
+                self._batch = ready
                 self._failed_samples = 0
                 self._refused = 0
                 self._without_signal = 0
@@ -175,6 +247,7 @@ class RolloutScheduler:
 
     def resample(self, groups: Sequence[ScoredGroup]) -> None:
         """Samples groups of the last batch again, because their data were lost before training."""
+        self._batch = []
         for group in groups:
             uid = group.summary.prompt_uid
             self._launch(PromptPick(uid, group.row), self._ledger.retry(uid))
@@ -182,6 +255,9 @@ class RolloutScheduler:
     def advance(self, version: int) -> None:
         """Records that the engines serve `version` and opens the slots that this frees."""
         self.version = version
+        for group in self._batch:
+            del self._groups[group.pick.prompt_uid]
+        self._batch = []
         self._dispatch()
 
     async def close(self) -> None:
@@ -219,9 +295,17 @@ class RolloutScheduler:
     def _open_some(self) -> None:
         """Opens up to `_OPENED_AT_ONCE` free slots with the next prompts."""
         for _ in range(min(self._free, _OPENED_AT_ONCE)):
+            if self._in_checkpoint:
+                self._reopen(self._in_checkpoint.popleft())
+                continue
             self._opened += 1
             pick = self._next_prompt()
             self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.settings[pick.row].samples))
+
+    def _reopen(self, known: OpenGroup) -> None:
+        """Opens a slot for a group that was open at the checkpoint, as a new attempt."""
+        self._opened += 1
+        self._launch(PromptPick(known.prompt_uid, known.row), self._ledger.retry(known.prompt_uid))
 
     async def _open_the_rest(self) -> None:
         """Opens the remaining slots; other tasks run between two portions. Ends when no slot is free."""
@@ -234,9 +318,25 @@ class RolloutScheduler:
 
     def _launch(self, pick: PromptPick, attempt: int) -> None:
         """Starts the task of a group."""
-        group = _Open(self._order, pick, attempt)
+        self._create_task(pick.prompt_uid, self._run, self._open(pick, attempt))
+
+    def _continue(self, pick: PromptPick, progress: GroupProgress) -> None:
+        """Opens a group with what there is of it."""
+        group = self._open(pick, progress.attempt)
+        group.started_at_version, group.scored = progress.started_at_version, progress.scored
+        group.finished = progress.finished
+        if group.scored is not None:
+            group.scored = replace(group.scored, row=pick.row)
+            self._finished.append(group)
+        else:
+            # Its samples have an age while it waits for an engine too: `_ready` must not pass it over.
+            self._start(group, group.started_at_version)
+            self._create_task(pick.prompt_uid, self._run, group)
+
+    def _open(self, pick: PromptPick, attempt: int) -> _Open:
+        group = self._groups[pick.prompt_uid] = _Open(self._order, pick, attempt)
         self._order += 1
-        self._create_task(pick.prompt_uid, self._run, group)
+        return group
 
     def _create_task(self, name: str, work: Callable[..., Coroutine[object, object, None]], *args: object) -> None:
         task = asyncio.create_task(self._guard(work, *args), name=name)
@@ -261,6 +361,7 @@ class RolloutScheduler:
             except DataLost as error:
                 logger.warning("sampling %s again: %s", group.pick.prompt_uid, error)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
+                group.finished = None
                 self._stop(group)
         self._replace(group, f"its data were lost {self._failures.max_attempts} times", failed=True)
 
@@ -280,6 +381,7 @@ class RolloutScheduler:
         if summary.refused:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
+        group.finished = Samples(FinishedSamples(summary.prompt_uid, summary.attempt, summary.samples), rollouts)
         functions = self.settings[group.pick.row].rewards
         scored = await self._scorer.score(summary, rollouts, group.pick.row, functions)
         if greedy:
@@ -302,11 +404,12 @@ class RolloutScheduler:
             WorkerError: The error of the last attempt.
         """
         settings = self.settings[group.pick.row]
-        samples = settings.samples + self._greedy_baseline
         tries = 0
         while True:
+            done = () if group.finished is None else group.finished.summary.samples
+            samples = settings.samples - len(done) + self._greedy_baseline
             engine = await self._pool.acquire(samples)
-            self._start(group, engine.version)
+            self._start(group, engine.version if group.finished is None else group.started_at_version)
             request = GroupRequest(
                 prompt_uid=group.pick.prompt_uid,
                 row=group.pick.row,
@@ -316,13 +419,20 @@ class RolloutScheduler:
                 candidates=True,
                 max_tokens=settings.max_tokens,
                 episodes=settings.episodes,
+                finished=done,
             )
-            greedy = replace(request, samples=1, greedy=True, candidates=False)
-            requests = [request, *([greedy] if self._greedy_baseline else [])]
+            rows = None if group.finished is None else group.finished.rollouts
+            calls = [self._pool.generate(request, self._prompt_pool, engine, rows)]
+            if self._greedy_baseline:
+                greedy = replace(request, samples=1, greedy=True, candidates=False, finished=())
+                calls.append(self._pool.generate(greedy, self._prompt_pool, engine))
             try:
-                results = await gather_all(self._pool.generate(asked, self._prompt_pool, engine) for asked in requests)
+                results = await gather_all(calls)
             except WorkerError as error:
-                self._stop(group)
+                if isinstance(error, WorkerRaised):
+                    group.finished = None  # its rows may be what failed, or are lost with their node
+                if group.finished is None:
+                    self._stop(group)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
@@ -387,6 +497,7 @@ class RolloutScheduler:
     def _drop(self, group: _Open, reason: str) -> None:
         """Drops the remaining samples of the group and frees its slot."""
         self._stop(group)
+        del self._groups[group.pick.prompt_uid]
         self._ledger.drop_group(group.pick.prompt_uid, reason)
         self._opened -= 1
 

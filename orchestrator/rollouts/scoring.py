@@ -21,7 +21,7 @@ from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.rollouts.fault_log import FaultLog
 from troupe.orchestrator.training.micro_batches import plan_ranks
-from troupe.workers.contract.messages import GroupSummary, RewardSummary
+from troupe.workers.contract.messages import GroupSummary, KeepRequest, KeptTable, RewardSummary
 from troupe.workers.contract.roles import Reward, TableRef
 
 _JUDGE_PAUSE_S = 1.0
@@ -119,12 +119,15 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         self._judge_start_s = judge_start_s
         self._faults = FaultLog()
 
-    async def score(self, rollouts: TableRef, rewards: str = "") -> tuple[RewardSummary, TableRef]:
+    async def score(
+        self, rollouts: TableRef, rewards: str = "", *, vote: bool = False
+    ) -> tuple[RewardSummary, TableRef]:
         """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
 
         Args:
             rollouts: The group's ROLLOUTS table.
             rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
+            vote: Whether the summary says which samples give the same answer.
 
         Returns:
             Rewards by sample, and a reference to the REWARDS table.
@@ -137,7 +140,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         while True:
             try:
                 summary, table = await self.call(
-                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards)
+                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards, vote)
                 )
             except JudgeLost:
                 if asyncio.get_running_loop().time() > deadline:
@@ -154,6 +157,19 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
     async def write_evaluation(self, path: str, step: int, tables: Sequence[TableRef]) -> None:
         """Writes the samples of an evaluation as Parquet, on the least-loaded worker; raises WorkerError."""
         await self.call(lambda worker: worker.call(Reward.write_evaluation, self._timeout_s, path, step, *tables))
+
+    async def keep_groups(
+        self, folder: str, request: KeepRequest, tables: Sequence[TableRef], timeout_s: float
+    ) -> tuple[dict[str, KeptTable], ...]:
+        """Has the least-loaded worker write groups for a later run; see `Reward.keep_groups`. Raises WorkerError."""
+        return await self.call(lambda worker: worker.call(Reward.keep_groups, timeout_s, folder, request, *tables))
+
+    async def read_group(self, folder: str, kept: KeptTable) -> TableRef:
+        """A table of a group that `keep_groups` wrote, read by the least-loaded worker. Raises WorkerError."""
+        _, table = await self.call(
+            lambda worker: worker.call_for_table(Reward.read_group, self._timeout_s, folder, kept)
+        )
+        return table
 
 
 _Waiting = tuple[list[int], TableRef, asyncio.Future[tuple[TableRef, ...]]]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,10 +22,13 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers, std
+from troupe.orchestrator.rollouts.kept_samples import write_samples
+from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
-from troupe.orchestrator.training.batch import Batch, GroupOrigin, unless_stopped
+from troupe.orchestrator.training.batch import Batch, GroupOrigin, Snapshot, unless_stopped
+from troupe.orchestrator.training.checkpoint import SAMPLES
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks
 from troupe.workers.contract.advantage_state import AdvantageState
@@ -169,13 +174,38 @@ class RolloutSource:
                 logger.error("the trajectories of a step were not written: %s", error)
             self._writing = None
 
-    def state(self) -> dict[str, Any]:
-        """Order of prompts (and of texts) and state of the advantages; the ledger holds the groups in flight."""
+    async def snapshot(self) -> Snapshot:
+        """Order of prompts (and of texts), state of the advantages, and finished samples of the groups in flight."""
+        parts = self._components
+        keeps = self._spec.checkpoint.samples_mib > 0
+        running = await parts.pool.finished_samples(self._spec.failures.health_interval_s) if keeps else []
+        # From here to the end nothing is awaited: all of it is of one moment.
+        groups = parts.scheduler.progress(running) if keeps else []
         state = {
-            "prompts": self._components.prompts.state(),
+            "prompts": parts.prompts.state(),
             "advantages": self._advantage_state.model_dump(mode="json"),
+            "scheduler": parts.scheduler.state(),
         }
-        return state if self._components.texts is None else state | {"texts": self._components.texts.state()}
+        if parts.texts is not None:
+            state["texts"] = parts.texts.state()
+        samples = sum(group.samples for group in groups)
+        write = partial(self._write_open, groups) if samples else None
+        return Snapshot(state, parts.ledger.state(), samples, write)
+
+    async def _write_open(self, groups: Sequence[GroupProgress], folder: Path) -> int:
+        """Writes finished samples of open groups into a checkpoint; returns how many, 0 where that failed."""
+        try:
+            kept, left = await write_samples(folder, self._spec, groups, self._components.rewards)
+        except WorkerError as error:
+            logger.warning("the checkpoint holds no samples of open groups: %s", error)
+            await asyncio.to_thread(shutil.rmtree, folder / SAMPLES, ignore_errors=True)
+            return 0
+        if left:
+            bound = f"checkpoint.samples_mib ({self._spec.checkpoint.samples_mib})"
+            logger.warning(
+                "%d finished samples of open groups exceed %s: a resumed run samples them again", left, bound
+            )
+        return kept
 
     async def probe(self) -> None:
         """Probes every engine."""

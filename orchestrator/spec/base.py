@@ -14,6 +14,7 @@ from pydantic import Field
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import preflight
+from troupe.orchestrator.spec.adapters import wrong_adapters
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
@@ -27,8 +28,9 @@ from troupe.orchestrator.spec.sections import (
     RoleResources,
     TrainerRole,
 )
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
-from troupe.workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
+from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConfig, ReferenceConfig
 
 T = TypeVar("T")
 
@@ -109,6 +111,10 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def prompt_room(self) -> PromptRoom:
         """Tokens that a prompt may have."""
 
+    def room_for(self, section: str) -> PromptRoom:
+        """Tokens that a prompt of this section in `data` may have."""
+        return self.prompt_room
+
     @property
     @abstractmethod
     def trains(self) -> Trains:
@@ -117,7 +123,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     @property
     def trains_adapters(self) -> bool:
         """Whether the run writes adapters instead of whole models."""
-        return False
+        return self.roles.policy.lora is not None
 
     @property
     @abstractmethod
@@ -177,6 +183,10 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def data_sources(self) -> Mapping[str, preflight.DataSource]:
         """The sections that name data, by their name in the section `data`."""
 
+    @abstractmethod
+    def evaluation_metrics(self) -> list[str]:
+        """The metrics that every evaluation of this spec reports; empty without held-out data."""
+
     @property
     @abstractmethod
     def scoring_temperature(self) -> float:
@@ -190,6 +200,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *preflight.broken_weights(self.models()),
             *preflight.headless(self.models(), self.trains),
             *self.model_problems(self.models()),
+            *wrong_adapters(self.models(), self.trains, self._trained_adapters()),
             *preflight.missing_data(self.data_sources()),
             *preflight.missing_libraries(self.data_sources(), self.output.sinks),
         ]
@@ -206,7 +217,21 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *preflight.smaller_vocabularies(models),
             *preflight.too_long(models, self.sequence_lengths()),
             *preflight.undivided_heads(models, self._shared_models()),
+            *self._adapted_experts(models),
         ]
+
+    def _trained_adapters(self) -> Iterator[tuple[str, str, LoraConfig]]:
+        """(path of the section, section of the model below, section) of all adapters that train."""
+        for name, role in self.roles.trainers().items():
+            own = f"roles.{name}.model"
+            if role.lora is not None:
+                yield f"roles.{name}.lora", own if own in self.models() else "model", role.lora
+
+    def _adapted_experts(self, models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+        """Adapters in models with experts."""
+        for path, section, _ in self._trained_adapters():
+            if section in models and preflight.has_experts(models[section]):
+                yield path, "is not supported for models with experts; train all weights"
 
     def _shared_models(self) -> Iterator[tuple[str, str, int]]:
         """(section, field, `sequence_parallel_size`) of every model that workers run on parts of the same rows."""
@@ -222,8 +247,9 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return []
 
     def with_model(self, path: Path) -> list[str]:
-        """Overrides (`--set`) that replace the trained model."""
-        return [f"model.path={json.dumps(str(path))}"]
+        """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""
+        field = "adapter" if (path / ADAPTER_CONFIG).is_file() else "path"
+        return [f"model.{field}={json.dumps(str(path))}"]
 
     def as_yaml(self) -> str:
         """The spec, with every default."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import (
@@ -25,6 +27,9 @@ from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD
 
 IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Custom code: `package.module:attribute`."""
+
+NEEDS_DISK = "is not a folder: a run writes to a disk of the driver (on a cluster a shared one)"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 INSIDE_ANOTHER = (
     *("workers", "min_workers", "max_workers", "cpus", "gpus", "accelerator", "node_labels", "strategy"),
@@ -97,10 +102,37 @@ def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
         yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
 
 
+_LOW_IS_GOOD = ("loss", "nll", "failed_samples", "refused", "truncated", "calibration_error")
+"""Last words of metrics of which no run wants the highest."""
+
+
+def best_problems(spec: RunSpec) -> Iterator[Finding]:
+    """A best checkpoint by a metric that no evaluation reports, and patience without one."""
+    best = spec.checkpoint.best
+    if best is None:
+        if spec.checkpoint.patience is not None:
+            yield "checkpoint.patience", "needs checkpoint.best: the metric that is to become better"
+        return
+    if spec.evaluation is None or not spec.evaluation.every_steps:
+        yield "checkpoint.best", "needs evaluations during the run: set evaluation.every_steps above 0"
+        return
+    known = spec.evaluation_metrics()
+    if known and best.metric not in known:
+        hint = nearest(best.metric, known) or f"there are: {', '.join(known)}"
+        yield "checkpoint.best.metric", f"no evaluation reports '{best.metric[:60]}' ({hint})"
+    elif best.mode == "max" and best.metric.rpartition("/")[2].endswith(_LOW_IS_GOOD):
+        yield "checkpoint.best.mode", f"the highest {best.metric} would be the worst; set it to min"
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether an output path is a URL. As a path it would be a folder called `s3:`, also after `Path` took a slash."""
+    return _URL.match(str(path)) is not None
+
+
 def output_problems(folder: str) -> Iterator[Finding]:
     """A run folder that would be named after the scheme of a URL."""
-    if "://" in folder:
-        yield "output.folder", "a run writes to a disk that the driver has (on a cluster a shared one), not to a URL"
+    if is_url(folder):
+        yield "output.folder", NEEDS_DISK
 
 
 def template_problems(

@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
 from troupe.orchestrator.spec.migration import counterpart
-from troupe.orchestrator.spec.sections import LIST, SECTION
+from troupe.orchestrator.spec.sections import LIST, MAP, SECTION
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the spec."""
@@ -114,6 +114,9 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
     return problems
 
 
+_FORMS: Mapping[Any, str] = {tuple: LIST, dict: MAP}
+"""Forms of data by the type of their annotation; any other is a section."""
+
 _EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -201,9 +204,11 @@ def _without_tags(location: Path, data: Any) -> Path:
     path: list[str | int] = []
     node: Any = data
     for part in location:
-        if isinstance(node, dict) and part not in node and part in (node.get("kind"), SECTION):
+        if isinstance(node, dict) and part not in node and part in (node.get("kind"), SECTION, MAP):
             continue
         if part == LIST and not isinstance(node, dict):
+            continue
+        if part == "[key]":  # the key of a map is wrong
             continue
         path.append(part)
         try:
@@ -217,7 +222,10 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
     """Names of the fields a section may have, given pydantic's location of it."""
     annotation: Any = root
     for part in location:
-        if part in (SECTION, LIST) and (forms := _of_form(annotation, part)):
+        if get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+            continue
+        if part in (SECTION, LIST, MAP) and (forms := _of_form(annotation, part)):
             annotation = forms
             continue
         models = list(models_in(annotation))
@@ -230,12 +238,20 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
 
 
 def _of_form(annotation: Any, form: str | int) -> Any:
-    """The members of a union of a section and a list that have this form; None: it is no such union."""
-    members = [get_args(one)[0] if get_origin(one) is Annotated else one for one in get_args(annotation)]
-    lists = [member for member in members if get_origin(member) is tuple]
-    if not lists:
+    """The members of a union of a section, a list and a map that have this form; None: it is no such union."""
+    forms = [(_FORMS.get(get_origin(member), SECTION), member) for member in _members(annotation)]
+    if {name for name, _ in forms} == {SECTION}:
         return None
-    return Union[tuple(lists if form == LIST else [one for one in members if one not in lists])]  # noqa: UP007
+    return Union[tuple(member for name, member in forms if name == form)]  # noqa: UP007
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The members of a union, also of unions in it, without what annotates them."""
+    if get_origin(annotation) in _FORMS or not get_args(annotation):
+        yield annotation
+    else:
+        for argument in get_args(annotation):
+            yield from _members(argument)
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:

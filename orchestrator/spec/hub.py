@@ -44,14 +44,15 @@ def with_sections(spec: SpecT, sections: Mapping[str, Frozen]) -> SpecT:
 
 
 def _replaced(node: Any, path: Sequence[str], section: Frozen) -> Any:
-    """A section, or a list of sections, with the one at this path replaced."""
+    """A section, or a list or map of sections, with the one at this path replaced."""
     if not path:
         return section
     name, *rest = path
     if isinstance(node, tuple):
         place = int(name)
         return (*node[:place], _replaced(node[place], rest, section), *node[place + 1 :])
-    return node.model_copy(update={name: _replaced(dict(node)[name], rest, section)})
+    changed = {name: _replaced(dict(node)[name], rest, section)}
+    return {**node, **changed} if isinstance(node, dict) else node.model_copy(update=changed)
 
 
 def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:

@@ -217,6 +217,7 @@ class OfflineSpec(RunSpec, frozen=True):
             total_updates=self.updates,
             seed=self.seed,
             device=self.device,
+            lora=self.roles.policy.lora,
         )
 
     def dispatch(self, rollout: Callable[[Any], T], offline: Callable[[OfflineSpec], T]) -> T:
@@ -261,6 +262,11 @@ class OfflineSpec(RunSpec, frozen=True):
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
         return {**self.data.example_sources()}
+
+    def evaluation_metrics(self) -> list[str]:
+        """See `RunSpec.evaluation_metrics`."""
+        names = () if self.data.eval is None else ("examples", *self.algorithm.reported)
+        return [f"eval/{name}" for name in names]
 
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model.

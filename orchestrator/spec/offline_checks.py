@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from troupe.orchestrator.spec.checks import (
     INSIDE_ANOTHER,
+    best_problems,
     changed,
     evaluation_problems,
     mixture_problems,
@@ -15,6 +16,7 @@ from troupe.orchestrator.spec.checks import (
     template_problems,
     trainer_problems,
 )
+from troupe.orchestrator.spec.lora_checks import adapter_problems
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import ReferenceRole
@@ -89,6 +91,7 @@ def _devices(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
     yield from shard_problems(spec.roles.reference)
     yield from trainer_problems(spec.roles.trainers())
+    yield from adapter_problems(spec)
 
 
 def _data(spec: OfflineSpec) -> Iterator[Finding]:
@@ -130,6 +133,7 @@ def _template(spec: OfflineSpec) -> Iterator[Finding]:
 def _evaluation(spec: OfflineSpec) -> Iterator[Finding]:
     if spec.evaluation is not None:
         yield from evaluation_problems(spec.evaluation, spec.data.eval is not None)
+    yield from best_problems(spec)
 
 
 _CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, _output, _evaluation)

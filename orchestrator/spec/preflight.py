@@ -35,7 +35,7 @@ RESOLVED_SPEC = "spec.yaml"
 Finding = tuple[str, str]
 """(dotted path of a field, what is wrong)"""
 
-_REWARD_MODEL = "roles.reward.model"
+REWARD_MODEL = "roles.reward.model"
 """A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LIBRARIES = {"reasoning_gym": "reasoning_gym", "datasets": "datasets"}
@@ -123,7 +123,7 @@ def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> I
                         f"embedding ({bound[1]}) depends on the longest sequence of a batch, and differs from vLLM's"
                     ),
                 )
-            elif isinstance(positions, int) and tokens > positions and section != _REWARD_MODEL:
+            elif isinstance(positions, int) and tokens > positions and section != REWARD_MODEL:
                 yield field, f"{tokens} is more than {whose}'s {positions} positions"
 
 
@@ -161,8 +161,8 @@ def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[F
     for section, model in models.items():
         config = config_or_empty(Path(model.path))
         kind = _architecture(config)
-        if section == _REWARD_MODEL:
-            wrong = _not_a_reward_model(kind, config)
+        if section == REWARD_MODEL:
+            wrong = _not_a_reward_model(kind, config) if model.adapter is None else ""
         elif section == _EITHER_KIND or (section == "model" and trains == "reward_model"):
             continue
         else:
@@ -213,7 +213,7 @@ def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Find
     Critics and reward models need none, nor does the model that a reward model is trained from.
     """
     for section, model in models.items():
-        if section in (_REWARD_MODEL, _EITHER_KIND) or (section == "model" and trains == "reward_model"):
+        if section in (REWARD_MODEL, _EITHER_KIND) or (section == "model" and trains == "reward_model"):
             continue
         folder = Path(model.path)
         try:

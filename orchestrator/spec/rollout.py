@@ -6,7 +6,7 @@ that cannot work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,17 +16,19 @@ from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import engine_options, preflight
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
+from troupe.orchestrator.spec.held_out import HeldOutSettings, right_from
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
     AuditConfig,
-    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     FailureConfig,
+    HeldOut,
     MixedSource,
     OutputConfig,
     RolesConfig,
+    RolloutCheckpointConfig,
     ScheduleConfig,
     WeightSyncConfig,
 )
@@ -46,12 +48,13 @@ from troupe.workers.contract.config import (
     Sleep,
     TrainerConfig,
 )
-from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 T = TypeVar("T")
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
+_KEPT_BYTES = 1024
+"""Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
 
@@ -92,7 +95,7 @@ class RolloutSpec(RunSpec, frozen=True):
     """How new weights reach the engines."""
     audit: AuditConfig = AuditConfig()
     """Whether sampler and trainer are compared before the first step."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: RolloutCheckpointConfig = RolloutCheckpointConfig()
     """When the run's state is saved."""
     failures: FailureConfig = FailureConfig()
     """Which failures are tolerated, and when the run stops."""
@@ -114,7 +117,7 @@ class RolloutSpec(RunSpec, frozen=True):
     def _of_source(self, number: int, source: MixedSource) -> GroupSettings:
         solved_at, curriculum = source.solved_at, self.data.curriculum
         if solved_at is None:
-            derived = self._solved_by_role if source.rewards is None else _right_or_wrong(source.rewards)
+            derived = self._solved_by_role if source.rewards is None else right_from(source.rewards)
             solved_at = derived if curriculum is None else curriculum.solved_at
         own = "" if source.rewards is None else f"data.train.{number}"
         return GroupSettings(
@@ -225,12 +228,32 @@ class RolloutSpec(RunSpec, frozen=True):
     def _solved_by_role(self) -> float | None:
         """Reward of a right response by the functions of the role; None: they do not say."""
         reward = self.roles.reward
-        has_model = reward.model is not None and reward.model_weight != 0
-        return None if has_model else _right_or_wrong(reward.functions)
+        return None if reward.model is not None and reward.model_weight else right_from(reward.functions)
+
+    def held_out_sets(self) -> list[HeldOutSettings]:
+        """How each source of `data.eval` is sampled and scored, in the order of the spec."""
+        evaluation = self.evaluation or EvaluationConfig()
+        found: list[HeldOutSettings] = []
+        for name, source in self.data.held_out_sets().items():
+            own = source if isinstance(source, HeldOut) else HeldOut()
+            rewards = own.rewards
+            solved_at = self.solved_at if rewards is None else right_from(rewards)
+            found.append(
+                HeldOutSettings(
+                    section=name,
+                    sampling=own.sampling or evaluation.sampling,
+                    functions=rewards or self.roles.reward.functions,
+                    own_rewards=rewards is not None,
+                    solved_at=solved_at if own.solved_at is None else own.solved_at,
+                    level=own.level,
+                )
+            )
+        return found
 
     def reward_functions(self) -> dict[str, tuple[RewardFunctionConfig, ...]]:
         """Every list of reward functions by its path, that of the role first."""
         own = {f"data.train.{n}.rewards": source.rewards for n, source in enumerate(self.data.mixture)}
+        own |= {one.rewards_section: one.functions for one in self.held_out_sets() if one.own_rewards}
         lists = {"roles.reward.functions": self.roles.reward.functions, **own}
         return {path: functions for path, functions in lists.items() if functions is not None}
 
@@ -253,13 +276,10 @@ class RolloutSpec(RunSpec, frozen=True):
         if self.roles.judge is not None:
             judge = self.roles.judge.tensor_parallel_size
             engines["roles.judge.model"] = ("roles.judge.tensor_parallel_size", judge)
-        adapters = [("roles.policy.lora", "is not supported for models with experts; train all weights")]
-        unfit = self.trains_adapters and "model" in models and preflight.has_experts(models["model"])
         return [
             *super().model_problems(models),
             *heads,
             *preflight.undivided_models(models, engines),
-            *(adapters if unfit else ()),
         ]
 
     def _algorithm_problems(self) -> Iterator[Finding]:
@@ -317,10 +337,17 @@ class RolloutSpec(RunSpec, frozen=True):
             transfer_backend=self.resolved_backend(),
             device=self.device,
             episode=self.episode_config(),
-            turn_forms=section.corrects_sampler(self.algorithm) or not section.policy_loss(self.algorithm).has_ratio,
+            turn_forms=self._accounts_for_forms,
             sleep=self.resolved_sleep,
             lora=self.roles.policy.lora,
         )
+
+    @property
+    def _accounts_for_forms(self) -> bool:
+        """Whether the loss accounts for the tokens that a form permits."""
+        if self.sampling.truncates or section.corrects_sampler(self.algorithm):
+            return True
+        return not section.policy_loss(self.algorithm).has_ratio
 
     def without_adapters(self) -> RolloutSpec:
         """The spec for engines that serve the model that training starts from, without a policy."""
@@ -383,12 +410,18 @@ class RolloutSpec(RunSpec, frozen=True):
             total_updates=self.critic_updates,
             seed=self.seed,
             device=role.device,
+            lora=role.lora,
         )
+
+    def evaluation_metrics(self) -> list[str]:
+        """See `RunSpec.evaluation_metrics`."""
+        return [name for held_out in self.held_out_sets() for name in held_out.metric_names()]
 
     def reward_config(self) -> ScoringConfig:
         """Configuration of each reward worker."""
         own = {f"data.train.{n}": source.rewards for n, source in enumerate(self.data.mixture)}
         sets = {section: functions for section, functions in own.items() if functions is not None}
+        sets |= {one.rewards: one.functions for one in self.held_out_sets() if one.own_rewards}
         return self.roles.reward.worker_config(ScoringConfig, sets=sets)
 
     def dispatch(self, rollout: Callable[[RolloutSpec], T], offline: Callable[[Any], T]) -> T:
@@ -411,11 +444,6 @@ class RolloutSpec(RunSpec, frozen=True):
         return "policy"
 
     @property
-    def trains_adapters(self) -> bool:
-        """See `RunSpec.trains_adapters`."""
-        return self.roles.policy.lora is not None
-
-    @property
     def rollouts(self) -> RolloutSpec:
         """See `RunSpec.rollouts`."""
         return self
@@ -427,6 +455,16 @@ class RolloutSpec(RunSpec, frozen=True):
         words = f"roles.rollout.max_model_len {longest} leaves beside sampling.max_tokens {response}"
         return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
 
+    def room_for(self, section: str) -> PromptRoom:
+        """See `RunSpec.room_for`; beside the longest response of an evaluation."""
+        longest = self.roles.rollout.max_model_len
+        for held_out in self.held_out_sets():
+            response = held_out.sampling.max_tokens
+            if held_out.section == section and response is not None and self.roles.environment is None:
+                words = f"roles.rollout.max_model_len {longest} leaves beside a response of {response} in evaluation"
+                return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
+        return self.prompt_room
+
     @property
     def trainer(self) -> str:
         """See `RunSpec.trainer`."""
@@ -436,13 +474,15 @@ class RolloutSpec(RunSpec, frozen=True):
     def batch_bytes(self) -> int:
         """See `RunSpec.batch_bytes`; with every prompt and response at its longest.
 
-        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs and masks, once for every step in progress; the
-        scores (old, reference, values) and TRAIN exist once (`workers/contract/messages.py`).
+        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, where sampling is truncated, the tokens
+        that were left, once for every step in progress; the scores (old, reference, values) and TRAIN exist once
+        (`workers/contract/messages.py`).
         """
         response = self.sampling.max_tokens
         prompt = max(1, self.roles.rollout.max_model_len - response)
-        rollouts = self.samples_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8))
-        train = self.samples_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4))
+        left = min(4 * self.sampling.top_k or _KEPT_BYTES, _KEPT_BYTES) if self.sampling.truncates else 0
+        rollouts = self.samples_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8 + left))
+        train = self.samples_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4 + left))
         return int(rollouts * (1 + self.schedule.max_staleness) + train)
 
     @property
@@ -468,12 +508,3 @@ class RolloutSpec(RunSpec, frozen=True):
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
         return {**self.data.prompt_sources(), **({} if self.data.ptx is None else {"ptx": self.data.ptx})}
-
-
-def _right_or_wrong(functions: Sequence[RewardFunctionConfig]) -> float | None:
-    """Reward of a right response, if the only function with a weight says right or wrong."""
-    weighted = [function for function in functions if function.weight]
-    if len(weighted) != 1:
-        return None
-    (only,) = weighted
-    return only.weight if only.name in RIGHT_OR_WRONG and only.weight > 0 else None

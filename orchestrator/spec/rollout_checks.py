@@ -10,6 +10,7 @@ from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.checks import (
     IMPORTED,
     INSIDE_ANOTHER,
+    best_problems,
     changed,
     environment_problems,
     evaluation_problems,
@@ -24,8 +25,8 @@ from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import DataSource, EngineRole, ReasoningGymSource
-from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
+from troupe.orchestrator.spec.sections import DataSource, EngineRole, HeldOut, ReasoningGymSource
+from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
@@ -80,11 +81,17 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     if not row.loss.has_ratio and spec.kl_coef > 0 and spec.sampling.temperature != 1.0:
         why = f"{row.name} trains at temperature 1, but the reference is scored at sampling.temperature"
         yield "algorithm.kl.coef", f"{why}, {spec.sampling.temperature:g}; set one to 1 or the other to 0"
+    if not row.loss.has_ratio and spec.kl_coef > 0 and spec.sampling.truncates:
+        why = (
+            f"{row.name} trains on the whole distribution, but the reference is scored among the tokens that were left"
+        )
+        yield "algorithm.kl.coef", f"{why} by sampling.top_p, top_k or min_p; set it to 0 or remove these"
     if config.dynamic_sampling_on is not None:
         if not algorithms.dynamic_sampling(config):
             yield "algorithm.dynamic_sampling_on", "has no effect without algorithm.dynamic_sampling above 0"
         yield from _component(spec, "algorithm.dynamic_sampling_on", config.dynamic_sampling_on)
-    if spec.sampling.structured is not None and row.loss.has_ratio and not algorithms.corrects_sampler(config):
+    uncorrected = row.loss.has_ratio and not algorithms.corrects_sampler(config)
+    if spec.sampling.structured is not None and uncorrected and not spec.sampling.truncates:
         why = "samples come from the permitted tokens (sampling.structured), and only the correction accounts for that"
         yield "algorithm.importance.mode", f"{why}; use truncate or mask"
     yield from _several_updates(spec)
@@ -298,13 +305,15 @@ def _reward(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.reward", "every weight is 0: there is nothing to learn"
     labels = ["reward_model"] if reward.model is not None else []
     yield from _functions(spec, "roles.reward.functions", reward.functions, labels)
-    if spec.data.eval is None and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
+    shared = any(not one.own_rewards for one in spec.held_out_sets())
+    if not shared and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
         why = "has no effect: every source of data.train has rewards of its own; leave them out of one source"
         yield "roles.reward.functions", f"{why}, and give its functions here"
     for path, functions in spec.reward_functions().items():
         if path.startswith("data."):
             if not any(function.weight for function in functions):
-                yield path, "every weight is 0: there is nothing to learn"
+                lacks = "no reward to report" if _is_held_out(path) else "nothing to learn"
+                yield path, f"every weight is 0: there is {lacks}"
             yield from _functions(spec, path, functions, [])
     yield from _judge(spec)
 
@@ -325,8 +334,15 @@ def _functions(
         yield from _reward_name(spec, section, f"{path}.name", function.name)
         if function.batched and function.name in REWARD_FUNCTIONS:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
-        if function.process:
+        if function.process and _is_held_out(section):
+            yield f"{path}.process", "only training uses the rewards of steps; remove it"
+        elif function.process:
             yield from _process(spec, f"{path}.process", function)
+
+
+def _is_held_out(section: str) -> bool:
+    """Whether a list of reward functions belongs to a held-out set."""
+    return section.startswith("data.eval.")
 
 
 def _judge(spec: RolloutSpec) -> Iterator[Finding]:
@@ -382,6 +398,7 @@ def _reward_name(spec: RolloutSpec, section: str, path: str, name: str) -> Itera
 def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
     """The sources whose prompts a list of reward functions scores, by their path in the section `data`."""
     own = {f"train.{n}" for n, one in enumerate(spec.data.mixture) if one.rewards is not None}
+    own |= {one.section for one in spec.held_out_sets() if one.own_rewards}
     sources = spec.data.prompt_sources()
     if section == "roles.reward.functions":
         return {split: source for split, source in sources.items() if split not in own}
@@ -421,10 +438,12 @@ def _data(spec: RolloutSpec) -> Iterator[Finding]:
         yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
     prompts = {f"data.{split}": source for split, source in sources.items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
-    held = spec.data.eval
-    for split, train in spec.data.train_sources().items():
-        if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
-            yield "data.eval.seed", f"must differ from data.{split}.seed, {train.seed}: the tasks would be the same"
+    seeds = {split: source.seed for split, source in sources.items() if isinstance(source, ReasoningGymSource)}
+    for place in spec.data.held_out_sets():
+        for split in spec.data.train_sources():
+            if place in seeds and seeds[place] == seeds.get(split):
+                why = f"must differ from data.{split}.seed, {seeds[place]}: the tasks would be the same"
+                yield f"data.{place}.seed", why
     yield from _mixture(spec)
 
 
@@ -446,8 +465,8 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:
     row = algorithms.row_of(spec.algorithm)
     others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator == "best_of_group"]
-    if split == "eval":
-        yield "data.eval.candidates", "has no effect: the evaluation scores the policy's samples only; remove it"
+    if split != "train":
+        yield f"data.{split}.candidates", "has no effect: the evaluation scores the policy's samples only; remove it"
     elif row.name not in others:
         why = f"{row.name} trains on the policy's samples only; remove it or use one of {', '.join(others)}"
         yield f"data.{split}.candidates", why
@@ -474,12 +493,35 @@ def _output(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def _evaluation(spec: RolloutSpec) -> Iterator[Finding]:
+    yield from best_problems(spec)
     evaluation = spec.evaluation
     if evaluation is None:
         return
     yield from evaluation_problems(evaluation, spec.data.eval is not None)
-    if evaluation.sampling.samples > 1 and evaluation.sampling.temperature == 0:
-        yield "evaluation.sampling.samples", "greedy samples are all the same; set a temperature above 0"
+    samplings = {"evaluation.sampling": evaluation.sampling}
+    samplings |= {
+        f"data.{section}.sampling": source.sampling
+        for section, source in spec.data.held_out_sets().items()
+        if isinstance(source, HeldOut) and source.sampling is not None
+    }
+    for path, sampling in samplings.items():
+        yield from _eval_sampling(spec, path, sampling)
+
+
+def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iterator[Finding]:
+    if sampling.temperature == 0:
+        if sampling.samples > 1:
+            yield f"{path}.samples", "greedy samples are all the same; set a temperature above 0"
+        if sampling.top_k:
+            yield f"{path}.top_k", "has no effect on greedy decoding; set a temperature above 0"
+    longest = sampling.max_tokens
+    if longest is None:
+        return
+    if longest >= spec.roles.rollout.max_model_len:
+        room = f"roles.rollout.max_model_len, {spec.roles.rollout.max_model_len}"
+        yield f"{path}.max_tokens", f"{longest} leaves no room for a prompt in {room}"
+    elif spec.roles.environment is not None and longest > spec.sampling.max_tokens:
+        yield f"{path}.max_tokens", f"turns of episodes have at most sampling.max_tokens, {spec.sampling.max_tokens}"
 
 
 def _alarm(spec: RolloutSpec) -> Iterator[Finding]:

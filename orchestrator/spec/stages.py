@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import ALGORITHMS
-from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
 from troupe.orchestrator.spec.examples import example_name, example_text
@@ -85,7 +86,10 @@ def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[
 
     Raises:
         SpecError: With one line for every problem found in any stage.
+        UsageError: `out` is a URL.
     """
+    if out is not None and is_url(out):
+        raise UsageError(f"{out} {NEEDS_DISK}")
     if not is_chain(document):
         spec = parse_spec(document)
         return (PlannedRun("", spec, document.source, out or spec.run_folder),)
@@ -152,7 +156,7 @@ def _plan_stage(
     earlier = {run.stage: run for run in before}
     for path, name in borrowed.items():
         if name in earlier and path[-2:] == ("model", "path"):
-            _set(data, path, str(earlier[name].model))
+            _start_from(data, path, earlier[name])
         elif name not in earlier and name in stages[: stages.index(stage)]:
             continue  # the problems of that stage itself are reported
         else:
@@ -163,7 +167,8 @@ def _plan_stage(
     unfit = [source.problem(format_path(path), why) for path, why in _unfit(spec, borrowed, earlier)]
     if unfit:
         raise SpecError(unfit)
-    return PlannedRun(stage, spec, source, folder / stage, frozenset(map(format_path, borrowed)))
+    files = [*borrowed, *((*path[:-1], "adapter") for path in borrowed)]
+    return PlannedRun(stage, spec, source, folder / stage, frozenset(map(format_path, files)))
 
 
 def _merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,6 +203,18 @@ def _borrowed(node: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, str]
         yield path, node.removeprefix(STAGE)
 
 
+def _start_from(data: dict[str, Any], path: FieldPath, stage: PlannedRun) -> None:
+    """Fill in a model's path: the stage's final model, or the model below its adapters and the adapters."""
+    if not stage.spec.trains_adapters:
+        _set(data, path, str(stage.model))
+        return
+    below = stage.spec.model
+    _set(data, path, below.path)
+    _set(data, (*path[:-1], "adapter"), str(stage.model))
+    if below.revision is not None:
+        _set(data, (*path[:-1], "revision"), below.revision)
+
+
 def _set(data: dict[str, Any], path: FieldPath, value: str) -> None:
     node: Any = data
     for key in path[:-1]:
@@ -215,7 +232,7 @@ def _no_such(name: str, path: FieldPath, earlier: list[str]) -> str:
 def _unfit(
     spec: RunSpec, borrowed: Mapping[FieldPath, str], earlier: Mapping[str, PlannedRun]
 ) -> Iterator[tuple[FieldPath, str]]:
-    """Models of the wrong kind: a reward model in place of a language model, or the reverse, or only adapters."""
+    """Models of the wrong kind: a reward model in place of a language model, or the reverse."""
     trains_reward_model = spec.trains == "reward_model"
     for path, name in borrowed.items():
         is_reward_model = earlier[name].spec.trains == "reward_model" if name in earlier else False
@@ -224,8 +241,6 @@ def _unfit(
         either = path[:2] in (("roles", "reward"), ("roles", "critic")) or trains_reward_model
         if is_reward_model and not either:
             yield path, f"stage {name} trains a reward model; here a language model is needed"
-        if name in earlier and earlier[name].spec.trains_adapters:
-            yield path, f"stage {name} trains adapters (roles.policy.lora), which no stage can start from yet"
 
 
 def _prefixed(problem: Problem, stage: str) -> Problem:

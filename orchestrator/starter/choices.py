@@ -55,7 +55,9 @@ class Choices:
     environment: str = ""
     """A built-in environment or `package.module:Class`; empty: a sample is one response."""
     difficulty: Difficulty | None = None
-    """Of a generated task; None: the task's own settings."""
+    """Of a generated task; None: the task's default settings."""
+    not_tried: str = ""
+    """Why the difficulty of generated tasks was not tried; empty: it was, or there is none to choose."""
 
     @property
     def offline(self) -> bool:

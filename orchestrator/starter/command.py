@@ -19,7 +19,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.starter.choices import Choices, check_algorithm
 from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.commented import commented
-from troupe.orchestrator.starter.difficulty import PROMPTS, find_difficulty, is_tried
+from troupe.orchestrator.starter.difficulty import PROMPTS, find_difficulty, has_levels, why_not_tried
 from troupe.orchestrator.starter.environments import check_environment
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
 from troupe.orchestrator.starter.tables import GYM
@@ -94,13 +94,19 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
 def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
     """The choices with a difficulty of the generated tasks at which the model is sometimes right.
 
+    Where it cannot be tried on this machine, the choices say why.
+
     Raises:
         UsageError: There is no such task, or the model cannot be sampled from.
     """
     if choices.data.startswith(GYM):
         check_task(choices.data.removeprefix(GYM))
-    if not is_tried(choices):
+    if not has_levels(choices):
         return choices
+    shown = graphics().gpus
+    if why := why_not_tried(choices.model, shown[0].memory if shown else 0):
+        say(f"difficulty: not tried: {why}")
+        return replace(choices, not_tried=why)
     say(f"sampling {PROMPTS} prompts to choose a difficulty that the model can learn from (--no-trial skips this)")
     found = find_difficulty(choices)
     say(f"difficulty: {found.note}")
@@ -113,6 +119,7 @@ def text_of(choices: Choices, output: Path) -> str:
         check_task(choices.data.removeprefix(GYM))
     data = read_data(choices)
     document, _ = fitting_document(choices, data)
+    adapters = "lora" in document["roles"]["policy"]
     described = f" --cluster {cluster(choices)}" if choices.gpus else ""
     machine = (
         f"{choices.gpus} {choices.gpu_type or 'GPU'}{'s' if choices.gpus > 1 else ''}"
@@ -129,10 +136,14 @@ def text_of(choices: Choices, output: Path) -> str:
         heading.insert(2, f"  troupe env check {output}    plays an episode without the model")
     if choices.difficulty is not None:
         heading.append(f"Difficulty: {choices.difficulty.note}.")
+    elif choices.not_tried:
+        heading.append(f"Difficulty: that of the task, not tried: {choices.not_tried}.")
     if data.reward is not None and data.reward.note:
         heading.append(f"Reward: {data.reward.note}.")
     if data.without_evaluation:
         heading.append(f"No evaluation: {data.without_evaluation} (data.eval).")
+    if adapters:
+        heading.append("All weights do not fit this machine in training: the spec trains adapters (roles.policy.lora).")
     if choices.gpus and not choices.gpu_type:
         heading.append("The type of GPU is not known (--gpu-type): the memory of the GPUs is not checked.")
     return commented(document, OfflineSpec if choices.offline else RolloutSpec, heading)

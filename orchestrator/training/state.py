@@ -3,14 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from troupe.orchestrator.algorithms.table import KlPenalty
-from troupe.orchestrator.spec.sections import AlarmConfig
+from troupe.orchestrator.spec.sections import AlarmConfig, BestConfig, CheckpointConfig
 from troupe.workers.contract.advantage_state import Moments
 from troupe.workers.contract.config import Frozen
 
 _TOO_FAR, _STEP = 1.5, 2.0
 """The penalty's coefficient doubles above 1.5 times the target and halves below the target / 1.5."""
+
+
+class SavedStep(Frozen):
+    """A step with one of the best evaluations."""
+
+    step: int
+    value: float
+
+
+class BestState(Frozen):
+    """The best evaluations so far, by one metric."""
+
+    metric: str = ""
+    """Empty: none has been seen."""
+    mode: Literal["max", "min"] = "max"
+    steps: tuple[SavedStep, ...] = ()
+    """The best steps, whose checkpoints are kept; the best one first. Step 0 is none of them."""
+    value: float | None = None
+    """The best value, also that of step 0."""
+    without_gain: int = 0
+    """Evaluations since then."""
+
+    def of(self, config: BestConfig) -> BestState:
+        """This state where it belongs to the metric of `config`, else an empty one."""
+        same = (self.metric, self.mode) == (config.metric, config.mode)
+        return self if same else BestState(metric=config.metric, mode=config.mode)
+
+    def seen(self, step: int, value: float, keep: int) -> BestState:
+        """The state after an evaluation. Of equal values the earlier one is the better.
+
+        Args:
+            step: Steps of training before it.
+            value: Its value of the metric, a finite number.
+            keep: Best steps to remember.
+        """
+        sign = 1.0 if self.mode == "max" else -1.0
+        gain = self.value is None or sign * value > sign * self.value
+        others = [one for one in self.steps if one.step < step]
+        steps = others if step == 0 else [*others, SavedStep(step=step, value=value)]
+        steps.sort(key=lambda one: (-sign * one.value, one.step))
+        return self.model_copy(
+            update={
+                "steps": tuple(steps[:keep]),
+                "value": value if gain else self.value,
+                "without_gain": 0 if gain else self.without_gain + 1,
+            }
+        )
+
+    def without(self, step: int) -> BestState:
+        """The state where the checkpoint of a step could not be written."""
+        return self.model_copy(update={"steps": tuple(one for one in self.steps if one.step != step)})
+
+    @property
+    def saved(self) -> frozenset[int]:
+        """The steps whose checkpoints are kept."""
+        return frozenset(one.step for one in self.steps)
 
 
 class ControllerState(Frozen):
@@ -20,6 +77,14 @@ class ControllerState(Frozen):
     """Coefficient of the penalty on KL(old || new)."""
     rewards: Moments = Moments()
     """Moments of the mean rewards of the steps so far (alarm)."""
+    best: BestState = BestState()
+    """The best evaluations (`checkpoint.best`)."""
+
+    def is_over(self, checkpoint: CheckpointConfig) -> bool:
+        """Whether the run has had as many evaluations without a gain as `checkpoint.patience` allows."""
+        if checkpoint.best is None or checkpoint.patience is None:
+            return False
+        return self.best.of(checkpoint.best).without_gain >= checkpoint.patience
 
     def after_updates(self, divergence: float, penalty: KlPenalty) -> ControllerState:
         """The state with the KL penalty's coefficient adapted after a batch (arXiv 1707.06347, sec. 4).

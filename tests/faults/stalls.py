@@ -105,6 +105,12 @@ def planted_environment(order: Path) -> dict[str, str]:
     return {"TROUPE_PLANTED": str(order), "PYTHONPATH": f"{PLANTED}:{ROOT}"}
 
 
+def deadly_environment(*deaths: tuple[str, int, Path]) -> dict[str, str]:
+    """Environment of a run whose processes die. Each death: the function, which call of it, the file that it leaves."""
+    planted = [{"at": at, "call": call, "mark": str(mark)} for at, call, mark in deaths]
+    return {"TROUPE_DEATHS": json.dumps(planted), "PYTHONPATH": f"{PLANTED}:{ROOT}"}
+
+
 @contextlib.contextmanager
 def order(path: Path, text: str) -> Iterator[None]:
     """The bug is switched on within the block."""

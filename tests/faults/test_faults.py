@@ -102,6 +102,29 @@ def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
     assert code == 130 and saved and remains == "nothing"
 
 
+def test_a_signal_loses_no_finished_sample(tmp_path: Path) -> None:
+    """An asynchronous run is stopped while groups wait and run; the resumed one samples none of them again."""
+    overrides = (*ENDLESS, "schedule.max_staleness=3", "checkpoint.every_steps=2")
+    with running(Run(tmp_path, GRPO, *overrides, name="open")) as run:
+        run.wait_for_step(5)
+        stop_group(run, signal.SIGTERM)
+        code = run.wait(120)
+    events = map(json.loads, (run.out / "events.jsonl").read_text().splitlines())
+    saved = [event for event in events if event["event"] == "checkpoint"][-1]
+    began, last = time.monotonic(), run.steps()[-1]
+    with running(Run(tmp_path, GRPO, *overrides, name="open", resume=True)) as again:
+        again.wait_until(lambda: again.steps()[-1] > last, "another step")
+        seconds = time.monotonic() - began
+        said = f"{saved['samples']} finished samples of the checkpoint are not sampled again" in again.output
+        stop_group(again, signal.SIGTERM)
+        again.wait(120)
+    remains = left_behind(again)
+    ok = code == 130 and saved["samples"] > 0 and said and remains == "nothing"
+    outcome = f"saves; --resume takes over {saved['samples']} finished samples of open groups"
+    record(Outcome("SIGTERM of an asynchronous run", outcome, None, seconds, 0, remains, ok=ok))
+    assert ok, again.output
+
+
 def test_the_driver_is_killed_and_the_run_resumes(tmp_path: Path) -> None:
     overrides = (*ENDLESS, "checkpoint.every_steps=1")
     with running(Run(tmp_path, GRPO, *overrides, name="driver")) as run:

@@ -267,11 +267,11 @@ def test_evaluating_another_model_keeps_the_reference_of_its_training(
 ) -> None:
     asked: list[RunRequest] = []
 
-    def evaluated(request: RunRequest, *_: object) -> dict[str, float]:
+    async def evaluated(request: RunRequest, *_: object) -> dict[str, float]:
         asked.append(request)
         return {"eval/loss": 0.5}
 
-    monkeypatch.setattr("troupe.orchestrator.run.evaluate", evaluated)
+    monkeypatch.setattr("troupe.orchestrator.run.evaluate_offline", evaluated)
     monkeypatch.chdir(ROOT)
     (base := spec.parent / "base").symlink_to(trained := spec.parent / "model")
     arguments = ["eval", str(DPO), "--set", f"model.path={base}", "--model", str(trained)]

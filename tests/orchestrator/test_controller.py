@@ -44,6 +44,7 @@ from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
@@ -52,8 +53,10 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.training.batch import HeldOut
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate
 
@@ -87,10 +90,19 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.engines: list[FaultyEngine] = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
         self.texts: tuple[int, ...] = ()
         self.texts_per_step = 6
+        self.evaluator: HeldOut | None = None
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
+        self.taken_over = 0
+        """Finished samples that the run has taken over from its checkpoint."""
         self.mixed_rows: tuple[int, ...] = ()
         """Rows of each source of a mixture."""
+
+    async def take_over(self) -> None:
+        """Take over the finished samples of the checkpoint."""
+        if self.found is not None:
+            groups = await read_samples(self.found, self.spec, self.rewards)
+            self.taken_over = self.scheduler.restore(self.found.state["source"].get("scheduler", {}), groups)
 
     def build(self) -> Controller:
         """Build the controller. Call it inside the running event loop."""
@@ -122,6 +134,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
                 texts.restore(found.state["source"]["texts"])
         observe = None if curriculum is None else curriculum.observe
         scheduler = RolloutScheduler(self.spec, pool, scorer, ledger, prompts.next, None, done, observe, settings)
+        self.found, self.scheduler = found, scheduler
         makers = RolloutComponents(
             Workers({"policy": policy}),
             pool,
@@ -142,14 +155,15 @@ class RolloutRun(FakeRun[RolloutSpec]):
             updates=updates,
             recovery=recovery,
             sync=sync,
-            evaluator=None,
+            evaluator=self.evaluator,
             ledger=ledger,
             keeper=StepKeeper(self.spec, self.out, updates.trainers),
             scaler=self.scaler(console),
             recorder=self.recorder(done),
         )
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
-        self.controller = Controller(self.spec, components, store, sinks, console, self.stop, done)
+        state = ControllerState.model_validate(found.state["memory"]) if found else None
+        self.controller = Controller(self.spec, components, store, sinks, console, self.stop, done, state)
         return self.controller
 
     def engine_pool(self) -> EnginePool:

@@ -21,7 +21,9 @@ EASY, HARD = frozenset(range(4)), frozenset(range(4, 8))
 class ByRow(FaultyReward):
     """Rewards follow from the row alone."""
 
-    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
         uid = rollouts.uids[0]
         row = int(uid.partition("-r")[2])
         values = tuple(float(row in EASY or (row not in HARD and i % 2)) for i in range(rollouts.samples))

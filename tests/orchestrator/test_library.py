@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import troupe
@@ -66,6 +69,44 @@ def test_mistakes_are_one_line_each() -> None:
         troupe.load_spec(GRPO, set="schedule.steps=1")
     with pytest.raises(troupe.TroupeError, match="is not the folder of a run"):
         _ = troupe.Outcome(ROOT / "nowhere").metrics
+
+
+def test_values_of_numpy_and_paths_set_fields_and_other_objects_are_refused_by_name() -> None:
+    spec = troupe.load_spec(GRPO, set={"schedule.steps": np.int64(3), "output.folder": Path("a/b"), "seed": 2})
+    assert (spec.schedule.steps, spec.output.folder, spec.seed) == (3, "a/b", 2)
+    rate = {"roles.policy.learning_rate": np.float32(0.5)}
+    assert troupe.load_spec(GRPO, set=rate).roles.policy.learning_rate == 0.5
+    for value in (float("inf"), float("nan")):
+        with pytest.raises(troupe.SpecError, match=r"--set: roles\.policy\.learning_rate: (?!expected a number)"):
+            troupe.load_spec(GRPO, set={"roles.policy.learning_rate": value})
+    with pytest.raises(troupe.TroupeError, match=r"set: schedule\.steps: expected numbers, .*, got object"):
+        troupe.load_spec(GRPO, set={"schedule.steps": object()})
+
+
+def test_what_is_written_is_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("s3://bucket/run", Path("gs://bucket/run")):
+        with pytest.raises(troupe.TroupeError, match="bucket/run is not a folder: a run writes to a disk"):
+            troupe.run(GRPO, out=url)
+        with pytest.raises(troupe.TroupeError, match="is a URL; write the model to a disk"):
+            troupe.export("run", url)
+        with pytest.raises(troupe.TroupeError, match="is a URL; write the report to a disk"):
+            troupe.Outcome(tmp_path).report(url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_guide_has_every_function_with_all_of_its_parameters() -> None:
+    table = re.findall(r"^\| `(\w+)\((.*?)\)` \|", (ROOT / "docs" / "guides" / "library.md").read_text(), re.MULTILINE)
+    documented = {name: re.findall(r"\w+(?==|,|$)|\*", re.sub(r"=[^,]+", "", text)) for name, text in table}
+    functions = {name: getattr(troupe, name) for name in troupe.__all__}
+    functions = {name: value for name, value in functions.items() if inspect.isfunction(value)}
+    assert documented.pop("Outcome") == ["folder"]
+    assert documented.keys() == functions.keys()
+    for name, function in functions.items():
+        kinds = inspect.signature(function).parameters.values()
+        keywords = [kind.name for kind in kinds if kind.kind is kind.KEYWORD_ONLY]
+        others = [kind.name for kind in kinds if kind.kind is not kind.KEYWORD_ONLY]
+        assert documented[name] == [*others, *(["*"] if keywords else []), *keywords], name
 
 
 def test_the_run_of_a_folder_has_its_records(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.kept_tokens import kept_of
 from troupe.workers.contract.messages import PROMPTS
 from troupe.workers.rollout import RolloutWorker
 
@@ -69,10 +71,13 @@ def perturb(model: PreTrainedModel, kind: str) -> None:
 
 
 @torch.no_grad()
-def reference_logprobs(model: PreTrainedModel, row: dict[str, list[int]], temperature: float) -> torch.Tensor:
-    """Log-probabilities of the response tokens by transformers, [response tokens]."""
+def reference_logprobs(model: PreTrainedModel, row: dict[str, Any], temperature: float) -> torch.Tensor:
+    """Log-probabilities of the response tokens by transformers, [response tokens], among those that were left."""
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].float()
+    if row["kept_tokens"] is not None:
+        kept = [kept_of(np.frombuffer(words, np.int32), logits.shape[-1]) for words in row["kept_tokens"]]
+        logits = logits.masked_fill(~torch.from_numpy(np.stack(kept)), -torch.inf)
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return logprobs.gather(-1, torch.tensor(row["response_ids"])[:, None])[:, 0]
 

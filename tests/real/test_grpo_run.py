@@ -252,14 +252,24 @@ def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeat
     assert equal_steps(replayed(run.out, 3)) == [1, 2, 3]
 
 
-def test_troupe_eval_evaluates_a_checkpoint_without_trainers(grpo: Run, folder: Path) -> None:
-    spec = folder / "eval.yaml"
+def test_troupe_eval_evaluates_a_run_on_several_sets_without_trainers(
+    grpo: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each set has its own sampling and rewards. A second evaluation takes the results of the first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    spec, results = folder / "eval.yaml", folder / "results.json"
     document = json.loads(load_rollout_spec(GRPO).model_dump_json(exclude_unset=True))
-    document["data"]["eval"] = {**document["data"]["train"], "seed": 2}
-    document["evaluation"] = {"prompts": 8, "solved_at": 0.5, "sampling": {"temperature": 1.0, "samples": 4}}
+    train = document["data"]["train"]
+    sampling = {"temperature": 0.7, "top_k": 20, "samples": 3, "max_tokens": 9}
+    document["data"]["eval"] = {
+        "vowels": {**train, "seed": 2, "solved_at": 0.5, "sampling": {"temperature": 1.0, "samples": 4}},
+        "sums": {**train, "seed": 3, "size": 6, "sampling": sampling, "rewards": [{"name": "numeric"}]},
+        "greedy": {**train, "seed": 4, "rewards": [{"name": "regex", "args": {"pattern": "[aeiou]", "full": False}}]},
+    }
+    document["evaluation"] = {"prompts": 8}
     spec.write_text(json.dumps(document))
-    trained = grpo.out / "checkpoints" / f"step-{load_rollout_spec(GRPO).schedule.steps:06d}" / "model"
-    with running(Command(folder, troupe_command("eval", str(spec), "--model", str(trained), "--json"))) as command:
+    arguments = ("eval", str(spec), "--model", str(grpo.out), "--output", str(results), "--json")
+    with running(Command(folder, troupe_command(*arguments))) as command:
         seen: set[str] = set()
         command.wait_until(
             lambda: roles_seen(command, seen) or command.process.poll() is not None, "the end of the evaluation"
@@ -268,11 +278,23 @@ def test_troupe_eval_evaluates_a_checkpoint_without_trainers(grpo: Run, folder: 
         assert command.leftover_processes() == []
     assert seen == {"RolloutWorker", "RewardWorker"}
     metrics: dict[str, Any] = json.loads(command.stdout)
-    assert metrics["eval/prompts"] == 8
-    assert metrics["eval/failed_samples"] == metrics["eval/refused"] == 0
+    sets = load_rollout_spec(spec).held_out_sets()
+    assert {name for name in metrics if "/level/" not in name} == {name for one in sets for name in one.metric_names()}
+    for one, prompts in zip(sets, (8, 6, 8), strict=True):
+        assert metrics[f"{one.prefix}prompts"] == prompts
+        assert metrics[f"{one.prefix}failed_samples"] == metrics[f"{one.prefix}refused"] == 0
     # The untrained model has about the reward of the first step, give or take 0.03.
-    assert metrics["eval/reward"] > grpo.metrics[0]["reward/mean"] + 0.1
-    assert {"eval/pass@2", "eval/pass@4"} <= metrics.keys()
+    assert metrics["eval/vowels/reward"] > grpo.metrics[0]["reward/mean"] + 0.1
+    assert metrics["eval/vowels/reward_low"] <= metrics["eval/vowels/reward"] <= metrics["eval/vowels/reward_high"]
+    assert metrics["eval/vowels/response_tokens"] <= 6 and metrics["eval/sums/response_tokens"] <= 9
+    written = json.loads(results.read_text())
+    assert written["sets"]["sums"]["sampling"]["top_k"] == 20
+    estimates = written["evaluations"][0]["sets"]["vowels"]["estimates"]
+    assert estimates["pass@4"]["value"] == metrics["eval/vowels/pass@4"]
+    with running(Command(folder, troupe_command(*arguments))) as again:
+        assert again.wait(RUN_TIMEOUT_S) == 0, again.output
+    assert json.loads(again.stdout) == metrics and json.loads(results.read_text()) == written
+    assert "from earlier evaluations: vowels, sums, greedy" in again.stderr and "start workers" not in again.stderr
 
 
 def roles_seen(command: Command, seen: set[str]) -> bool:

@@ -11,20 +11,32 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT
-from tests.real.commands import Run, equal_steps, kill_each, ledger_balances, replayed, run_troupe, running
+from tests.faults.stalls import deadly_environment
+from tests.real.commands import Run, equal_steps, ledger_balances, replayed, run_troupe, running
 from troupe.orchestrator.reporting.run_folder import RunFolder
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-lora.yaml"
+TENSORS = 1 + 2 * 2 * 7
+"""Tensors of a version: the description, and A and B of two layers' seven linear layers."""
 
 
 def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tmp_path: Path, tiny_model: Path) -> None:
-    """SIGKILL of the rollout worker, whose successor loads the model and the newest adapters, and of the policy."""
+    """SIGKILL of the engine's process between the adapters of two versions, and of the policy within a version's file.
+
+    The engine's successor loads the model and the newest adapters, that of the policy the last checkpoint.
+    """
     overrides = ("schedule.max_staleness=1", "audit.at_start=true", "roles.policy.ema_decay=0.5")
-    with running(Run(tmp_path, SPEC, *overrides, name="lora")) as run:
-        kill_each(run, (3, "RolloutWorker"), (6, "PolicyWorker"))
+    engine, policy = tmp_path / "engine", tmp_path / "policy"
+    deaths = deadly_environment(
+        ("troupe.workers.weights.vllm_adapter:AdapterTransferEngine.use", 4, engine),
+        ("troupe.workers.weights.file:_host_bytes", 7 * TENSORS - 10, policy),
+    )
+    with running(Run(tmp_path, SPEC, *overrides, name="lora", env=deaths)) as run:
         assert run.wait() == 0, run.output
+        assert engine.exists() and policy.exists()
+        assert "rollout-0 is lost" in run.output and "policy-0 is lost" in run.output
         assert run.leftover_processes() == []
         assert run.weight_files == []
     metrics = run.metrics
@@ -35,6 +47,7 @@ def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tmp_path: 
     assert max(event["bytes"] for event in published) < (tiny_model / "model.safetensors").stat().st_size / 4
     assert len({event["digest"] for event in published}) >= 15
     assert equal_steps(replayed(run.out, 5)) == [1, 2, 3, 4, 5]
+    assert run_troupe(tmp_path, "audit", str(run.out)).rstrip().endswith("passed")
     run_troupe(tmp_path, "export", str(run.out), str(tmp_path / "adapter"))
     run_troupe(tmp_path, "export", str(run.out), str(tmp_path / "whole"), "--merge")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Adapters on real DeepSpeed: ZeRO 0-2, one and two ranks, float32 and bfloat16, compared with plain peft and torch.
+"""Adapters on real DeepSpeed: ZeRO 0-3, one and two ranks, float32 and bfloat16, compared with plain peft and torch.
 
 The groups run one after another, and each loads the checkpoints of the group before: from one rank to two and back.
 """
@@ -21,6 +21,8 @@ from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
 from tests.real.test_trainer import MANY_BATCHES, TWO_RANKS, batch, equal, rank_plan, weights_of
 from troupe.workers.contract.config import (
     AdvantageConfig,
+    CriticConfig,
+    CriticLossConfig,
     LoraConfig,
     ModelConfig,
     PolicyConfig,
@@ -28,21 +30,35 @@ from troupe.workers.contract.config import (
     SamplingConfig,
     TrainerConfig,
 )
+from troupe.workers.contract.messages import RankPlan
+from troupe.workers.contract.offline_config import DpoLossConfig, ExampleConfig, OfflineConfig
+from troupe.workers.contract.offline_messages import EXAMPLE_BATCH
+from troupe.workers.critic import CriticWorker
 from troupe.workers.models.adapter_files import DESCRIPTION, Description
 from troupe.workers.models.base_files import base_digest
+from troupe.workers.offline import ExamplePolicyWorker
 from troupe.workers.policy import PolicyWorker
+from troupe.workers.training.rank import TrainingRank
 from troupe.workers.training.shards import read_shard
 from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
 
-CASES = [(stage, dtype) for stage in range(3) for dtype in ("float32", "bfloat16")]
+CASES = [(stage, dtype) for stage in range(4) for dtype in ("float32", "bfloat16")]
 LORA = LoraConfig(rank=3, alpha=6, rslora=True)
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 GROUPS = {"first": 1, "second": 2, "last": 1}
 """Ranks of the groups, which run in this order; the last one only continues from the second one's checkpoints."""
 TIMEOUT_S = 300.0
 UPDATES = 3
+DPO_UPDATES = 4
+BETA = 0.3
+PAIRS = [
+    ([5, 9, 200], [[17, 18, 900], [40, 41]]),
+    ([7], [[300, 301], [302, 5, 6, 8]]),
+    ([11, 12, 13, 14], [[21], [22, 23, 24]]),
+]
+"""(prompt, better and worse answer) of preferences."""
 
 
 def config(model: str, stage: int, dtype: str, lora: LoraConfig = LORA) -> PolicyConfig:
@@ -72,6 +88,48 @@ def config(model: str, stage: int, dtype: str, lora: LoraConfig = LORA) -> Polic
     )
 
 
+def critic_config(model: str, stage: int) -> CriticConfig:
+    """A critic with adapters, whose head trains too."""
+    policy = config(model, stage, "float32")
+    return CriticConfig(
+        model=policy.model,
+        trainer=policy.trainer.model_copy(update={"ema_decay": 0.0}),
+        loss=CriticLossConfig(value_clip=0.5),
+        total_updates=20,
+        seed=1,
+        device="cpu",
+        lora=LORA,
+    )
+
+
+def dpo_config(model: str, stage: int) -> OfflineConfig:
+    """DPO with adapters, whose reference is the model without them."""
+    policy = config(model, stage, "float32")
+    return OfflineConfig(
+        model=policy.model,
+        trainer=policy.trainer,
+        loss=DpoLossConfig(beta=BETA),
+        examples=ExampleConfig(max_length=16, micro_batch_tokens=64),
+        reference_model=policy.model,
+        total_updates=20,
+        seed=1,
+        device="cpu",
+        lora=LORA,
+    )
+
+
+def pairs() -> pa.Table:
+    """An EXAMPLE_BATCH table of `PAIRS`."""
+    rows = [
+        {"prompt_uid": f"p{number}", "sample_index": member, "attempt": 0, "prompt_ids": prompt}
+        | {"response_ids": answer, "loss_mask": [True] * len(answer), "ref_logprobs": None}
+        | {"score": float(-member), "margin": 0.0, "desirable": True}
+        for number, (prompt, answers) in enumerate(PAIRS)
+        for member, answer in enumerate(answers)
+    ]
+    return pa.Table.from_pylist(rows, schema=EXAMPLE_BATCH)
+
+
 def logprobs(table: pa.Table) -> list[list[float]]:
     """The scores of all rows, by prompt."""
     column = next(name for name in table.column_names if name.endswith("_logprobs"))
@@ -79,22 +137,26 @@ def logprobs(table: pa.Table) -> list[list[float]]:
     return [scores for _, scores in sorted(rows, key=lambda row: str(row[0]))]
 
 
-def tensors(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+def tensors(worker: TrainingRank) -> dict[str, torch.Tensor]:
     """The adapters, without their description."""
     return {name: tensor for name, tensor in weights_of(worker).items() if name != DESCRIPTION}
 
 
-def frozen(worker: PolicyWorker) -> dict[str, torch.Tensor]:
-    """What does not train."""
+def frozen(worker: TrainingRank) -> dict[str, torch.Tensor]:
+    """This rank's part of what does not train."""
     parameters = worker.engine.module.named_parameters()
-    return {name: parameter.detach().clone() for name, parameter in parameters if not parameter.requires_grad}
+    return {
+        name: getattr(parameter, "ds_tensor", parameter).detach().clone()
+        for name, parameter in parameters
+        if not parameter.requires_grad
+    }
 
 
 class Scenario:
     """All cases on one rank."""
 
     def __init__(self, rank: int, world: int, model: str, out: Path) -> None:
-        self.rank, self.model, self.out = rank, model, out
+        self.rank, self.world, self.model, self.out = rank, world, model, out
         self.plan = rank_plan(TWO_RANKS if world == 2 else MANY_BATCHES, rank)
         self.facts: dict[str, Any] = {}
 
@@ -108,6 +170,7 @@ class Scenario:
         name, table = f"{stage}-{dtype}", batch()
         worker = self.build(stage, dtype)
         base, start = frozen(worker), tensors(worker)
+        assert sum(part.numel() for part in base.values()) > 100_000
         policy, reference = self.scores(worker)
         facts: dict[str, Any] = {"equal at start": policy == reference}
         worker.update(self.plan, table)
@@ -124,7 +187,7 @@ class Scenario:
         facts["reference unchanged"] = reference_end == reference
         facts["policy changed"] = policy_end != policy
         facts["digests"] = [digest != end_digest, sorted(worker.weight_digests())]
-        facts["saved"] = self.saved(checkpoint)
+        facts["saved"] = self.saved(checkpoint, stage)
         facts["logprobs"] = policy_end
         worker.export(str(self.out / f"export-{name}"))
         worker.export_average(str(self.out / f"average-{name}"))
@@ -144,9 +207,10 @@ class Scenario:
             worker.reference_logprobs(self.plan, batch())[1]
         )
 
-    def saved(self, checkpoint: Path) -> list[str]:
+    def saved(self, checkpoint: Path, stage: int) -> list[str]:
         """Names of the weights in the checkpoint's model file."""
-        file = checkpoint / "state" / "mp_rank_00_model_states.pt"
+        of_rank = f"zero_pp_rank_{self.rank}_" if stage == 3 else ""
+        file = checkpoint / "state" / f"{of_rank}mp_rank_00_model_states.pt"
         return sorted(read_shard(file, mapped=True)["module"])
 
     def resumed(
@@ -182,6 +246,46 @@ class Scenario:
         worker.export(str(self.out / f"resharded-{stage}-{dtype}"))
         worker.release()
 
+    def critic(self, stage: int) -> None:
+        """Updates of a critic, of which the last ones are repeated from a checkpoint."""
+        worker, table = CriticWorker(critic_config(self.model, stage), "critic"), batch()
+        worker.build()
+        base, start = frozen(worker), tensors(worker)
+        errors = [worker.update(self.plan, table).values["value_error"] for _ in range(2)]
+        checkpoint = self.out / f"critic-{stage}"
+        worker.save(str(checkpoint))
+        errors += [worker.update(self.plan, table).values["value_error"] for _ in range(4)]
+        end = tensors(worker)
+        changed = [name for name in end if not torch.equal(start[name], end[name])]
+        alike = equal(base, frozen(worker))
+        worker.release()
+        worker = CriticWorker(critic_config(self.model, stage), "critic")
+        worker.build()
+        worker.load(str(checkpoint))
+        for _ in range(4):
+            worker.update(self.plan, table)
+        self.facts[f"critic-{stage}"] = [errors, changed, alike, equal(end, tensors(worker))]
+        worker.export(str(self.out / f"critic-export-{stage}"))
+        worker.release()
+
+    def dpo(self, stage: int) -> None:
+        """Updates on preferences, in two micro-batches on each rank."""
+        worker, table = ExamplePolicyWorker(dpo_config(self.model, stage), "policy"), pairs()
+        worker.build()
+        layout = [((0, 1), (2, 3, 4, 5))] if self.world == 1 else [((0, 1), (2, 3)), ((4, 5), ())]
+        plan = RankPlan(layout[self.rank], 6, len(PAIRS), packed=worker.packs())
+        worker.update(plan, self.referred(worker, table))
+        table = self.referred(worker, table)  # the reference stays the model without adapters
+        metrics = [worker.update(plan, table).values for _ in range(DPO_UPDATES - 1)]
+        self.facts[f"dpo-{stage}"] = [line["margin"] for line in metrics]
+        worker.export(str(self.out / f"dpo-{stage}"))
+        worker.release()
+
+    def referred(self, worker: ExamplePolicyWorker, table: pa.Table) -> pa.Table:
+        """The preferences with the log-probs of the reference, which each rank computes for all of them."""
+        everything = RankPlan((tuple(range(len(table))),), 6, len(PAIRS), packed=worker.packs())
+        return worker.attach(table, worker.reference_logprobs(everything, table)[1])[1]
+
     def refusals(self) -> None:
         """A checkpoint of adapters of another base model, and targets that the model does not have."""
         other = self.out / "other-base"
@@ -215,6 +319,9 @@ def rank_main(rank: int, world: int, model: str, out: Path, before: Path | None,
                 scenario.case(stage, dtype)
             if before is not None:
                 scenario.resharded(stage, dtype, before)
+        for stage in () if last else (0, 3):
+            scenario.critic(stage)
+            scenario.dpo(stage)
         if before is None:
             scenario.refusals()
         worker.close()
@@ -321,3 +428,78 @@ def test_a_checkpoint_on_another_base_and_unknown_targets_are_refused(groups: li
         "roles.policy.lora.targets: LlamaForCausalLM has no linear layer query; there are: down_"
         in found["other targets"]
     )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_critic_trains_its_adapters_and_its_head_and_exports_both(
+    groups: list[Path], model: Path, stage: int
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    head, exports = "base_model.model.score.weight", list[dict[str, torch.Tensor]]()
+    for folder in groups[:2]:
+        errors, changed, base_alike, resumed = facts(folder)[f"critic-{stage}"]
+        assert errors[-1] < errors[0]
+        assert head in changed and len(changed) == 1 + 2 * 2 * len(TARGETS)
+        assert base_alike and resumed
+        exports.append(load_file(folder / f"critic-export-{stage}" / "adapter_model.safetensors"))
+    assert exports[0].keys() == exports[1].keys() and exports[0][head].any()
+    for name, tensor in exports[0].items():
+        torch.testing.assert_close(exports[1][name], tensor, rtol=0, atol=1e-5, msg=name)
+    plain = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, groups[0] / f"critic-export-{stage}")
+    assert torch.equal(loaded.state_dict()["base_model.model.score.modules_to_save.default.weight"], exports[0][head])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_dpo_trains_the_adapters_that_plain_peft_and_torch_do(groups: list[Path], model: Path, stage: int) -> None:
+    """The reference there is peft's model with its adapters disabled, and the loss is that of the paper (eq. 7)."""
+    expected, margins = plain_dpo(model)
+    for folder in groups[:2]:
+        found = load_file(folder / f"dpo-{stage}" / "adapter_model.safetensors")
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-5, msg=f"{folder} {name}")
+        assert facts(folder)[f"dpo-{stage}"] == pytest.approx(margins, abs=1e-4)
+
+
+def plain_dpo(model: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """(adapters after all updates, mean margin of each update but the first), by peft and torch alone."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(
+        r=LORA.rank, lora_alpha=6, target_modules=sorted(TARGETS), use_rslora=True, task_type="CAUSAL_LM"
+    )
+    policy = peft.get_peft_model(base, settings)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    trainer = dpo_config(str(model), 0).trainer
+    optimizer = torch.optim.AdamW(
+        trained,
+        lr=trainer.learning_rate,
+        betas=trainer.adam_betas,
+        eps=trainer.adam_eps,
+        weight_decay=trainer.weight_decay,
+    )
+
+    def logprob(prompt: list[int], answer: list[int]) -> torch.Tensor:
+        logits = policy(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer)[:, None]).sum()
+
+    margins: list[float] = []
+    for _ in range(DPO_UPDATES):
+        leads: list[torch.Tensor] = []
+        for prompt, (better, worse) in PAIRS:
+            lead = logprob(prompt, better) - logprob(prompt, worse)
+            with policy.disable_adapter(), torch.no_grad():
+                reference = logprob(prompt, better) - logprob(prompt, worse)
+            leads.append(BETA * (lead - reference))
+        optimizer.zero_grad()
+        (-torch.nn.functional.logsigmoid(torch.stack(leads)).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(trained, trainer.max_grad_norm)
+        optimizer.step()
+        margins.append(float(torch.stack(leads).detach().mean()))
+    return peft.get_peft_model_state_dict(policy), margins[1:]

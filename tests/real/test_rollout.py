@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import pytest_asyncio
@@ -29,11 +30,12 @@ from tests.real.rollout_helpers import (
     sampling_config,
 )
 from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
-from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
+from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan
 from troupe.workers.data.chat import sample_seed
 from troupe.workers.engine import rows as rows_module
 from troupe.workers.engine.errors import EngineClosed, EngineDead
 from troupe.workers.episodes.turns import TurnLimits
+from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
 
@@ -45,14 +47,19 @@ REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
-    """One worker for all tests of this file that leave its engine running."""
+    """One worker for all tests of this file that leave its engine running.
+
+    The engine records the tokens that its sampler leaves, which it does not where the spec does not truncate.
+    """
     config = rollout_config(tiny_model).model_copy(update={"engine_options": {"scheduling_policy": "priority"}})
-    worker = RolloutWorker(config, "rollout-0")
+    recording = config.model_copy(update={"sampling": config.sampling.model_copy(update={"top_p": 0.8})})
+    worker = RolloutWorker(recording, "rollout-0")
     with pytest.raises(EngineClosed, match="not started"):
         await worker.generate(REQUEST, PROMPTS)
     health = await worker.start()
     assert (health.name, health.pid, health.version, health.in_flight) == ("rollout-0", os.getpid(), 0, 0)
     assert health.peak is not None and health.peak.host > 100 * 2**20
+    worker._config = config
     yield worker
     await worker.close()
     with pytest.raises(EngineClosed, match="it was closed"):
@@ -98,7 +105,10 @@ async def test_an_option_of_the_spec_reaches_the_engine(worker: RolloutWorker, t
 async def test_a_summary_counts_the_finished_samples_of_running_groups(
     worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of four samples finish early; a group that ends meanwhile reports them as `finished_ahead`."""
+    """Three of four samples finish early; a group that ends meanwhile reports them as `finished_ahead`.
+
+    A checkpoint gets them from `finished_samples`; the group ends as it would without.
+    """
     tokens = {"long": (1, 1, 1, 400), "short": (8,)}
     params = worker._sampling_params
 
@@ -111,8 +121,13 @@ async def test_a_summary_counts_the_finished_samples_of_running_groups(
     long = asyncio.create_task(worker.generate(replace(REQUEST, prompt_uid="long"), PROMPTS))
     summary, _ = await worker.generate(replace(REQUEST, prompt_uid="short", samples=1), PROMPTS)
     assert (summary.finished_ahead, long.done()) == (3, False)
-    summary, _ = await long
+    (found,), table = await worker.finished_samples()
+    assert (found.prompt_uid, found.attempt, long.done()) == ("long", REQUEST.attempt, False)
+    summary, whole = await long
     assert summary.finished_ahead == 0
+    assert found.samples == summary.samples[:3]
+    assert table.to_pylist() == whole.to_pylist()[:3]
+    assert (await worker.finished_samples())[0] == ()
 
 
 async def test_samples_of_a_group_share_cached_prompt_blocks(worker: RolloutWorker) -> None:
@@ -136,6 +151,22 @@ async def test_the_same_seed_gives_the_same_samples(worker: RolloutWorker) -> No
     assert [row["response_ids"] for row in mixed] == alone
     drawn = [tuple(ids) for ids in alone] + [tuple(row["response_ids"]) for other in others for row in other]
     assert len(set(drawn)) == len(drawn) == 16
+
+
+@pytest.mark.parametrize("kept", [(0, 2), (1,), (0, 1, 2, 3)])
+async def test_a_group_continues_from_its_finished_samples(worker: RolloutWorker, kept: tuple[int, ...]) -> None:
+    """The others are those of the whole group; all rows belong to the new attempt."""
+    summary, table = await worker.generate(REQUEST, PROMPTS)
+    finished = tuple(summary.samples[index] for index in kept)
+    again = replace(REQUEST, attempt=5, finished=finished)
+    rest, whole = await worker.generate_rest(again, PROMPTS, table.take(pa.array(kept)))
+    assert whole.schema.equals(ROLLOUTS, check_metadata=True)
+    assert rest.attempt == 5 and rest.samples == summary.samples
+    timings = {"generate_s", "first_token_s"}
+    for row, before in zip(whole.to_pylist(), table.to_pylist(), strict=True):
+        same = before["sample_index"] in kept
+        names = row.keys() - {"attempt"} - (set() if same else timings)
+        assert row["attempt"] == 5 and {name: row[name] for name in names} == {name: before[name] for name in names}
 
 
 async def test_seeds_of_neighbouring_groups_do_not_overlap() -> None:
@@ -173,6 +204,58 @@ async def test_logprobs_with_top_p_are_renormalised_over_the_nucleus(worker: Rol
         gain = torch.tensor(row["rollout_logprobs"]) - plain
         assert (gain > -1e-4).all()
         assert math.log(1.5) < gain.max() <= math.log(2.0) + 1e-3
+
+
+def ratios(module: CausalLogprobs, table: pa.Table) -> torch.Tensor:
+    """float64: exp(trainer's log-prob - sampler's) of every token."""
+    plan = RankPlan(tuple((row,) for row in range(table.num_rows)), 1, table.num_rows)
+    _, scores = score_plan(module, plan, [table], "old_logprobs", "cpu")
+    own, sampled = (
+        np.concatenate(column.to_pylist()) for column in (scores["old_logprobs"], table["rollout_logprobs"])
+    )
+    return torch.from_numpy(own - sampled).exp()
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        {"top_p": 0.8},
+        {"top_k": 20},
+        {"min_p": 0.1},
+        {"top_p": 0.8, "top_k": 50, "min_p": 0.02},
+        {"top_p": 0.9, "structured": StructuredConfig(regex="([a-z]{1,8} )+")},
+    ],
+    ids=["top-p", "top-k", "min-p", "all", "with a form"],
+)
+async def test_the_trainer_computes_among_the_tokens_that_were_left(
+    worker: RolloutWorker, tiny_model: Path, truncation: dict[str, Any]
+) -> None:
+    """Its log-probs are the sampler's, and the ratio of any other policy to the one that sampled has mean 1. Over the
+    whole vocabulary the mean is the probability that the policy gives to these tokens."""
+    others = [
+        replace(REQUEST, prompt_uid="greedy", greedy=True, samples=2),
+        replace(REQUEST, prompt_uid="evaluation", temperature=1.0, top_p=0.5, samples=2),
+    ]
+    with sampling_config(worker, temperature=0.9, **truncation):
+        found = await asyncio.gather(
+            worker.generate(replace(REQUEST, samples=24), PROMPTS), *(worker.generate(r, PROMPTS) for r in others)
+        )
+        (_, table), *evaluated = found
+    assert [other["kept_tokens"].null_count for _, other in evaluated] == [2, 2]
+    module = CausalLogprobs(load_causal(rollout_config(tiny_model).model), 0.9, chunks=3)
+    exact, forced = ratios(module, table), ratios(module, table.drop_columns(["kept_tokens"]))
+    assert (exact.log().abs() < 2e-4).all()
+    assert (forced < 1 + 2e-4).all() and float(forced.mean()) < 0.97
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    moved = ratios(module, table)
+    error = float(moved.std()) / math.sqrt(len(moved))
+    assert abs(float(moved.mean()) - 1) < 4 * error and error < 0.1
+    assert float(moved.std()) > 0.05
+    if top_k := truncation.get("top_k"):
+        assert max(len(words) for row in table["kept_tokens"].to_pylist() for words in row) <= 4 * top_k
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.conftest import ROOT
 from tests.real.commands import Run, interrupt, running
@@ -42,6 +44,35 @@ def test_three_stages_run_in_order_and_resume_in_the_interrupted_stage(tmp_path:
     # The reward model starts from the fine-tuned model, not from the base model.
     spec = (second.out / "reward_model" / "spec.yaml").read_text()
     assert str(second.out / "sft" / "checkpoints" / "step-000008" / "model") in spec
+
+
+def test_stages_hand_adapters_on(tmp_path: Path) -> None:
+    """Policy and reward model start from the adapters of SFT, the critic and the reward role from the reward model's.
+
+    The reference is the policy as it started: with the adapters of SFT.
+    """
+    adapters = ("roles.policy.lora={rank: 8, alpha: 64}", "stages.ppo.roles.critic.lora={rank: 8, alpha: 64}")
+    rates = ("stages.sft.roles.policy.learning_rate=0.02", "stages.reward_model.roles.policy.learning_rate=0.01")
+    steps_of = ("stages.sft.schedule.steps=4", "stages.ppo.schedule.steps=2", "stages.ppo.audit.at_start=true")
+    with running(Run(tmp_path, THREE_STAGES, *adapters, *rates, *steps_of, name="chain")) as run:
+        assert run.wait() == 0, run.output
+        assert run.leftover_processes() == []
+    ppo, trained = run.out / "ppo", {}
+    for stage, last in (("sft", 4), ("reward_model", 6), ("ppo", 2)):
+        folder = run.out / stage / "checkpoints" / f"step-{last:06d}" / "model"
+        trained[stage] = load_file(folder / "adapter_model.safetensors")
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8
+    sft, rewards = trained["sft"], trained["reward_model"]
+    assert set(rewards) - set(sft) == {"base_model.model.score.weight"}
+    # Two steps do not take the policy's adapters far from those that it started with; new ones would have other values.
+    for name, tensor in trained["ppo"].items():
+        assert torch.norm(tensor - sft[name]) < 0.2 * torch.norm(sft[name]), name
+    first, *_, last = steps(ppo)
+    assert first["kl_ref"] < 1e-6 and isinstance(last["reward/reward_model/mean"], float)
+    assert last["critic/skipped_updates"] == last["policy/skipped_updates"] == 0.0
+    assert first["policy/rollout_logprob_gap_max"] < 1e-3
+    assert json.loads((ppo / "audit.json").read_text())["passed"]
+    assert steps(run.out / "reward_model")[-1]["eval/accuracy"] >= 0.7
 
 
 def steps(out: Path) -> list[dict[str, Any]]:

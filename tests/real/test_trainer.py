@@ -42,7 +42,8 @@ from troupe.workers.contract.config import (
 from troupe.workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
 from troupe.workers.critic import CriticWorker
 from troupe.workers.models.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
-from troupe.workers.models.token_batch import TokenTable, ragged
+from troupe.workers.models.ragged import ragged
+from troupe.workers.models.token_batch import TokenTable
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reference import ReferenceConfig, ReferenceWorker
 from troupe.workers.training.optimizer import learning_rate

@@ -41,9 +41,13 @@ LONG = 256
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
-    """A worker whose responses are long, so that an update arrives while they are generated."""
-    worker = RolloutWorker(rollout_config(tiny_model, LONG), "rollout-3")
+    """A worker whose responses are long, so that an update arrives while they are generated. Its engine records the
+    tokens that its sampler leaves."""
+    config = rollout_config(tiny_model, LONG)
+    recording = config.model_copy(update={"sampling": config.sampling.model_copy(update={"top_p": 0.9})})
+    worker = RolloutWorker(recording, "rollout-3")
     await worker.start()
+    worker._config = config
     yield worker
     await worker.close()
 
@@ -138,12 +142,14 @@ async def test_an_untied_output_head_is_updated(tiny_model: Path, tmp_path: Path
 async def test_an_update_during_generation_records_the_version_of_every_token(
     worker: RolloutWorker, trainer: Trainer
 ) -> None:
-    """All requests finish, and every token was sampled with the weights of its recorded version."""
+    """All requests finish, and every token was sampled with the weights of its recorded version, from the tokens that
+    top-p left of their distribution."""
     old = trainer.publish()
     await worker.update_weights(old)
     before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
-    running = [asyncio.create_task(generate_rows(worker, 4)) for _ in range(2)]
-    await asyncio.sleep(0.3)
+    with sampling_config(worker, top_p=0.9):
+        running = [asyncio.create_task(generate_rows(worker, 4)) for _ in range(2)]
+        await asyncio.sleep(0.3)
     for kind in KINDS:
         perturb(trainer.model, kind)
     new = trainer.publish()
@@ -167,6 +173,7 @@ async def test_an_update_during_generation_records_the_version_of_every_token(
         assert torch.allclose(sampled[:switch], by_old[:switch], atol=1e-3)
         assert torch.allclose(sampled[switch:], by_new[switch:], atol=1e-3)
         assert not torch.allclose(sampled[switch:], by_old[switch:], atol=1e-1)
+        assert all(row["kept_tokens"])
 
 
 async def test_the_end_of_sequence_token_is_part_of_the_response(worker: RolloutWorker, trainer: Trainer) -> None:

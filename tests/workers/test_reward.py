@@ -27,6 +27,7 @@ from transformers import (
 
 from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
+from troupe.workers.contract.reward_names import NO_ANSWER
 from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.data.trajectories import join_rewards, write_trajectories
 from troupe.workers.reward import RewardWorker, combine, component_labels
@@ -137,6 +138,16 @@ def test_a_group_is_scored_with_the_functions_that_are_named() -> None:
     assert named.rewards == (4.0, 3.0, 0.0)
     assert [entry["name"] for entry in table["components"].to_pylist()[0]] == ["exact_match", "number"]
     assert len(set(peers)) == 3  # last_number twice, as components of one reward run at the same time
+
+
+def test_a_vote_says_which_samples_give_the_same_answer(worker: RewardWorker) -> None:
+    """It has a process, which starts with the first vote."""
+    assert worker.score(rollouts(["5", "x 5.0"]))[0].answers == ()
+    before = len(worker._processes)
+    for _ in range(2):
+        summary, _ = worker.score(rollouts(["5", "x 5.0", "6", "x"]), vote=True)
+        assert summary.answers == (0, 0, 1, int(NO_ANSWER))
+    assert len(worker._processes) == before + 1
 
 
 def test_a_failed_component_fails_the_reward_and_says_which(worker: RewardWorker) -> None:

@@ -14,10 +14,18 @@ from troupe.workers.algorithms.estimators import SampledTokens, estimate
 from troupe.workers.algorithms.policy_loss import kl_penalty
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
-from troupe.workers.contract.messages import TRAIN, PrepareRequest, TrainRow, TrainSummary, identities
-from troupe.workers.models.token_batch import Ragged, list_column, prompt_numbers, ragged
+from troupe.workers.contract.messages import (
+    SCORES,
+    TRAIN,
+    PrepareRequest,
+    TrainRow,
+    TrainSummary,
+    identities,
+    kind_of,
+)
+from troupe.workers.models.ragged import Ragged, list_column, ragged
+from troupe.workers.models.token_batch import prompt_numbers
 
-SCORES = ("old_logprobs", "ref_logprobs", "values")
 Keep = Sequence[tuple[str, int]]
 """(prompt_uid, sample_index) of samples, or of the rows of samples."""
 
@@ -78,7 +86,7 @@ class _Join:
         self._keep = keep
         self._kinds: dict[str, list[pa.Table]] = {}
         for table in tables:
-            self._kinds.setdefault(_kind(table), []).append(table)
+            self._kinds.setdefault(kind_of(table), []).append(table)
         self._attempts: dict[tuple[str, int], int] = {}
         self._segments: dict[tuple[str, int], int] = {}
         """Rows of each sample, as the first table that was asked for has them."""
@@ -317,20 +325,6 @@ def _train_table(batch: _Batch, rollouts: pa.Table, advantages: torch.Tensor, re
         else:
             columns.append(pa.nulls(rollouts.num_rows, field.type))
     return pa.Table.from_arrays(columns, schema=TRAIN)
-
-
-def _kind(table: pa.Table) -> str:
-    names = set(table.column_names)
-    if "response_ids" in names:
-        return "rollouts"
-    if {"status", "reward"} <= names:
-        return "rewards"
-    scores = [name for name in SCORES if name in names]
-    if len(scores) != 1:
-        raise ValueError(
-            f"a table with columns {sorted(names)} is neither a rollouts, a rewards nor a token_scores table"
-        )
-    return scores[0]
 
 
 def _require_ok(keep: Keep, rewards: pa.Table) -> None:

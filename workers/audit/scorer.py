@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ import torch
 from torch.nn import functional
 
 from troupe.workers.audit.older_weights import OlderWeights
-from troupe.workers.contract.audit import Floats, PromptDifference, ScoreRequest, TokenScores
+from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, Floats, PromptDifference, ScoreRequest, TokenScores
+from troupe.workers.contract.kept_tokens import kept_of
 from troupe.workers.data.plain_text import as_text
 from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 from troupe.workers.models.attention import choose_attention
@@ -49,6 +51,8 @@ class _RolloutRow:
     """Length of the prompt."""
     sampled: torch.Tensor
     """bool [response tokens]: which of them the policy sampled."""
+    words: tuple[bytes, ...] | None = None
+    """The tokens that the sampler left to each response token (`contract/kept_tokens.py`); None: all of them."""
 
     @property
     def targets(self) -> torch.Tensor:
@@ -58,6 +62,14 @@ class _RolloutRow:
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """Of one state for each token [1, L, ...], those that predict the sampled tokens [T, ...]."""
         return states[0, self.start - 1 : -1][self.sampled]
+
+    def left(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the sampled tokens, with -inf where the sampler left a token out."""
+        if self.words is None:
+            return logits
+        chosen = [words for words, sampled in zip(self.words, self.sampled.tolist(), strict=True) if sampled]
+        kept = np.stack([kept_of(np.frombuffer(words, np.int32), logits.shape[-1]) for words in chosen])
+        return logits.masked_fill(~torch.from_numpy(kept), -torch.inf)
 
 
 def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
@@ -82,7 +94,7 @@ def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
         raise ValueError(f"the trainer scored no tokens of {missing[0]}")
     rows = [_row(row) for row in rollouts]
     with torch.no_grad():
-        model = _load(request, request.weights, torch.float32)
+        model = _load_audited(request, torch.float32)
         exact, hypotheses, tempered, above = _score(request, model, rows)
         if request.thorough:
             hypotheses |= _thorough(request, model, rows)
@@ -110,7 +122,9 @@ def _key(row: dict[str, Any]) -> tuple[str, int, int]:
 
 def _row(row: dict[str, Any]) -> _RolloutRow:
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    return _RolloutRow(ids, len(row["prompt_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool))
+    words = row.get("kept_tokens")
+    sampled = torch.tensor(row["loss_mask"], dtype=torch.bool)
+    return _RolloutRow(ids, len(row["prompt_ids"]), sampled, None if words is None else tuple(words))
 
 
 def _masked(values: list[list[float]], masks: list[list[bool]]) -> Floats:
@@ -136,6 +150,35 @@ def _load(request: ScoreRequest, folder: str, dtype: torch.dtype, attention: str
         experts_implementation="eager",  # others refuse float64
     )
     return loaded.eval()
+
+
+def _load_audited(request: ScoreRequest, dtype: torch.dtype, attention: str | None = "eager") -> PreTrainedModel:
+    """The model that sampler and trainer must have. An adapter stays beside the weights, by peft."""
+    model = _load(request, request.weights, dtype, attention)
+    return model if request.adapter is None else _with_adapter(model, request.adapter)
+
+
+def _with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    from peft import PeftModel
+
+    adapted: Any = PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
+    return adapted.get_base_model().eval()
+
+
+@contextmanager
+def _counted(model: PreTrainedModel, factor: float) -> Iterator[None]:
+    """Inside the block the model's adapter counts `factor` times."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    own = [dict(layer.scaling) for layer in layers]
+    for layer in layers:
+        layer.scaling = {name: factor * scaling for name, scaling in layer.scaling.items()}
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, own, strict=True):
+            layer.scaling = scaling
 
 
 def _run(
@@ -170,13 +213,14 @@ def _score(
     above: list[torch.Tensor] = []
     others: dict[str, list[torch.Tensor]] = {}
     for row in rows:
-        logits, states = _run(model, row)
+        full, states = _run(model, row)
+        logits = row.left(full)
         exact.append(_logprobs(logits, row.targets, temperature))
         tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
         above.append(torch.stack([_above(logits, row.targets, float(value)) for value in grid], -1))
         for key, found in [
             *_truncated(logits, row.targets, temperature, _BORDER[request.model.dtype]),
-            *_heads(request, model, logits, states, row.targets),
+            *_heads(request, model, full, states, row),
         ]:
             others.setdefault(key, []).append(found)
     return _joined(exact), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered), _joined(above)
@@ -215,7 +259,7 @@ def _truncated(
 
 
 def _heads(
-    request: ScoreRequest, model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor, targets: torch.Tensor
+    request: ScoreRequest, model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor, row: _RolloutRow
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Log-probs with an output head in a shorter type than the run's."""
     head = model.get_output_embeddings()
@@ -226,17 +270,17 @@ def _heads(
         if name != own:
             bias = None if head.bias is None else head.bias.to(dtype)
             short = functional.linear(states.to(dtype), head.weight.to(dtype), bias)
-            yield f"head:{name}", _logprobs(short, targets, request.temperature)
+            yield f"head:{name}", _logprobs(row.left(short), row.targets, request.temperature)
 
 
 def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
     """Log-probs that differ from the scorer's by the rounding of the run's data type and head."""
     temperature = request.temperature
     if request.model.dtype == "float32":
-        other = _load(request, request.weights, torch.float64)
+        other = _load_audited(request, torch.float64)
     else:  # eager attention would round its weights to bfloat16, which no engine does
         attention = choose_attention(request.weights, request.model.trust_remote_code)
-        other = _load(request, request.weights, torch.bfloat16, attention)
+        other = _load_audited(request, torch.bfloat16, attention)
     head = other.get_output_embeddings()
     parts = []
     for row in rows:
@@ -245,12 +289,12 @@ def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
             bias = None if head.bias is None else head.bias.float()
             full = functional.linear(states.float(), head.weight.float(), bias)
             logits = full if torch.allclose(full, logits.float(), rtol=0.1, atol=0.1) else logits
-        parts.append(_logprobs(logits, row.targets, temperature))
+        parts.append(_logprobs(row.left(logits), row.targets, temperature))
     return _joined(parts)
 
 
 def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]) -> dict[str, Floats]:
-    """Log-probs at other positions, and with older weights."""
+    """Log-probs at other positions, with older weights, and with other adapters."""
     found = {}
     for name in ("response+1", "response-1", "response from 0", "all+1"):
         found[f"positions:{name}"] = _pass(model, rows, request.temperature, name)
@@ -259,11 +303,18 @@ def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_Rollout
         for group in older.changed():
             with older.in_place(group):
                 found[f"weights:{group}"] = _pass(model, rows, request.temperature)
+    if request.adapter is not None:
+        for name, factor in ((MISSING, 0.0), (DOUBLED, 2.0)):
+            with _counted(model, factor):
+                found[f"adapter:{name}"] = _pass(model, rows, request.temperature)
+    if request.previous_adapter is not None:
+        older_model = _with_adapter(_load(request, request.weights, torch.float32), request.previous_adapter)
+        found[f"adapter:{STALE}"] = _pass(older_model, rows, request.temperature)
     return found
 
 
 def _pass(model: PreTrainedModel, rows: list[_RolloutRow], temperature: float, shift: str = "") -> Floats:
-    parts = [_logprobs(_run(model, row, _positions(row, shift))[0], row.targets, temperature) for row in rows]
+    parts = [_logprobs(row.left(_run(model, row, _positions(row, shift))[0]), row.targets, temperature) for row in rows]
     return _joined(parts)
 
 

@@ -21,6 +21,9 @@ WHOLE_MODEL = "the whole model"
 TIED_EMBEDDING = "the tied embedding"
 """What `weights:` is about where the embedding and the head that is tied to it are the previous version's."""
 
+MISSING, DOUBLED, STALE = "missing", "doubled", "stale"
+"""What `adapter:` is about: no adapter, one that counts twice, the one before."""
+
 
 @dataclass(frozen=True)
 class ScoreRequest:
@@ -34,11 +37,16 @@ class ScoreRequest:
     """Folder with the weights that the engine served before; None: it was given no others."""
     temperature: float
     thorough: bool
-    """Also hypotheses that need separate passes: other positions, and older weights, module by module."""
+    """Also hypotheses that need separate passes: other positions, older weights, module by module, and other
+    adapters."""
     compare_prompts: bool
     """Whether the prompts are chats as the data has them, so that their tokens can be compared."""
     threads: int = 0
     """Compute threads; 0 keeps the default of the process."""
+    adapter: str | None = None
+    """Folder of the adapter on `weights` that sampler and trainer must have."""
+    previous_adapter: str | None = None
+    """Folder of the adapter that the engine served before; None: it had none with an effect."""
 
 
 @dataclass(frozen=True)

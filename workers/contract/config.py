@@ -74,6 +74,10 @@ class ModelConfig(Frozen):
     """Folder with a Hugging Face model (config, safetensors, tokenizer), or its name on the hub (`org/name`)."""
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit of a model on the hub; null: main. A run is pinned to the commit. Folders have none."""
+    adapter: str | None = Field(default=None, min_length=1)
+    """Folder of an adapter (LoRA, peft's format) for the model, such as `troupe export` writes. Adapters that train
+    (`lora`) start from it, with the same rank, alpha and targets. Elsewhere it is added to the weights when they are
+    loaded, in float32 before rounding once."""
     dtype: Dtype = "bfloat16"
     """Data type of the weights and of matrix multiplications."""
     float32_head: bool = True
@@ -122,11 +126,20 @@ class StructuredConfig(Frozen):
 
 
 class SamplingConfig(Frozen):
-    """Sampling for training. Truncated sampling (top-p, top-k) is available in evaluation only, because it would make
-    the sampled distribution differ from the one that is trained."""
+    """Sampling for training.
+
+    With `top_p`, `top_k` or `min_p`, the tokens that were left to each sampled token are recorded, and the trainer's
+    log-probs are among the same tokens, so that the policy that is trained is the one that samples."""
 
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Softmax temperature. The trainer divides its logits by the same value. vLLM has none between 0 and 0.01."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus sampling: sample from the smallest set of tokens with at least this total probability, after the
+    temperature, min-p and top-k; 1: from all."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k most probable tokens (more where probabilities are equal); 0: from all."""
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Sample from the tokens whose probability is at least this share of the most probable one's; 0: from all."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest response, in tokens; longer ones are truncated, with the finish reason `length`."""
     stop: tuple[str, ...] = ()
@@ -135,7 +148,12 @@ class SamplingConfig(Frozen):
     structured: StructuredConfig | None = None
     """A form that every response (of an episode: every turn) has; null: any text. Log-probs of samples are then those
     among the permitted tokens, and the importance weight of a token is the probability that the policy gives to all
-    permitted ones."""
+    permitted ones. With `top_p`, `top_k` or `min_p` the form is part of the recorded tokens."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never sampled, besides those that a form does not permit."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 class EvalSampling(Frozen):
@@ -145,9 +163,13 @@ class EvalSampling(Frozen):
     """0 is greedy decoding. vLLM has no temperature between 0 and 0.01."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k most probable tokens; 0: from all."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest response, in tokens; null: `sampling.max_tokens`."""
     samples: int = Field(default=1, ge=1)
-    """Samples per prompt; with more than one, pass@k is reported for k up to this number where the reward says which
-    samples are solved (`evaluation.solved_at`)."""
+    """Samples per prompt; with more than one, pass@k is reported for k up to this number, and the vote of all of them
+    (maj@k), where the reward says which samples are solved (`solved_at`)."""
 
 
 class EngineConfig(Frozen):
@@ -266,8 +288,8 @@ class LoraConfig(Frozen):
     """Layers that have an adapter, by the last part of their name, such as `[q_proj, v_proj]`; `all-linear`: every
     linear layer but the output head."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of an adapter's inputs that is dropped in training. Only 0 is supported: with dropout, the log-probs of an
-    update would not be those of the policy that sampled."""
+    """Share of an adapter's inputs that is dropped in training. Only 0 is supported: with dropout, an update would not
+    compute what the sampler and an evaluation compute."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases train besides. Only `none` is supported: vLLM loads no biases with an adapter."""
     rslora: bool = False
@@ -590,6 +612,8 @@ class CriticConfig(Frozen):
     total_updates: int
     seed: int
     device: Device
+    lora: LoraConfig | None = None
+    """Train adapters and the value head; None: train all weights."""
 
 
 class ReferenceConfig(Frozen):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import pyarrow as pa
 
@@ -30,6 +29,10 @@ IDENTITY = (
 SEGMENT = pa.field("segment", pa.int32(), nullable=False)
 """Number of a row among the rows of its sample. An episode has several where the chat template rewrote its history:
 then each row is exactly what the engine saw."""
+
+KEPT_TOKENS = pa.field("kept_tokens", pa.list_(pa.large_binary()))
+"""For each response token those that the sampler left to it, among which its log-prob is (`contract/kept_tokens.py`);
+null: all tokens of the row were sampled from the whole vocabulary, or by another policy."""
 
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
@@ -62,6 +65,7 @@ ROLLOUTS = pa.schema(
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),  # everything after the prompt, observations too
         pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # 0: not sampled; NaN: candidates
+        KEPT_TOKENS,
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
         pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
         pa.field("turns", pa.list_(_SPAN), nullable=False),  # spans over response tokens, by speaker
@@ -95,7 +99,7 @@ REWARDS = pa.schema(
 """Rewards of one group, from a reward worker."""
 
 
-def token_scores(column: Literal["ref_logprobs", "values", "old_logprobs"]) -> pa.Schema:
+def token_scores(column: str) -> pa.Schema:
     """Schema of a table with one float per response token, under the name `column`."""
     return pa.schema(
         [*IDENTITY, SEGMENT, pa.field(column, pa.list_(pa.float32()), nullable=False)], metadata=SCHEMA_METADATA
@@ -110,6 +114,7 @@ TRAIN = pa.schema(
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),
+        KEPT_TOKENS,
         pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
         pa.field("ref_logprobs", pa.list_(pa.float32())),
         pa.field("values", pa.list_(pa.float32())),
@@ -143,6 +148,25 @@ TEXTS = pa.schema(
     metadata=SCHEMA_METADATA,
 )
 """Texts cut into pieces: `prompt_uid` is the origin of the text, `sample_index` the number of the piece."""
+
+
+SCORES = ("old_logprobs", "ref_logprobs", "values")
+"""Columns of the token-score tables."""
+
+
+def kind_of(table: pa.Table) -> str:
+    """`rollouts`, `rewards`, or the column of a token-score table. Raises ValueError for another table."""
+    names = set(table.column_names)
+    if "response_ids" in names:
+        return "rollouts"
+    if {"status", "reward"} <= names:
+        return "rewards"
+    scores = [name for name in SCORES if name in names]
+    if len(scores) != 1:
+        raise ValueError(
+            f"a table with columns {sorted(names)} is neither a rollouts, a rewards nor a token_scores table"
+        )
+    return scores[0]
 
 
 def identities(table: pa.Table) -> list[Identity]:
@@ -192,16 +216,28 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
+    """With a temperature of its own."""
+    top_k: int = 0
+    """With a temperature of its own; 0: all tokens."""
     temperature: float | None = None
-    """None: the training temperature."""
+    """None: sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False
     """Whether the prompt's answers from other sources are added to the samples."""
     max_tokens: int | None = None
-    """Longest response, in tokens, where it is shorter than that of training."""
+    """Longest response, in tokens; of an episode, longest turn where it is shorter than that of training. None: as in
+    training."""
     forms: bool = True
     """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
     episodes: bool = True
     """Whether a sample is an episode, where the run has an environment; False: one response to its prompt."""
+    finished: tuple[SampleSummary, ...] = ()
+    """Samples that are not sampled again: an earlier run has finished them (`RolloutEngine.generate_rest`)."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the samples to generate."""
+        finished = {sample.sample_index for sample in self.finished}
+        return [index for index in range(self.samples) if index not in finished]
 
 
 @dataclass(frozen=True)
@@ -259,6 +295,38 @@ class SampleSummary:
 
 
 @dataclass(frozen=True)
+class FinishedSamples:
+    """Samples of a running group that are finished while others of the group still run."""
+
+    prompt_uid: str
+    attempt: int
+    samples: tuple[SampleSummary, ...]
+
+
+@dataclass(frozen=True)
+class KeepRequest:
+    """Request to write groups that a later run takes over (`troupe.workers.data.kept_groups`)."""
+
+    part: int
+    """Number of the files that this request writes."""
+    groups: tuple[tuple[str, int], ...]
+    """(prompt_uid, attempt) of the groups, the most valuable first."""
+    max_bytes: int
+    """Most bytes to write; groups that do not fit are left out."""
+
+
+@dataclass(frozen=True)
+class KeptTable:
+    """Where the rows of one group are."""
+
+    kind: str
+    """See `kind_of`."""
+    file: str
+    """Name of a Parquet file in the folder of the kept groups."""
+    row_group: int
+
+
+@dataclass(frozen=True)
 class GroupSummary:
     """Scalars of one finished group."""
 
@@ -297,6 +365,9 @@ class RewardSummary(Answer):
     statuses: tuple[str, ...]
     rewards: tuple[float | None, ...]
     components: dict[str, tuple[float | None, ...]]
+    answers: tuple[int | None, ...] = ()
+    """Number of the answer of each sample, where a vote was asked for: the same number, the same answer; `NO_ANSWER`:
+    it states none; None: that could not be found out. Empty: no vote was asked for."""
     steps_differ: bool = False
     """Whether the process rewards of the group differ from each other; False where there are none."""
     faults: tuple[Fault, ...] = ()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from troupe.workers.contract.config import Device, Frozen, ModelConfig, TrainerConfig
+from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConfig, TrainerConfig
 
 Preference = Literal["logistic", "fidelity"]
 """Loss of a preference, of how far the model puts the better response ahead."""
@@ -116,3 +116,5 @@ class OfflineConfig(Frozen):
     """Optimizer updates the learning-rate schedule spans."""
     seed: int
     device: Device
+    lora: LoraConfig | None = None
+    """Train adapters; None: train all weights."""

@@ -8,6 +8,9 @@ ENVIRONMENT_REWARD = "environment"
 JUDGE_REWARD = "judge"
 """Name of the reward component that a language model gives."""
 
+NO_ANSWER = -1.0
+"""In a vote: the response states no answer."""
+
 REWARD_FUNCTIONS = (
     ENVIRONMENT_REWARD,
     JUDGE_REWARD,

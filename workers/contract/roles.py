@@ -17,9 +17,12 @@ from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.contract.judges import Judge, JudgeAnswer
 from troupe.workers.contract.messages import (
+    FinishedSamples,
     GroupRequest,
     GroupSummary,
+    KeepRequest,
     KeptFile,
+    KeptTable,
     PrepareRequest,
     RankPlan,
     RewardSummary,
@@ -157,6 +160,16 @@ class RolloutEngine(Replica, Protocol):
         """Samples one group; returns its summary and a ROLLOUTS table."""
         ...
 
+    def generate_rest(
+        self, request: GroupRequest, prompts: TableRef, finished: TableRef
+    ) -> Reply[tuple[GroupSummary, TableRef]]:
+        """Samples the rest of a group of which `request.finished` samples exist; `finished` has their rows."""
+        ...
+
+    def finished_samples(self) -> Reply[tuple[tuple[FinishedSamples, ...], TableRef]]:
+        """The finished samples of the groups that run, and a ROLLOUTS table with their rows."""
+        ...
+
     def update_weights(self, update: WeightUpdate) -> Reply[WeightAck]:
         """Loads a published version of the weights after verifying its digest."""
         ...
@@ -205,12 +218,13 @@ class Reward(Replica, Protocol):
         """Asks this judge from now on."""
         ...
 
-    def score(self, rollouts: TableRef, rewards: str = "") -> Reply[tuple[RewardSummary, TableRef]]:
+    def score(self, rollouts: TableRef, rewards: str = "", vote: bool = False) -> Reply[tuple[RewardSummary, TableRef]]:
         """Scores one group; returns its rewards by sample and a REWARDS table.
 
         Args:
             rollouts: The group's ROLLOUTS table.
             rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
+            vote: Whether the summary says which samples give the same answer.
         """
         ...
 
@@ -220,6 +234,16 @@ class Reward(Replica, Protocol):
 
     def write_evaluation(self, path: str, step: int, *tables: TableRef) -> Reply[int]:
         """Writes the readable columns of an evaluation's samples as Parquet; returns the number of rows."""
+        ...
+
+    def keep_groups(
+        self, folder: str, request: KeepRequest, *tables: TableRef
+    ) -> Reply[tuple[dict[str, KeptTable], ...]]:
+        """Writes groups that a later run takes over; where each of those that fit is, by kind of table."""
+        ...
+
+    def read_group(self, folder: str, kept: KeptTable) -> Reply[tuple[int, TableRef]]:
+        """(rows, table) of one group from files that `keep_groups` wrote."""
         ...
 
 

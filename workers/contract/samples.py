@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from troupe.workers.contract.messages import IDENTITY_NAMES, REWARDS, ROLLOUTS, SCHEMA_METADATA
+from troupe.workers.contract.messages import IDENTITY_NAMES, KEPT_TOKENS, REWARDS, ROLLOUTS, SCHEMA_METADATA
 
 _FLOATS = pa.list_(pa.float32())
 
@@ -26,7 +26,7 @@ TRAINED = (
 SAMPLES = pa.schema(
     [
         pa.field("step", pa.int32(), nullable=False),
-        *ROLLOUTS,
+        *(field for field in ROLLOUTS if field != KEPT_TOKENS),  # the largest column, of no use without the model
         *(field for field in REWARDS if field.name not in IDENTITY_NAMES),
         *TRAINED,
     ],

@@ -25,7 +25,8 @@ from troupe.workers.data.control_tokens import MARK
 from troupe.workers.data.plain_text import as_text, restored, text_ids
 from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged, to_device
+from troupe.workers.models.ragged import ragged
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ _RECORDED = TOKEN_RECORDS.names[-2:]
 _SCORES = tuple(name for name in REWARDS.names if name not in IDENTITY_NAMES)
 READABLE = (
     *("prompt_uid", "sample_index", "messages", "conversation", "response", "answer", "finish_reason"),
-    *("status", "reward", "components"),
+    *("status", "reward", "components", "source"),
 )
 """Columns of the samples of an evaluation."""
 

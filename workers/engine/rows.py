@@ -12,6 +12,7 @@ from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.turn_ends import without_end
+from troupe.workers.engine.kept_tokens import kept_tokens
 from troupe.workers.episodes.episode import Played
 from troupe.workers.episodes.turns import SampledTurn, Segment
 
@@ -34,12 +35,15 @@ class RowBuilder:
     prompt: dict[str, Any]
     """The row of the PROMPTS pool."""
     prompt_ids: list[int]
+    records: bool = False
+    """Whether the tokens that the sampler left to each token are part of the rows."""
 
     def sampled(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """The row of a response that the engine sampled. Raises RuntimeError if vLLM left something out."""
-        turn = sampled_turn(output)
+        turn = sampled_turn(output, self.records)
         return self._response(index, list(turn.ids)) | {
             "rollout_logprobs": turn.logprobs,
+            "kept_tokens": turn.kept if self.records else None,
             "episode_status": _status(OK, turn.logprobs),
             "weight_versions": turn.versions,
             "finish_reason": turn.finish_reason,
@@ -67,6 +71,7 @@ class RowBuilder:
                 "segment": number,
                 "prompt_ids": segment.prompt_ids,
                 "rollout_logprobs": segment.logprobs,
+                "kept_tokens": segment.kept if self.records else None,
                 "loss_mask": segment.loss_mask,
                 "weight_versions": segment.versions,
                 "turns": segment.turns,
@@ -115,8 +120,13 @@ def _status(status: str, *logprobs: Sequence[float]) -> str:
     return status
 
 
-def sampled_turn(output: RequestOutput) -> SampledTurn:
-    """What the engine sampled for one prompt. Raises RuntimeError if vLLM left something out."""
+def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
+    """What the engine sampled for one prompt. Raises RuntimeError if vLLM left something out.
+
+    Args:
+        output: Of vLLM.
+        records: Whether the engine recorded the tokens that the sampler left to each one.
+    """
     completion = output.outputs[0]
     timing = output.metrics
     if timing is None or completion.finish_reason is None:
@@ -126,6 +136,7 @@ def sampled_turn(output: RequestOutput) -> SampledTurn:
         logprobs=_sampled_logprobs(completion),
         versions=_version_spans(completion),
         finish_reason=completion.finish_reason,
+        kept=kept_tokens(completion) if records else (),
         cached_tokens=output.num_cached_tokens or 0,
         generate_s=max(0.0, timing.last_token_ts - timing.queued_ts),
         first_token_s=max(0.0, timing.first_token_ts - timing.queued_ts),

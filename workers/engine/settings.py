@@ -21,6 +21,7 @@ ADAPTER_ID = 1
 """vLLM's number for the policy's adapters: an engine has no others."""
 _EXTENSION = "troupe.workers.weights.vllm_transfer.EngineExtension"
 _ADAPTER_EXTENSION = "troupe.workers.weights.vllm_adapter.AdapterExtension"
+_RECORDING_SCHEDULER = "troupe.workers.engine.kept_tokens.recording_scheduler"
 _NO_PATH = "/nowhere/adapters-are-loaded-by-the-weight-update"
 """vLLM looks for an adapter there that it does not have, and the request fails."""
 _CPU_PREFILL_TOKENS = 4096
@@ -43,6 +44,8 @@ def set_environment(config: RolloutConfig) -> None:
         OWNER_VARIABLE: str(os.getpid()),
         FOLDER_VARIABLE: temporary_folder(),
     }
+    if config.sampling.truncates:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # see `record_kept_tokens`
     for name, value in {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
@@ -89,6 +92,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         worker_extension_cls=_EXTENSION if config.lora is None else _ADAPTER_EXTENSION,
         # Without white space between the parts of JSON: a response could be nothing else.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
+        scheduler_cls=_RECORDING_SCHEDULER if config.sampling.truncates else None,
         enable_log_requests=False,
         use_tqdm_on_load=False,
         disable_log_stats=False,  # the timings of each sample come from them

@@ -12,6 +12,7 @@ from troupe.workers.environments.base import Environment
 from troupe.workers.environments.tools import unread_call
 
 NEEDS = "the environment openenv needs the package openenv-core: pip install openenv-core"
+_CUT = "error: the turn was cut at its token limit, and is no action"
 _REFUSED = "(code: VALIDATION_ERROR)"
 """What the client's error ends with if the server could not read the action."""
 
@@ -68,12 +69,14 @@ class OpenEnv(Environment):
         return Observation(messages, done=result.done, tools=schemas)
 
     async def step(self, message: Message) -> Observation:
-        """The server's answer to an action, or to calls of tools."""
+        """The server's answer to an action, or to calls of tools. A turn that was cut is neither."""
         if self._tools:
             calls = message.get("tool_calls") or ()
             if not calls and (problem := unread_call(message)) is not None:
                 return Observation([_user(problem)])
             return await self._call(calls)
+        if message.get("finish_reason") == "length":
+            return Observation([_user(_CUT)])
         try:
             action = self._read(message["content"])
         except ValueError as error:

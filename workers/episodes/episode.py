@@ -256,7 +256,7 @@ class EpisodeRunner:
 
     async def _start(self, asked: Observation) -> Conversation:
         """The conversation that an observation begins. Raises EpisodeFailed for one without tokens."""
-        long = self._is_long(asked.messages)
+        long = self._is_long(asked.messages, asked.tools)
         reader = self.long.reader if long and self.long is not None else self.reader
         conversation: Conversation = await self._run(reader.start, asked.messages, asked.tools, long=long)
         if not conversation.prompt_ids:
@@ -370,9 +370,11 @@ class EpisodeRunner:
 
         return await self._run(add, long=True)
 
-    def _is_long(self, messages: Sequence[Message]) -> bool:
+    def _is_long(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> bool:
         """Whether the messages are read on a thread that others do not wait for, if there is one."""
-        return sum(len(message["content"]) + _MESSAGE_CHARS for message in messages) > _LONG_CHARS
+        others = [tools or (), *(message.get("tool_calls") or () for message in messages)]
+        texts = sum(len(message["content"]) + _MESSAGE_CHARS for message in messages)
+        return texts + sum(len(str(other)) for other in others if other) > _LONG_CHARS
 
     async def _run(self, function: Callable[..., Any], *args: Any, long: bool = False) -> Any:
         """Call a function on the thread that owns its tokenizer. Raises EpisodeFailed for whatever it raises."""

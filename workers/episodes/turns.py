@@ -33,6 +33,8 @@ class SampledTurn:
     """Spans `{version, start, end}` over the tokens of the turn."""
     finish_reason: str
     """`stop` or `length`."""
+    kept: Sequence[bytes] = ()
+    """The tokens that the sampler left to each one (`contract/kept_tokens.py`); none: they are not recorded."""
     cached_tokens: int = 0
     """Tokens of the prompt that the engine read from its cache."""
     generate_s: float = 0.0
@@ -47,13 +49,15 @@ class Segment:
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
+    """See `SampledTurn.kept`; those of added tokens have no words."""
     versions: list[dict[str, int]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def sampled(self, turn: SampledTurn) -> None:
         """Append a turn of the policy."""
         start = len(self.response_ids)
-        self._append(list(turn.ids), list(turn.logprobs), True, "assistant")
+        self._append(list(turn.ids), list(turn.logprobs), True, "assistant", turn.kept)
         self.versions += [
             {"version": span["version"], "start": start + span["start"], "end": start + span["end"]}
             for span in turn.versions
@@ -63,8 +67,11 @@ class Segment:
         """Append tokens that were not sampled: they have no loss, and their log-prob is recorded as 0."""
         self._append(list(ids), [0.0] * len(ids), False, "environment")
 
-    def _append(self, ids: list[int], logprobs: list[float], loss: bool, speaker: str) -> None:
+    def _append(
+        self, ids: list[int], logprobs: list[float], loss: bool, speaker: str, kept: Sequence[bytes] = ()
+    ) -> None:
         start = len(self.response_ids)
+        self.kept += kept or [b""] * len(ids)
         self.response_ids += ids
         self.logprobs += logprobs
         self.loss_mask += [loss] * len(ids)

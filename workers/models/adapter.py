@@ -12,19 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from troupe.workers.contract.adapter_config import SCORE, SCORES
 from troupe.workers.contract.config import ALL_LINEAR, LoraConfig
 from troupe.workers.models.adapter_files import PREFIX
 from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.partitioned import is_partitioned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from troupe.workers.models.adapter_folder import AdapterFolder
 
 _NAME = "default"
 """peft's name of an adapter that is the only one."""
 
 
 class Adapter:
-    """The adapters of a model, which are the only parameters of it that train."""
+    """The adapters of a model. Only they train of it, and the score head of a reward model or critic, whole."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
         """Put adapters around the targets of a model. They change nothing: B is 0.
@@ -35,7 +39,7 @@ class Adapter:
             seed: What A is drawn from.
 
         Raises:
-            ValueError: A target names no linear layer of the model.
+            ValueError: A target names no linear layer of the model's backbone.
         """
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -47,21 +51,73 @@ class Adapter:
             r=config.rank,
             lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]: peft only divides it
             target_modules=list(self.targets),
-            exclude_modules=_head(model),
+            exclude_modules=_heads(model),
             use_rslora=config.rslora,
         )
+        self.whole = _trained_whole(model)
+        """Names of the modules that train whole."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inject_adapter_in_model(settings, model, _NAME)
+        for name in self.whole:
+            model.get_submodule(name).requires_grad_(True)
         use_onednn(model)
         self._model = model
         self._layers: list[Any] = [module for module in model.modules() if _has_adapter(module)]
+        self._start: dict[str, torch.Tensor] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in a file, live parameter) of every adapter."""
+        """(name in a file, live parameter) of everything that trains."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 yield PREFIX + name.replace(f".{_NAME}.", "."), parameter
+
+    def start_from(self, adapter: AdapterFolder) -> None:
+        """Take the tensors of an adapter as the ones that training starts from.
+
+        Raises:
+            ValueError: They are not those that the model's adapters have, or are of a reward model under ZeRO-3.
+        """
+        own = dict(self.named_parameters())
+        if adapter.config.get("task_type") == SCORES and any(map(is_partitioned, own.values())):
+            raise ValueError(f"{adapter.path}: the adapter of a reward model cannot be trained on under ZeRO-3")
+        expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+        if adapter.config.get("task_type") != SCORES:  # a new head begins at 0
+            expected = {name: shape for name, shape in expected.items() if ".lora_" in name}
+        if expected != found:
+            name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+            raise ValueError(
+                f"{adapter.path} does not fit the adapters of the spec: {name} is {found.get(name, 'not there')}, "
+                f"expected {expected.get(name, 'none')}"
+            )
+        with torch.no_grad():
+            for name, tensor in adapter.tensors.items():
+                own[name].copy_(tensor)
+        self._start = {name: own[name].detach().clone() for name in found}
+
+    @contextmanager
+    def as_started(self) -> Iterator[None]:
+        """Inside the block the model is the one that training started from: without adapters, or with the first ones.
+
+        Raises:
+            RuntimeError: Training started from an adapter, and parameters are partitioned (ZeRO-3).
+        """
+        if not self._start:
+            with self.off():
+                yield
+            return
+        own = dict(self.named_parameters())
+        if any(is_partitioned(own[name]) for name in self._start):
+            raise RuntimeError("the adapters that training started from cannot be used under ZeRO-3")
+        trained = {name: own[name].data for name in self._start}
+        for name, tensor in self._start.items():
+            own[name].data = tensor.to(trained[name].device)
+        try:
+            yield
+        finally:
+            for name, tensor in trained.items():
+                own[name].data = tensor
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -78,13 +134,14 @@ class Adapter:
         """Contents of peft's `adapter_config.json`. `base`: folder or name of the model."""
         return {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": SCORES if self.whole else "CAUSAL_LM",
             "base_model_name_or_path": base,
             "inference_mode": True,
             "r": self.config.rank,
             "lora_alpha": self.config.alpha,
             "use_rslora": self.config.rslora,
             "target_modules": list(self.targets),
+            "modules_to_save": list(self.whole) or None,
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -98,15 +155,22 @@ def _has_adapter(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer)
 
 
-def _head(model: PreTrainedModel) -> list[str]:
-    """Name of the output head, which never has an adapter; empty where there is none."""
+def _heads(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers behind the backbone, which never have an adapter."""
+    inside = {id(module) for module in model.base_model.modules()} if model.base_model is not model else set[int]()
     head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if module is head and head is not None]
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name, module in linear if module is head or (inside and id(module) not in inside)]
+
+
+def _trained_whole(model: PreTrainedModel) -> tuple[str, ...]:
+    """Name of the head of a model from `load_value`, which is new; empty for a language model."""
+    return (SCORE,) if isinstance(getattr(model, SCORE, None), nn.Linear) else ()
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> tuple[str, ...]:
     """Last part of the names of the layers that have an adapter, sorted. Raises ValueError."""
-    excluded = set(_head(model))
+    excluded = set(_heads(model))
     linear = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()

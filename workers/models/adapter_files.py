@@ -9,10 +9,6 @@ from typing import Any
 
 import torch
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""peft's name of the configuration in the folder of an adapter."""
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""peft's name of the tensors in the folder of an adapter."""
 BASE_DIGEST = "base_digest"
 """Key of the digest of the model below, in the metadata of the tensors' file."""
 PREFIX = "base_model.model."

@@ -174,13 +174,23 @@ def _ignores_padding(model: PreTrainedModel, device: Device) -> bool:
         return False
 
 
-def same_states(model: PreTrainedModel, change: Callable[[PreTrainedModel], None]) -> bool:
-    """Whether `change`, which is made to the model, leaves its states as they were but for rounding."""
+def computes_the_same(model: PreTrainedModel, change: Callable[[PreTrainedModel], None]) -> bool:
+    """Whether `change`, which is made to the model, leaves its states and gradients as they were but for rounding."""
+    expected = _states_and_gradients(model)
+    change(model)
+    found = _states_and_gradients(model)
+    return len(found) == len(expected) and all(_near(model, *pair) for pair in zip(found, expected, strict=True))
+
+
+@torch.enable_grad()
+def _states_and_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The states of some tokens, and the gradient of a weighted sum of them for each parameter that it depends on."""
     batch = _samples().batch(range(3)).to(model.device)
-    with torch.no_grad():
-        expected = _states(model, batch, batch.attention_mask)
-        change(model)
-        return _near(model, _states(model, batch, batch.attention_mask), expected)
+    states = _states(model, batch, batch.attention_mask)
+    weights = torch.linspace(-1.0, 1.0, states.numel(), device=states.device).view_as(states)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad((states.float() * weights).sum(), parameters, allow_unused=True)
+    return [states.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
 def _states(model: PreTrainedModel, batch: TokenBatch, mask: torch.Tensor | None) -> torch.Tensor:

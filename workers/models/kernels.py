@@ -1,6 +1,7 @@
 """Liger's Triton kernels (arXiv 2410.10989) in place of a model's own layers: norms, rotary positions, gated MLPs.
 
-They need a GPU. Before a model trains with them, its states with and without them are compared on the device.
+They need a GPU. Before a model trains with them, the states and gradients of a small copy of it are compared with and
+without them on the device.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import Device
-from troupe.workers.models.capabilities import same_states
+from troupe.workers.models.capabilities import computes_the_same
 from troupe.workers.models.partitioned import runnable
 
 if TYPE_CHECKING:
@@ -40,9 +41,8 @@ def use_liger(model: PreTrainedModel, device: Device) -> None:
     def replace(target: PreTrainedModel) -> None:
         liger._apply_liger_kernel_to_instance(target, fused_linear_cross_entropy=False, cross_entropy=False)
 
-    tried = runnable(model, device=device)
-    if tried is None or not same_states(tried, replace):
-        why = "could not be tried on" if tried is None else "computes other states with"
+    tried = runnable(model, small=True, device=device)
+    if tried is None or not computes_the_same(tried, replace):
+        why = "could not be tried on" if tried is None else "computes something else with"
         raise ValueError(f"{type(model).__name__} {why} Liger's kernels; set kernels: torch")
-    if tried is not model:
-        replace(model)
+    replace(model)

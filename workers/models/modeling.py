@@ -19,11 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import RankPlan
+from troupe.workers.models.adapter_folder import add_folder
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.dropout import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
+from troupe.workers.models.kept_tokens import left_out
 from troupe.workers.models.partitioned import Partitioner, runnable
+from troupe.workers.models.ragged import Ragged
 from troupe.workers.models.sequence_parallel import OwnTokens, SequenceGroup, divide
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, score_table
 
@@ -58,7 +61,8 @@ def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> 
 
     Raises:
         OSError: the folder or its weights are missing.
-        ValueError: some weights are missing and would be random (a reward model has no output head).
+        ValueError: some weights are missing and would be random (a reward model has no output head), or the adapter
+            does not fit the model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -68,6 +72,7 @@ def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> 
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{config.path}: not a language model: no weights for {', '.join(missing[:5])}")
+    _add_adapter(model, config, partitioner)
     _prepared(model, partitioner)
     if config.computes_float32_logits:
         _multiply_in_float32(model)
@@ -100,6 +105,7 @@ def load_value(config: ModelConfig, partitioner: Partitioner | None = None) -> P
         raise ValueError(f"{config.path}: {type(model).__name__} has no linear head named score")
     if any(name.startswith("score.") for name in info["missing_keys"]):
         nn.init.zeros_(score.weight)
+    _add_adapter(model, config, partitioner)
     score.__class__ = Float32Head
     return _prepared(model, partitioner)
 
@@ -126,6 +132,17 @@ def _reading(config: ModelConfig, partitioner: Partitioner | None) -> AbstractCo
 
     found = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     return partitioner.reading(config.path, found.get_text_config().vocab_size)
+
+
+def _add_adapter(model: PreTrainedModel, config: ModelConfig, partitioner: Partitioner | None) -> None:
+    """Add the adapter of a model's configuration, if there is one, to its weights."""
+    if config.adapter is None:
+        return
+    if partitioner is not None:
+        raise ValueError(
+            f"{config.adapter}: an adapter cannot be added to a model that is partitioned while it is read"
+        )
+    add_folder(model, config.adapter, config.path)
 
 
 def _prepared(model: PreTrainedModel, partitioner: Partitioner | None) -> PreTrainedModel:
@@ -230,28 +247,36 @@ class CausalLogprobs(ModelModule):
         positions: torch.Tensor,
         targets: torch.Tensor,
         position_ids: torch.Tensor | None = None,
+        kept: Ragged | None = None,
         temperature: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies), float32 [T]; the arguments are the fields of a `TokenBatch`.
 
-        `temperature` overrides that of the module.
+        Both are of the distribution over the tokens in `kept`. `temperature` overrides that of the module.
         """
         temperature = temperature or self.temperature
         if self.split_head:
             own, hidden = self.states(input_ids, attention_mask, position_ids)
             at = own.find(positions)
-            logprobs, entropies = self.of_hidden(hidden[at.local], targets[at.chosen], temperature)
+            logprobs, entropies = self.of_hidden(
+                hidden[at.local], targets[at.chosen], temperature, None if kept is None else at.of(kept)
+            )
         else:
             own, logits = self._full_logits(input_ids, attention_mask, position_ids)
             at = own.find(positions)
-            logprobs, entropies = self._measure(logits[at.local], targets[at.chosen], temperature)
+            own_kept = None if kept is None else at.of(kept)
+            logprobs, entropies = self._measure(logits[at.local], targets[at.chosen], temperature, own_kept)
         return at.gather(logprobs), at.gather(entropies)
 
     def of_hidden(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, kept: Ragged | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32 [T], of the backbone's states [T, hidden size] that predict `targets`."""
-        parts = zip(hidden.tensor_split(self.chunks), targets.tensor_split(self.chunks), strict=True)
+        """(logprobs, entropies), float32 [T], of the backbone's states [T, hidden size] that predict `targets`.
+
+        `kept`: see :meth:`forward`.
+        """
+        split = [None] * self.chunks if kept is None else kept.split(self.chunks)
+        parts = zip(hidden.tensor_split(self.chunks), targets.tensor_split(self.chunks), split, strict=True)
         if self.recompute and torch.is_grad_enabled():
             results = [checkpoint(self._head, *part, temperature, use_reentrant=False) for part in parts]
         else:
@@ -276,10 +301,11 @@ class CausalLogprobs(ModelModule):
         attention_mask: torch.Tensor | None,
         positions: torch.Tensor,
         position_ids: torch.Tensor | None = None,
+        kept: Ragged | None = None,
     ) -> torch.Tensor:
         """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient.
 
-        The arguments are those of :meth:`forward`.
+        The arguments are those of :meth:`forward`; tokens outside `kept` have -inf.
         """
         with torch.no_grad():
             if self.split_head:
@@ -290,7 +316,8 @@ class CausalLogprobs(ModelModule):
                 own, every = self._full_logits(input_ids, attention_mask, position_ids)
                 at = own.find(positions)
                 logits = every[at.local]
-            return at.gather(torch.log_softmax(logits.float() / self.temperature, -1))
+            own_kept = None if kept is None else at.of(kept)
+            return at.gather(torch.log_softmax(_of_sampler(logits, self.temperature, own_kept), -1))
 
     def _full_logits(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
@@ -301,16 +328,14 @@ class CausalLogprobs(ModelModule):
         return own, self.model(**arguments).logits.flatten(0, 1)
 
     def _head(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+        self, hidden: torch.Tensor, targets: torch.Tensor, kept: Ragged | None, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._measure(self.logits(hidden), targets, temperature)
+        return self._measure(self.logits(hidden), targets, temperature, kept)
 
     def _measure(
-        self, logits: torch.Tensor, targets: torch.Tensor, temperature: float
+        self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: Ragged | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
+        logits = _of_sampler(logits, temperature, kept)
         total = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
         with torch.set_grad_enabled(self.entropy_grad and torch.is_grad_enabled()):
@@ -318,6 +343,16 @@ class CausalLogprobs(ModelModule):
             finite = logits.clamp(min=torch.finfo(logits.dtype).min)
             entropies = total - torch.linalg.vecdot(torch.softmax(logits, -1), finite)
         return logprobs, entropies
+
+
+def _of_sampler(logits: torch.Tensor, temperature: float, kept: Ragged | None) -> torch.Tensor:
+    """float32 [T, vocabulary]: the logits of the distribution that is sampled; -inf on tokens that were not left."""
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if kept is None:
+        return logits
+    return logits.masked_fill(left_out(kept, logits.shape[-1], logits.device), -torch.inf)
 
 
 def _logit_scale(text_config: Any) -> float:
@@ -360,8 +395,10 @@ class TokenValues(ModelModule):
         positions: torch.Tensor,
         targets: torch.Tensor,
         position_ids: torch.Tensor | None = None,
+        kept: Ragged | None = None,
     ) -> torch.Tensor:
-        """float32 [T]. `targets` is unused: the value of a state does not depend on the token sampled in it."""
+        """float32 [T]. The value of a state depends neither on the token sampled in it nor on those it was one of:
+        `targets` and `kept` are unused."""
         own, hidden = self.states(input_ids, attention_mask, position_ids)
         at = own.find(positions)
         return at.gather(self.model.get_submodule("score")(hidden[at.local])[:, 0])
@@ -434,7 +471,9 @@ def share_backbone(
 def score(module: nn.Module, batch: TokenBatch) -> torch.Tensor:
     """Log-probs (first output) or values of a batch's response tokens, float32 [T], without gradient or dropout."""
     with evaluating(module):
-        output = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids)
+        output = module(
+            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids, batch.kept
+        )
     return output[0] if isinstance(output, tuple) else output
 
 

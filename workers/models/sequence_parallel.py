@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from troupe.workers.models import packed_attention
+from troupe.workers.models.ragged import Ragged
 from troupe.workers.models.token_batch import is_table, segment_table
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Places:
     count: int
     """Number of tokens asked for."""
     sequence: SequenceGroup | None = None
+
+    def of(self, rows: Ragged) -> Ragged:
+        """Of one row in host memory for each token asked for, those of the chosen ones."""
+        return rows if isinstance(self.chosen, slice) else rows.take(self.chosen.cpu())
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """The values of all tokens asked for, [count, ...], from those of the chosen ones. Collective over the group.

@@ -1,8 +1,7 @@
-"""Arrow list columns to torch and back, without a Python loop over tokens.
+"""Micro-batches of tables of tokens.
 
-A ragged column is one flat tensor of values and one of lengths. Losses and advantages work on this form: 1-D tensors
-over all response tokens of a micro-batch, with `sequence` as the number of each token's sequence. Only the model sees
-packed or padded rows.
+Losses and advantages work on 1-D tensors over all response tokens of a micro-batch, with `sequence` as the number of
+each token's sequence. Only the model sees packed or padded rows.
 """
 
 from __future__ import annotations
@@ -10,66 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-import numpy as np
 import pyarrow as pa
 import torch
 
-from troupe.workers.contract.messages import IDENTITY, SCHEMA_METADATA, SEGMENT, TRAIN, RankPlan, identities
+from troupe.workers.contract.messages import (
+    IDENTITY,
+    KEPT_TOKENS,
+    SCHEMA_METADATA,
+    SEGMENT,
+    TRAIN,
+    RankPlan,
+    identities,
+)
+from troupe.workers.models.kept_tokens import read_kept
+from troupe.workers.models.ragged import Ragged, list_column, ragged
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """Rows of different length, flattened. `values`: [sum(lengths)]; `lengths`: int64, one per row."""
-
-    values: torch.Tensor
-    lengths: torch.Tensor
-
-    @property
-    def starts(self) -> torch.Tensor:
-        """Where each row starts in `values`."""
-        return self.lengths.cumsum(0) - self.lengths
-
-    def sequence(self) -> torch.Tensor:
-        """The row number of every value."""
-        return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
-
-    def within(self) -> torch.Tensor:
-        """The position of every value within its row."""
-        return torch.arange(len(self.values)) - torch.repeat_interleave(self.starts, self.lengths)
-
-    def take(self, rows: torch.Tensor) -> Ragged:
-        """The given rows (int64, may repeat), in order."""
-        lengths = self.lengths[rows]
-        offset = self.starts[rows] - (lengths.cumsum(0) - lengths)
-        return Ragged(self.values[torch.arange(int(lengths.sum())) + torch.repeat_interleave(offset, lengths)], lengths)
-
-
-def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
-    """A list column as a `Ragged`. Integers become int64, floats float32, booleans bool.
-
-    Raises:
-        ValueError: it is not a list column, or a row or an entry is null.
-    """
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if not isinstance(array, pa.ListArray):
-        raise ValueError(f"expected a column of lists, got {array.type}")
-    flat = array.flatten()
-    if array.null_count or flat.null_count:
-        raise ValueError("the list column has nulls; expected numbers")
-    values = flat.to_numpy(zero_copy_only=False)
-    kind = {"i": np.int64, "f": np.float32, "b": np.bool_}[values.dtype.kind]
-    lengths = np.diff(array.offsets.to_numpy()).astype(np.int64)
-    return Ragged(torch.from_numpy(np.array(values, dtype=kind)), torch.from_numpy(lengths))
-
-
-def list_column(values: torch.Tensor, lengths: torch.Tensor, dtype: pa.DataType) -> pa.Array:
-    """A flat tensor and row lengths as an Arrow list column with values of `dtype`."""
-    if int(lengths.sum()) != len(values):
-        raise ValueError(f"{len(values)} values do not fill rows with {int(lengths.sum())} entries in total")
-    offsets = pa.array(np.concatenate([[0], lengths.cpu().numpy().cumsum()]), pa.int32())
-    return pa.ListArray.from_arrays(offsets, pa.array(values.detach().cpu().numpy()).cast(dtype))
 
 
 def score_table(column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor) -> pa.Table:
@@ -114,9 +69,12 @@ class TokenBatch:
     """Tokens of `input_ids` that are padding."""
     position_ids: torch.Tensor | None = None
     """Packed: int64 [1, L], restarting with every sequence; those of a response continue its prompt's."""
+    kept: Ragged | None = None
+    """The tokens that the sampler left to each of the T response tokens, in host memory; None: all, to all of them."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch on `device`; row numbers and a table of segments stay in host memory, where they are read."""
+        """The same batch on `device`; what is read in host memory stays there: row numbers, a table of segments and
+        the tokens that the sampler left."""
         host = {"rows", "attention_mask"} if is_table(self.attention_mask) else {"rows"}
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in host}
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -165,6 +123,9 @@ class TokenTable:
         _same_lengths(table, "loss_mask", self.loss_mask, self.responses)
         self._prompts: torch.Tensor | None = None
         self._samples: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._kept = None
+        if KEPT_TOKENS.name in table.column_names:
+            self._kept = read_kept(table.column(KEPT_TOKENS.name), self.responses.lengths)
         self._floats: dict[str, Ragged] = {}
         for name in FLOAT_COLUMNS:
             if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
@@ -203,6 +164,7 @@ class TokenTable:
             loss_mask=self.loss_mask.take(index).values,
             rows=index,
             padding=len(rows) * width - int(total.sum()),
+            kept=self._kept_of(index),
         )
 
     def packed_batch(self, rows: Sequence[int], shared: bool = False) -> TokenBatch:
@@ -240,6 +202,7 @@ class TokenTable:
             loss_mask=self.loss_mask.take(index).values,
             rows=index,
             position_ids=position_ids,
+            kept=self._kept_of(index),
         )
 
     def batches(self, plan: RankPlan) -> Iterator[TokenBatch]:
@@ -249,6 +212,13 @@ class TokenTable:
     def cut(self, rows: Sequence[int], plan: RankPlan) -> TokenBatch:
         """The micro-batch of the given rows, packed or padded as the plan says."""
         return self.packed_batch(rows, plan.shared) if plan.packed else self.batch(rows)
+
+    def _kept_of(self, index: torch.Tensor) -> Ragged | None:
+        """The tokens that the sampler left to each response token of the rows."""
+        if self._kept is None:
+            return None
+        tokens = Ragged(torch.arange(len(self.responses.values)), self.responses.lengths)
+        return self._kept.take(tokens.take(index).values)
 
     def _units(self, index: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The number of each row's unit, and the rows of each unit: adjacent rows with one copy of their prompt."""

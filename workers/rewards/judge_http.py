@@ -50,7 +50,7 @@ class HttpJudge:
                     )
             except TimeoutError:
                 return JudgeAnswer(failure=f"timeout after {timeout_s:g} s")
-            except OpenAIError as error:
+            except (OpenAIError, UnicodeError) as error:  # half a character cannot be sent
                 return JudgeAnswer(failure=one_line(f"{type(error).__name__}: {error}"))
             return read_completion(response.content)
 

@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from troupe.workers.contract.config import Device, ModelConfig
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
+from troupe.workers.models.adapter_files import PREFIX
+from troupe.workers.models.adapter_folder import add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.capabilities import takes_segments
 from troupe.workers.models.cpu import use_onednn
@@ -38,20 +40,28 @@ class RewardModel:
         self.micro_batch_tokens = micro_batch_tokens
         self.device: Device = device
         source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-        labels = AutoConfig.from_pretrained(config.path, **source).num_labels
-        if labels != 1:
-            raise ValueError(f"{config.path}: a reward model needs exactly one label, got {labels}")
+        if config.adapter is None:
+            labels = AutoConfig.from_pretrained(config.path, **source).num_labels
+            if labels != 1:
+                raise ValueError(f"{config.path}: a reward model needs exactly one label, got {labels}")
         self.tokenizer: Any = load_tokenizer(config)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             config.path,
+            num_labels=1,
             dtype=torch_dtype(config.dtype),
             use_safetensors=True,
             output_loading_info=True,
             attn_implementation=choose_attention(config.path, config.trust_remote_code),
             **source,
         )
-        if missing := sorted(report["missing_keys"]):
-            raise ValueError(f"{config.path}: not a reward model: no weights for {', '.join(missing[:5])}")
+        missing = set(report["missing_keys"])
+        if config.adapter is not None:
+            adapter = read_adapter(config.adapter)
+            adapter.require_base(config.path)
+            add_adapter(model, adapter)
+            missing -= {name.removeprefix(PREFIX) for name in adapter.tensors}
+        if missing:
+            raise ValueError(f"{config.path}: not a reward model: no weights for {', '.join(sorted(missing)[:5])}")
         use_onednn(model)
         self.model: Any = model.to(device).eval().requires_grad_(False)
         text_config = self.model.config.get_text_config()

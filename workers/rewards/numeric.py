@@ -39,7 +39,7 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     Raises:
         ValueError: no answer is a mathematical expression.
     """
-    expected = [_parsed_answer(text) for text in right_answers(answer, metadata)]
+    expected = [parsed_answer(text) for text in right_answers(answer, metadata)]
     if not any(expected):
         raise ValueError(f"the answer is not a mathematical expression: {answer[:80]!r}")
     part, tagged = answer_part(response, opens_thought=opens_thought)
@@ -64,7 +64,22 @@ def _equal(expected: list[Any], found: Any) -> bool:
     return any(right and verify(right, found, timeout_seconds=0) for right in expected)
 
 
-def _parsed_answer(text: str) -> Any:
+def same(first: Any, second: Any) -> bool:
+    """Whether two parsed expressions are equal."""
+    return bool(verify(first, second, timeout_seconds=0))
+
+
+def stated(part: str, tagged: bool) -> Any:
+    """The expression that a response states: the first that `numeric` would compare; None: it states none.
+
+    Args:
+        part: The part of the response with its answer.
+        tagged: Whether it stood inside of <answer> tags.
+    """
+    return next((found for found in _expressions(_spelled_out(part), tagged) if found), None)
+
+
+def parsed_answer(text: str) -> Any:
     """A right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, that end."""
     text = _spelled_out(text).rpartition("####")[2].strip()
     box, _ = last_box(text)

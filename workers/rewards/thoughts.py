@@ -11,7 +11,9 @@ from troupe.workers.rewards.answer_text import has_thought, in_thought
 
 OPENS_THOUGHT = "opens_thought"
 """Argument of the reward functions that have to know."""
-_FUNCTIONS = ("last_number", "numeric", "python_tests", "reasoning_gym")
+VOTES = "troupe.workers.rewards.votes:answer_classes"
+"""Function that says which samples of a group give the same answer."""
+_FUNCTIONS = ("last_number", "numeric", "python_tests", "reasoning_gym", VOTES)
 _ENVIRONMENTS = {"retry": "last_number", "tools": None}
 """Built-in environments that score answers with a reward function (their arguments `function` and `args`), and the
 function that they take by default."""

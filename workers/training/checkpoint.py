@@ -114,13 +114,13 @@ class ReshardingLoader:
 
 
 def reshard_average(
-    files: Sequence[Path], model: nn.Module, average: Sequence[torch.Tensor], stage: int
+    files: Sequence[Path], parameters: Sequence[nn.Parameter], average: Sequence[torch.Tensor], stage: int
 ) -> list[torch.Tensor]:
     """This rank's part of the moving average that other ranks wrote, read one parameter at a time.
 
     Args:
         files: The own file of every rank that saved.
-        model: The Hugging Face model whose parameters are averaged.
+        parameters: The parameters that are averaged.
         average: What this rank holds of the average now: one tensor for each parameter, or none.
         stage: The ZeRO stage.
     """
@@ -129,7 +129,7 @@ def reshard_average(
         names = [f"average.{number}" for number in range(len(average))]
         if stage < 3:
             return [handles[0].get_tensor(name) for name in names]
-        sizes = [getattr(parameter, "ds_numel") for parameter in model.parameters()]  # noqa: B009
+        sizes = [getattr(parameter, "ds_numel") for parameter in parameters]  # noqa: B009
         return [
             share([file.get_tensor(name) for file in handles], size, dist.get_rank(), part.numel())
             for name, size, part in zip(names, sizes, average, strict=False)  # `average` is empty or has all of them

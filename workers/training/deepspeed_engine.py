@@ -20,7 +20,7 @@ from torch import nn
 from troupe.workers.contract.config import Device, ModelConfig, TrainerConfig
 from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
 from troupe.workers.data.turn_ends import name_end
-from troupe.workers.models.adapter_files import as_bytes, as_text
+from troupe.workers.models.adapter_files import DESCRIPTION, as_bytes, as_text
 from troupe.workers.models.capabilities import check_deterministic
 from troupe.workers.models.cpu import return_freed
 from troupe.workers.models.modeling import ModelModule
@@ -248,28 +248,36 @@ class TrainEngine:
         adapters, they are the adapters' and their description, under the names of peft.
         """
         if self._adapter is not None:
-            yield from self._adapter.published()
-            return
-        for name, parameter in self._model.named_parameters():
+            yield DESCRIPTION, self._adapter.description()
+        trained = self._model if self._adapter is None else self._adapter
+        for name, parameter in trained.named_parameters():
             if self.gathers:
                 with self._deepspeed.zero.GatheredParameters([parameter]):
                     yield name, parameter.detach()
             else:
                 yield name, parameter.detach()
+        if self._adapter is not None:
+            return
         saved = self._model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
 
     def _held(self) -> list[torch.Tensor]:
         """This rank's part of every parameter, live."""
         if self._stage == 3:
-            return [getattr(parameter, "ds_tensor").data for parameter in self._model.parameters()]  # noqa: B009
+            return [getattr(parameter, "ds_tensor").data for parameter in self._averaged()]  # noqa: B009
+        return [parameter.data for parameter in self._averaged()]
+
+    def _averaged(self) -> list[nn.Parameter]:
+        """The parameters that are averaged and exported: all of the model, or its adapters."""
         whole = self._adapter is None
-        return [parameter.data for parameter in self._model.parameters() if whole or parameter.requires_grad]
+        return [parameter for parameter in self._model.parameters() if whole or parameter.requires_grad]
 
     def weight_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, type, whole shape) of every item of `named_weights`, in the same order, without gathering."""
         if self._adapter is not None:
-            return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._adapter.published()]
+            about, named = self._adapter.description(), self._adapter.named_parameters()
+            trained = [(name, parameter.dtype, whole_shape(parameter)) for name, parameter in named]
+            return [(DESCRIPTION, about.dtype, tuple(about.shape)), *trained]
         saved = self._model.state_dict().keys()
         buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in saved]
         return [
@@ -318,7 +326,7 @@ class TrainEngine:
         if self._adapter is not None:
             self._require_base(own, state)
         if resized:
-            averages = reshard_average(files, self._model, self._average, self._stage)
+            averages = reshard_average(files, self._averaged(), self._average, self._stage)
         else:
             averages = [state[f"average.{number}"] for number in range(len(self._average))]
         folder = Path(directory) / _TAG

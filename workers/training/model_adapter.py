@@ -14,16 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.models.adapter import Adapter
-from troupe.workers.models.adapter_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    BASE_DIGEST,
-    DESCRIPTION,
-    Description,
-    as_bytes,
-)
+from troupe.workers.models.adapter_files import BASE_DIGEST, DESCRIPTION, Description, as_bytes
+from troupe.workers.models.adapter_folder import read_adapter
 from troupe.workers.models.base_files import base_digest
 
 if TYPE_CHECKING:
@@ -39,21 +34,28 @@ class ModelAdapter(Adapter):
         Args:
             model: The model.
             config: The adapters.
-            source: The folder that the model was loaded from.
+            source: The folder that the model was loaded from, and the adapter that training starts from.
             seed: What A is drawn from.
 
         Raises:
-            OSError: The folder cannot be read.
-            ValueError: A target names no linear layer of the model.
+            OSError: A folder cannot be read.
+            ValueError: A target names no linear layer of the model, or the adapter does not fit.
         """
         super().__init__(model, config, seed)
         self.base = base_digest(source.path)
         """Digest of the model's files."""
+        if source.adapter is not None:
+            start = read_adapter(source.adapter)
+            start.require_base(source.path)
+            self.start_from(start)
+
+    def description(self) -> torch.Tensor:
+        """What the tensors of a version mean, uint8 [bytes]."""
+        return as_bytes(Description(base=self.base, config=self.peft_config("")).to_json())
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, live tensor) of everything that a version consists of, the description first."""
-        description = Description(base=self.base, config=self.peft_config(""))
-        yield DESCRIPTION, as_bytes(description.to_json())
+        yield DESCRIPTION, self.description()
         yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
 
     def write(self, folder: Path, base: str, weights: Mapping[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from troupe.workers.algorithms.policy_loss import LossOutput
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import CriticConfig, Device, PolicyConfig, Rendezvous
+from troupe.workers.contract.config import CriticConfig, Device, ModelConfig, PolicyConfig, Rendezvous
 from troupe.workers.contract.messages import (
     KEPT_BATCH,
     KEPT_TEXTS,
@@ -59,6 +59,7 @@ class TrainingRank(ABC):
         self._source = config.model
         self._seed = config.seed
         self._trainer = config.trainer
+        self._lora = config.lora
         self._total_updates = config.total_updates
         self._version = 0
         self._packs = False
@@ -67,7 +68,12 @@ class TrainingRank(ABC):
         self._sequence: SequenceGroup | None = None
         self._reference: FrozenModule | None = None
         self._base_of: ModelAdapter | None = None
-        """Adapters whose base model is the colocated reference."""
+        """Adapters of which the colocated reference is the start."""
+
+    @property
+    def _below(self) -> ModelConfig:
+        """The model to load: adapters that train are not added to its weights."""
+        return self._source if self._lora is None else self._source.model_copy(update={"adapter": None})
 
     @property
     def engine(self) -> TrainEngine:
@@ -100,16 +106,16 @@ class TrainingRank(ABC):
     def build(self) -> WorkerHealth:
         """Load the models, the trained one into DeepSpeed; the process must have joined its group."""
 
-    def _train(
-        self, module: ModelModule, model: PreTrainedModel, dtype: torch.dtype, adapter: ModelAdapter | None = None
-    ) -> None:
-        """Put a model into DeepSpeed. `adapter`: what trains of it; None: all of it."""
+    def _train(self, module: ModelModule, model: PreTrainedModel, dtype: torch.dtype) -> ModelAdapter | None:
+        """Put a model into DeepSpeed. Returns its adapters, where they are what trains of it."""
+        adapter = None if self._lora is None else ModelAdapter(model, self._lora, self._source, self._seed)
         self._sequence = sequence_group(self._trainer.sequence_parallel_size)
         if self._trainer.kernels == "liger":
             use_liger(model, self._device)
         self._packs = adapt(module, model, self._device, self._trainer.packing, self._sequence)
         announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, self._trainer, self._total_updates, self._device, dtype, adapter)
+        return adapter
 
     def _refer_to(self, module: ModelModule, model: PreTrainedModel) -> None:
         """Keep a frozen reference beside the trained model."""
@@ -122,13 +128,13 @@ class TrainingRank(ABC):
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
         """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
 
-        With adapters, the reference may be the trained model without them.
+        With adapters, the reference may be the trained model without them, or with those that training started from.
 
         Raises:
             RuntimeError: the worker has no colocated reference.
         """
         if self._base_of is not None:
-            with self._base_of.off():
+            with self._base_of.as_started():
                 return score_plan(self.engine.module, plan, tables, "ref_logprobs", self.engine.device)
         if self._reference is None:
             raise RuntimeError(f"{self._name} has no colocated reference")

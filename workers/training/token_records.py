@@ -8,7 +8,8 @@ import pyarrow as pa
 import torch
 
 from troupe.workers.contract.messages import TOKEN_RECORDS
-from troupe.workers.models.token_batch import TokenBatch, list_column
+from troupe.workers.models.ragged import list_column
+from troupe.workers.models.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from troupe.workers.contract.messages import TensorSpec, WeightUpdate
 from troupe.workers.contract.weight_backends import BACKENDS
+from troupe.workers.engine.kept_tokens import record_kept_tokens
 from troupe.workers.engine.owner_watch import OWNER_VARIABLE, die_with_owner
 from troupe.workers.engine.settings import receiver_name
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
@@ -289,6 +290,7 @@ class EngineExtension:
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
     vllm_config: VllmConfig
+    model_runner: Any
     _weight_update_active: bool
 
     def troupe_forget_unfinished_update(self) -> None:
@@ -307,6 +309,10 @@ class EngineExtension:
         if not isinstance(self.weight_transfer_engine, LoadingEngine):
             raise RuntimeError("this engine has no back-end that reports the weights it loaded")
         return self.weight_transfer_engine.loaded
+
+    def troupe_record_kept_tokens(self) -> None:
+        """See `record_kept_tokens`."""
+        record_kept_tokens(self.model_runner)
 
     def troupe_gpu_peak(self) -> int:
         """Peak bytes that torch has allocated on this process's GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ Json = dict[str, Any]
 MOST_POINTS = 2000
 """Points of a curve that the page keeps."""
 _HELD_OUT = ("eval/accuracy", "eval/reward", "eval/loss")
+_SET_REWARD = re.compile(r"eval/[a-z0-9-]+/reward")
 _SPEEDS = ("response_tokens_per_s", "tokens_per_s")
 """Tokens over the seconds of whole steps, of a run with rollouts and of an offline run."""
 _USED = {"tokens": "tokens", "seconds": "seconds/step"}
@@ -43,7 +45,7 @@ def _ending(folder: Path, alike: Sequence[Path]) -> str:
 def outcome(history: History) -> Json:
     """The results that the table of runs shows; null where a run does not have them."""
     learned = next((metric for _, metric, _ in LEARNED if history[metric]), None)
-    held_out = next((metric for metric in _HELD_OUT if history[metric]), None)
+    held_out = next((metric for metric in (*_HELD_OUT, *_first_set(history)) if history[metric]), None)
     return {
         "learned": _change(history, learned),
         "held_out": _ends(history, held_out),
@@ -51,6 +53,12 @@ def outcome(history: History) -> Json:
         "tokens": sum(history["tokens"].values),
         "seconds": sum(history["seconds/step"].values),
     }
+
+
+def _first_set(history: History) -> Sequence[str]:
+    """The results of the first held-out set with a name."""
+    first = next((name for name in history.metrics if _SET_REWARD.fullmatch(name)), None)
+    return () if first is None else (f"{first.removesuffix('reward')}avg", first)
 
 
 def _change(history: History, metric: str | None) -> Json | None:

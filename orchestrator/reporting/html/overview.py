@@ -18,6 +18,7 @@ from troupe.orchestrator.capacity.plan import local_node, plan
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.event_texts import event_text
 from troupe.orchestrator.reporting.html.comparison import MOST_POINTS, outcome, used
+from troupe.orchestrator.reporting.html.evaluations import evaluations
 from troupe.orchestrator.reporting.reference import Metric, metric_named, metric_sections
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
@@ -53,6 +54,7 @@ def overview(run: RunFolder) -> Json:
         "staleness": int(history.get("schedule.max_staleness", 0)),
         "outcome": outcome(history),
         "used": used(lines),
+        "evaluations": evaluations(run),
         "verdicts": [asdict(verdict) for verdict in apply_rules(history)],
         "metrics": {name: _points(series) for name, series in history.metrics.items()},
         "resumes": resumes(lines, events),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.reporting.html.budget import fitting, spread
 from troupe.orchestrator.reporting.html.comparison import MOST_POINTS, labels
 from troupe.orchestrator.reporting.html.overview import overview, sections, spec_differences
@@ -23,8 +23,9 @@ from troupe.orchestrator.reporting.html.timeline import (
     timeline_block,
 )
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.reporting.run_folder import METRICS, RunFolder
 from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.spec.checks import is_url
 from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.units import MIB
 
@@ -57,12 +58,33 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
         budget: How much the page may hold; None: the defaults.
 
     Returns:
-        The file. Raises UsageError where a folder holds no run, and OSError where the file cannot be written.
+        The file.
+
+    Raises:
+        UsageError: A folder holds no run, or `output` is a URL.
+        OSError: The file cannot be written.
     """
+    if is_url(output):
+        raise UsageError(f"{output} is a URL; write the report to a disk")
     text = report_text(folders, budget or Budget())
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, text)
     return output
+
+
+def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
+    """The report at the end of runs, however they ended; None where no step was recorded.
+
+    Where it cannot be written, that is a warning: no run fails for its report.
+    """
+    begun = [folder for folder in folders if (folder / METRICS).is_file()]
+    if not begun:
+        return None
+    try:
+        return write_report(begun, output)
+    except (TroupeError, OSError) as error:
+        logger.warning("the report was not written: %s", error)
+        return None
 
 
 def report_text(folders: Sequence[Path], budget: Budget) -> str:

@@ -79,7 +79,10 @@ def repeated_data(run: History) -> Iterator[Verdict]:
 
 def unusable_data(run: History) -> Iterator[Verdict]:
     """Rows that cannot be used."""
-    for pool in ("train", "eval"):
+    counted = [series.name for series in run.named("data/") if series.name.endswith("_bad_rows")]
+    for pool in (name.removeprefix("data/").removesuffix("_bad_rows") for name in counted):
+        if pool == "ptx":
+            continue
         rows = run[f"data/{pool}_rows"]
         for kind, why in (("bad", "cannot be read"), ("refused", "are too long, or the chat template refuses them")):
             lost = run[f"data/{pool}_{kind}_rows"]

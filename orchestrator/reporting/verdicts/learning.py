@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from troupe.orchestrator.reporting.verdicts.history import SHORTEST, History
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
+_HELD_OUT_REWARD = re.compile(r"eval/(?:([a-z0-9-]+)/)?reward")
 _LOW_ENTROPY, _LOST_ENTROPY = 0.05, 0.15
 """Nats per token; share of the entropy at the start."""
 _FEW_MIXED = 0.1
@@ -88,12 +90,16 @@ def _signs_of_hacking(run: History) -> tuple[list[str], list[str], list[int]]:
     signs: list[str] = []
     evidence: list[str] = []
     since: list[int] = []
-    held_out = run["eval/reward"]
-    if len(held_out) > 1 and held_out.values[-1] < max(held_out.values) - 0.1 * _scale(held_out.values):
-        best = max(range(len(held_out)), key=lambda i: held_out.values[i])
-        signs.append(f"the held-out reward fell from {held_out.values[best]:.3g} to {held_out.values[-1]:.3g}")
-        evidence.append(held_out.name)
-        since.append(held_out.steps[best])
+    for held_out in run.named("eval/"):
+        name = _HELD_OUT_REWARD.fullmatch(held_out.name)
+        if name is None or len(held_out) < 2:
+            continue
+        if held_out.values[-1] < max(held_out.values) - 0.1 * _scale(held_out.values):
+            best = max(range(len(held_out)), key=lambda i: held_out.values[i])
+            of = f" on {name[1]}" if name[1] else ""
+            signs.append(f"the held-out reward{of} fell from {held_out.values[best]:.3g} to {held_out.values[-1]:.3g}")
+            evidence.append(held_out.name)
+            since.append(held_out.steps[best])
     repetition = run["repetition"]
     floor = max(_MOST_REPETITION, repetition.first + 0.2) if repetition else 0.0
     if (found := repetition.stretch(lambda value: value > floor, at_least=2)) and found.ongoing:

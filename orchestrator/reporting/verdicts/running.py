@@ -28,9 +28,10 @@ def verdicts_of(run: RunFolder) -> list[Verdict]:
     return apply_rules(History.of(run.metrics(), run.spec, run.events()))
 
 
-def alarm_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """What a terminal shows of verdicts; one line where there is no alarm."""
-    return [line for verdict in verdicts if verdict.is_alarm for line in verdict.lines()] or [HEALTHY]
+def alarm_lines(verdicts: Sequence[Verdict], healthy: str = HEALTHY) -> list[str]:
+    """What a terminal shows of verdicts: the lines of all alarms, or `healthy` (empty: nothing) without one."""
+    alarms = [line for verdict in verdicts if verdict.is_alarm for line in verdict.lines()]
+    return alarms or ([healthy] if healthy else [])
 
 
 def faster(verdicts: Sequence[Verdict]) -> list[str]:

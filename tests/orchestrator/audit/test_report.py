@@ -104,3 +104,9 @@ def test_a_draw_that_nothing_explains_is_told_from_a_gap_of_the_logprobs() -> No
     (finding,) = failed(Cause("unexplained", "temperature 0.44, top_p 0.7", 0.0, samples_only=True)).findings()
     assert "the log-probs are right, but the tokens are not drawn from them" in finding
     assert "(the best candidates: temperature 0.44, top_p 0.7)" in finding
+
+
+def test_an_adapter_that_the_engine_does_not_compute_with_is_named() -> None:
+    found = failed(Cause("adapter", "doubled", 0.99)).findings()
+    assert "rollout-0: an adapter that counts twice explains 99.0% of the gap" in found[0]
+    assert "the engine does not compute with the adapter of this version" in found[0]

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.orchestrator.bench.measured import point, result
-from troupe.orchestrator import bench_run
+from tests.orchestrator.bench.measured import GRPO, point, result
+from troupe.orchestrator import bench_run, bench_training
 from troupe.orchestrator.bench.points import Point
 from troupe.orchestrator.bench.results import Result
 from troupe.orchestrator.bench_run import BenchRequest, bench
-from troupe.orchestrator.errors import DoesNotFit, UsageError, WorkerDied, WorkerError
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.errors import DoesNotFit, StopRequested, UsageError, WorkerDied, WorkerError
 from troupe.orchestrator.reporting.console import Console
 
 WORKERS, SEQS, TOKENS = "roles.rollout.workers", "roles.rollout.max_num_seqs", "sampling.max_tokens"
 
 
 def measure(points: Sequence[Point]) -> list[Result]:
-    return bench(BenchRequest(points, 1, None, False), Console(io.StringIO()))
+    results: list[Sequence[Result]] = [()]
+    bench(BenchRequest(points, 1, None, False), Console(io.StringIO()), results.append)
+    return list(results[-1])
 
 
 @pytest.fixture
@@ -86,4 +92,34 @@ def test_engines_that_do_not_start_fail_their_points_alone(cluster: Any) -> None
 def test_the_baseline_needs_single_responses() -> None:
     episodes = point({}, ROOT / "deploy" / "specs" / "tiny-environment.yaml")
     with pytest.raises(UsageError, match=r"the spec has roles\.environment"):
-        bench(BenchRequest([episodes], 1, None, True), Console(io.StringIO()))
+        bench(BenchRequest([episodes], 1, None, True), Console(io.StringIO()), pytest.fail)
+
+
+@pytest.mark.parametrize("how", [StopRequested("stopped"), KeyboardInterrupt(), OSError("the disk is gone")])
+def test_what_was_measured_before_an_interruption_is_written_and_shown(
+    cluster: Any, how: BaseException, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.broken["max_tokens 6"] = how
+    page = tmp_path / "bench.html"
+    command = ["bench", str(GRPO), "--set", f"model.path={tiny_model}", "--sweep", "sampling.max_tokens=4,5,6,7"]
+    ended = CliRunner().invoke(app, [*command, "-o", str(page)])
+    assert ended.exit_code == (130 if isinstance(how, KeyboardInterrupt) else 1)
+    assert "max_tokens 5: bound by" in ended.stdout and f"wrote {page}" in ended.stdout
+    record = json.loads(page.with_suffix(".json").read_text())
+    assert [one["settings"] for one in record["points"]] == [{TOKENS: 4}, {TOKENS: 5}]
+    assert '"sampling.max_tokens":5' in page.read_text()
+
+
+def test_rollouts_are_kept_where_the_measurement_of_the_trainers_is_stopped(
+    cluster: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> Any:
+        raise StopRequested("stopped")
+
+    monkeypatch.setattr(bench_training, "measure_trainers", stop)
+    page = tmp_path / "bench.html"
+    command = ["bench", str(GRPO), "--set", f"model.path={tiny_model}", "--train", "--json", "-o", str(page)]
+    ended = CliRunner().invoke(app, command)
+    assert isinstance(ended.exception, StopRequested)
+    record = json.loads(ended.stdout)
+    assert record == json.loads(page.with_suffix(".json").read_text()) and len(record["points"]) == 1

@@ -193,8 +193,8 @@ def test_a_mixture_is_one_pool_whose_rows_name_their_source(tmp_path: Path) -> N
     alone = load_pool(data.mixture[0])
     assert pool.parts["sums"].digest == alone.digest
     assert alone.table.column("source").null_count == 4
-    assert describe(named(pool, None)) == ["data.train.0 (sums): 4 rows", "data.train.1 (facts): 3 rows"]
-    metrics = data_metrics(named(pool, None))
+    assert describe(named(pool, {})) == ["data.train.0 (sums): 4 rows", "data.train.1 (facts): 3 rows"]
+    metrics = data_metrics(named(pool, {}))
     assert (metrics["data/train_rows"], metrics["source/sums/rows"], metrics["source/facts/rows"]) == (7, 4, 3)
     state = PromptMixture(list(pool.parts.values()), data.mixture, 1).state()
     assert [(path, digest) for path, _, digest in drawn_rows(pool, state)] == [
@@ -217,9 +217,8 @@ def test_prompts_of_every_source_are_held_out(tmp_path: Path) -> None:
     second = jsonl(tmp_path / "other", rows[1]).model_dump() | {"name": "two"}
     (tmp_path / "eval").mkdir()
     held = jsonl(tmp_path / "eval", *rows).model_dump()
-    _, pool = load_pools(data_of(first, second, eval=held))
-    assert pool is not None
-    assert [messages[0]["content"] for messages in said(pool)] == ["c"]
+    _, pools = load_pools(data_of(first, second, eval=held))
+    assert [messages[0]["content"] for messages in said(pools["eval"])] == ["c"]
 
 
 def test_repeated_prompts_are_counted_and_left_out_on_request(tmp_path: Path) -> None:
@@ -227,12 +226,12 @@ def test_repeated_prompts_are_counted_and_left_out_on_request(tmp_path: Path) ->
     counted = load_pool(jsonl(tmp_path, *rows))
     assert (counted.rows, counted.repeated, counted.deduped) == (6, 3, 0)
     line = "data.train: 6 rows, 3 repeat an earlier one (dedupe: true leaves them out)"
-    assert describe(named(counted, None)) == [line]
+    assert describe(named(counted, {})) == [line]
     once = load_pool(jsonl(tmp_path, *rows, dedupe=True))
     assert (once.rows, once.repeated, once.deduped) == (3, 0, 3)
     assert texts(once, "answer") == ["0", "1", "3"]  # the first row with each prompt
     line = "data.train: 3 rows, 3 that repeat an earlier one left out (dedupe)"
-    assert describe(named(once, None)) == [line]
+    assert describe(named(once, {})) == [line]
 
 
 def test_rows_that_are_repeated_across_sources_are_of_both(tmp_path: Path) -> None:

@@ -392,16 +392,30 @@ def test_json_safe_keeps_json_and_makes_the_rest_json() -> None:
 
 def test_evaluation_prompts_that_are_trained_on_are_left_out(tmp_path: Path) -> None:
     data = {"train": gym(size=40), "eval": gym(size=200, seed=2)}
-    train, held = load_pools(DataConfig.model_validate(data))
-    assert held is not None and held.left_out > 0
+    train, pools = load_pools(DataConfig.model_validate(data))
+    held = pools["eval"]
+    assert held.left_out > 0
     assert held.rows + held.left_out == 200
     assert not set(texts(train, "messages")) & set(texts(held, "messages"))
     assert held.table["row"].to_pylist() == list(range(held.rows))
     _, whole = load_pools(DataConfig.model_validate(data | {"held_out": False}))
-    assert whole is not None and whole.rows == 200
+    assert whole["eval"].rows == 200
     with pytest.raises(DataError, match=r"data\.eval: every prompt is also in the training data"):
         load_pools(DataConfig.model_validate({"train": gym(), "eval": gym()}))
-    assert load_pools(DataConfig.model_validate({"train": gym()}))[1] is None
+    assert load_pools(DataConfig.model_validate({"train": gym()}))[1] == {}
+
+
+def test_named_evaluation_sets_have_a_pool_each() -> None:
+    """The prompts of training are left out of every one of them, and their uids say which set they belong to."""
+    sets = {"easy": gym(size=30, seed=2).model_dump(), "hard": gym(size=20, seed=3).model_dump()}
+    train, pools = load_pools(DataConfig.model_validate({"train": gym(size=40), "eval": sets}))
+    assert list(pools) == ["eval.easy", "eval.hard"]
+    assert [pool.rows + pool.left_out for pool in pools.values()] == [30, 20]
+    for pool in pools.values():
+        assert not set(texts(train, "messages")) & set(texts(pool, "messages"))
+    uids = [pick.prompt_uid for pick in evaluation_picks(pools["eval.hard"], 7, 3, "hard")]
+    rows = [pick.row for pick in evaluation_picks(pools["eval.hard"], 7, 3)]
+    assert uids == [f"eval-hard-r{row}" for row in rows]
 
 
 def test_evaluation_picks_are_the_same_every_time_and_distinct() -> None:

@@ -359,11 +359,13 @@ def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
     class Reward(FaultyReward):
         lost = False
 
-        async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+        async def score(
+            self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+        ) -> tuple[RewardSummary, FakeTable]:
             if not self.lost and rollouts.uids == ("e0-r3",):
                 self.lost = True
                 raise DataLost("reward-0", "score", "the node is gone")
-            return await super().score(rollouts, rewards)
+            return await super().score(rollouts, rewards, vote)
 
     class Policy(FakePolicy):
         lost = False

@@ -57,6 +57,23 @@ episodes/forked
 episodes/max_turns
 episodes/restarted
 episodes/turns
+data/eval.math-500_bad_rows
+data/eval.math-500_rows
+eval/accuracy_high
+eval/accuracy_low
+eval/level/3/accuracy
+eval/level/3/reward
+eval/maj@4
+eval/math-500/avg
+eval/math-500/avg_high
+eval/math-500/avg_low
+eval/math-500/level/3/avg
+eval/math-500/level/3/reward
+eval/math-500/pass@2
+eval/math-500/reward_low
+eval/reward_high
+eval/reward_low
+eval/truncated
 eval/center_loss
 eval/lm_loss
 eval/nll
@@ -117,7 +134,9 @@ def test_a_metric_has_a_row(name: str) -> None:
     assert metric_named(name) is not None, f"add {name} to orchestrator/reporting/metrics.yaml"
 
 
-@pytest.mark.parametrize("name", ["reward", "policy/unheard_of", "rollout/loss", "seconds/nap", "memory/policy_tpu"])
+@pytest.mark.parametrize(
+    "name", ["reward", "policy/unheard_of", "rollout/loss", "seconds/nap", "eval/math/passes", "memory/policy_tpu"]
+)
 def test_another_name_has_none(name: str) -> None:
     assert metric_named(name) is None
 

@@ -24,6 +24,7 @@ from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.roles.worker_memory import (
     CPU_BATCH_TOKENS,
     KV_BLOCK,
+    LIVE,
     Part,
     Scoring,
     Training,
@@ -246,6 +247,10 @@ def test_adapters_train_in_place_of_the_weights() -> None:
     assert (parts["weights"], parts["optimizer"], parts["average"]) == (2 * numbers, 3 * numbers, 4 * numbers)
     before = {part.name: part.bytes for part in training("policy-0", whole)[0].parts}
     assert parts["activations"] == before["activations"]
+    divided = replace(whole, adapters=numbers, trainer=whole.trainer.model_copy(update={"zero_stage": 3}))
+    parts = {part.name: part.bytes for part in training("policy-0", divided)[0].parts}
+    assert parts["base model"] == -(-2 * SEVEN_B.parameters // divided.ranks)
+    assert parts["base layers"] == 2 * min(SEVEN_B.parameters, LIVE)
 
 
 def test_under_zero_3_a_rank_loads_its_share_and_at_most_two_whole_tensors() -> None:
@@ -461,6 +466,9 @@ def test_host_memory_is_added_up_by_node() -> None:
     assert [part.name for part in node.parts] == ["policy", "rollout", "reward", "batch", "ray"]
     shm = planned(SEVEN_B, described_nodes("1x8xH100", 128), "weight_sync.backend=shm")
     assert {p.name: p.bytes for p in shm.memory.nodes[0].parts}["weight file"] == 2 * SEVEN_B.parameters
+    lora = planned(SEVEN_B, described_nodes("1x8xH100", 128), "roles.policy.lora={rank: 4}", "weight_sync.backend=shm")
+    numbers = adapter_numbers(SEVEN_B, LoraConfig(rank=4))
+    assert {p.name: p.bytes for p in lora.memory.nodes[0].parts}["weight file"] == 2 * numbers
 
 
 def test_colocated_workers_share_their_gpu() -> None:

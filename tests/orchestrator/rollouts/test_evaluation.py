@@ -12,7 +12,7 @@ from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, Fault
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.rollouts import evaluation
-from troupe.orchestrator.rollouts.evaluation import Evaluator, solved_metrics
+from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, engine_sampler
 from troupe.orchestrator.rollouts.scoring import RewardPool
 
 
@@ -25,9 +25,13 @@ def evaluate(
         picks = tuple(PromptPick(f"eval-r{row}", row) for row in range(4))
         reward_role = {"functions": [{"name": "exact_match"}, {"name": "last_number"}]}
         sampling = {"temperature": 1.0, "samples": 4}
-        spec = fake_spec(evaluation={"sampling": sampling, "solved_at": solved_at}, roles={"reward": reward_role})
+        data = {"train": {"kind": "jsonl", "path": "train"}, "eval": {"kind": "jsonl", "path": "eval"}}
+        changes = {"sampling": sampling, "solved_at": solved_at}
+        spec = fake_spec(evaluation=changes, roles={"reward": reward_role}, data=data)
         rewards = RewardPool([FaultyWorker("reward-0", reward)], 1.0)
-        return await Evaluator(spec, picks, None, fake_pool([engine]), rewards, responses).run(30)
+        (settings,) = spec.held_out_sets()
+        held_out = HeldOutSet(settings, picks, None)
+        return await Evaluator(7, [held_out], engine_sampler(fake_pool([engine])), rewards, responses).run(30)
 
     return asyncio.run(run())
 
@@ -57,22 +61,15 @@ def test_a_lost_call_is_retried_and_a_lasting_failure_is_raised() -> None:
         evaluate(FaultyEngine("rollout-0", random.Random(0), fail_next=100), FakeReward())
 
 
-def test_solved_at_decides_what_is_solved() -> None:
-    """Pass@2 of one solved sample in three: 1 - C(2,2)/C(3,2) = 2/3; the group of one sample does not count."""
-    rewards = [[0.2, 0.5, 0.4], [0.5], [0.6, 0.7]]
-    assert solved_metrics(rewards, 0.5) == {
-        "eval/accuracy": pytest.approx(4 / 6),
-        "eval/pass@2": pytest.approx((2 / 3 + 1.0) / 2),
-        "eval/solved_at": 0.5,
-    }
-    assert solved_metrics(rewards, 0.51)["eval/accuracy"] == pytest.approx(2 / 6)
-
-
 def test_a_reward_that_does_not_say_what_is_solved_has_neither_accuracy_nor_pass_at_k() -> None:
     metrics = evaluate(FaultyEngine("rollout-0", random.Random(0)), FakeReward(), solved_at=None)
     assert metrics["eval/reward"] == 0.5
     assert metrics.keys() == {
-        f"eval/{name}" for name in ("prompts", "refused", "failed_samples", "reward", "response_tokens")
+        f"eval/{name}"
+        for name in (
+            *("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high"),
+            *("response_tokens", "truncated"),
+        )
     }
 
 

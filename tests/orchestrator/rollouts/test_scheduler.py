@@ -236,7 +236,9 @@ def test_dynamic_sampling_replaces_zero_advantage_groups_within_its_budget() -> 
 class ShapedReward(FakeReward):
     """A correctness and a shaping term that differs in every group; the reward is their sum."""
 
-    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
         """Rows divisible by 3 are all right, those with remainder 1 all wrong, the others mixed; sample 3 fails."""
         uid, samples = rollouts.uids[0], rollouts.samples
         row = int(uid.removeprefix("e0-r"))
@@ -330,7 +332,9 @@ def test_a_candidate_gives_a_group_of_equal_rewards_a_signal() -> None:
     """Rewards 0 in every sample and 1 in the candidate: the policy can learn from it."""
 
     class BestIsLast(FakeReward):
-        async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+        async def score(
+            self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+        ) -> tuple[RewardSummary, FakeTable]:
             values = tuple(float(i == 4) for i in range(rollouts.samples))
             statuses = ("ok",) * rollouts.samples
             return RewardSummary(rollouts.uids[0], rollouts.attempt, statuses, values, {"all": values}), rollouts

@@ -94,11 +94,11 @@ def test_a_group_waits_for_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting(FakeReward):
         calls = 0
 
-        async def score(self, rollouts: FakeTable, rewards: str = "") -> Any:
+        async def score(self, rollouts: FakeTable, rewards: str = "", vote: bool = False) -> Any:
             self.calls += 1
             if self.calls < 4:
                 raise JudgeLost("reward-0", "score", "no judge worker is running")
-            return await super().score(rollouts, rewards)
+            return await super().score(rollouts, rewards, vote)
 
     async def run() -> None:
         worker = FaultyWorker("reward-0", Waiting())

@@ -11,8 +11,10 @@ from typing import get_args
 
 import pytest
 
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.contract.reward_names import REWARD_FUNCTIONS
 from troupe.workers.contract.weight_backends import TransferBackend
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -161,7 +163,8 @@ CPU_CASES = [
     ),
     case(
         "nowhere",
-        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, max_tokens, stop, structured)",
+        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, top_p, top_k, min_p, max_tokens, "
+        "stop, structured)",
         ("  max_tokens: 32", "  max_tokens: 32\n  frobnicate: 1"),
     ),
     case(
@@ -196,7 +199,7 @@ CPU_CASES = [
     ),
     case(
         "url_folder",
-        "2: output.folder: a run writes to a disk that the driver has (on a cluster a shared one), not to a URL",
+        "2: output.folder: is not a folder: a run writes to a disk of the driver (on a cluster a shared one)",
         ("name: base", "name: base\noutput: {folder: s3://b/x}"),
     ),
     case("name_number", "1: name: expected text, got 5", ("name: base", "name: 5")),
@@ -375,8 +378,7 @@ CPU_CASES = [
     case(
         "reward_unknown",
         (
-            "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: environment, judge, exact_match, "
-            "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share, equations, python_tests; "
+            f"16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: {', '.join(REWARD_FUNCTIONS)}; "
             "your own: package.module:function)"
         ),
         ("      - name: exact_match", "      - name: zzz"),
@@ -439,8 +441,7 @@ CPU_CASES = [
         "process_of_one_reward",
         (
             "17: roles.reward.functions.0.process: dcpo takes one reward for a response; remove it or use one of "
-            "reinforce, actor_critic, actor_critic_gae, ppo, ppo_penalty, trpo, ppo_max, grpo, dr_grpo, rloo, remax, "
-            "reinforce_pp, reinforce_pp_baseline, dapo, gspo, gspo_token, cispo"
+            f"{', '.join(name for name in ALGORITHMS if name not in ('dcpo', 'raft', 'distill'))}"
         ),
         ("      - name: exact_match\n        weight: 1.0", "      - name: mine.rewards:judge\n        process: true"),
         ("  name: grpo", "  name: dcpo"),
@@ -491,6 +492,22 @@ CPU_CASES = [
         "correction accounts for that; use truncate or mask",
         ("  name: grpo", "  name: grpo\n  importance: {mode: none}"),
         ("sampling:", 'sampling:\n  structured: {regex: "[0-9]+"}'),
+    ),
+    case(
+        "top_p_of_nothing", "25: sampling.top_p: must be greater than 0, got 0", ("sampling:", "sampling:\n  top_p: 0")
+    ),
+    case(
+        "min_p_of_all",
+        "25: sampling.min_p: must be less than 1, got 1",
+        ("sampling:", "sampling:\n  min_p: 1"),
+    ),
+    case(
+        "likelihood_with_a_truncated_reference",
+        "21: algorithm.kl.coef: raft trains on the whole distribution, but the reference is scored among the tokens "
+        "that were left by sampling.top_p, top_k or min_p; set it to 0 or remove these",
+        ("  name: grpo", "  name: raft\n  kl: {coef: 0.1}"),
+        ("  reward:", "  reference: {colocate_with: policy}\n  reward:"),
+        ("sampling:", "sampling:\n  top_k: 5"),
     ),
     case(
         "distill_without_teacher",

@@ -11,6 +11,7 @@ import yaml
 
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec
+from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import LoraConfig
@@ -49,7 +50,7 @@ def test_without_the_section_all_weights_train() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        (f"{FIELD}.dropout=0.1", f"{FIELD}.dropout: must be 0: the log-probs of an update"),
+        (f"{FIELD}.dropout=0.1", f"{FIELD}.dropout: must be 0: an update must compute what the sampler"),
         (f"{FIELD}.bias=all", f"{FIELD}.bias: must be none: vLLM loads no biases"),
         (f"{FIELD}.bias=some", f"{FIELD}.bias: "),
         (f"{FIELD}.modules_to_save=[lm_head]", f"{FIELD}.modules_to_save: must be empty: vLLM loads no whole modules"),
@@ -58,7 +59,6 @@ def test_without_the_section_all_weights_train() -> None:
         (f"{FIELD}.rank=513", f"{FIELD}.rank: must be at most 512"),
         (f"{FIELD}.alpha=0", f"{FIELD}.alpha: must be greater than 0"),
         (f"{FIELD}.rnak=8", f"{FIELD}.rnak: unknown field (did you mean 'rank'?)"),
-        ("roles.policy.zero_stage=3", "roles.policy.zero_stage: adapters are not supported with ZeRO-3"),
         ("weight_sync.backend=gloo", "weight_sync.backend: gloo sends whole models; adapters use shm"),
         ("roles.rollout.tensor_parallel_size=2", "roles.rollout.tensor_parallel_size: adapters are not supported"),
         (
@@ -85,10 +85,21 @@ def test_engines_on_the_gpus_of_the_policy_are_refused() -> None:
     assert "roles.rollout.colocate_with: adapters are not supported" in found
 
 
-def test_offline_algorithms_and_critics_say_that_they_have_no_adapters() -> None:
-    assert f"{FIELD}: unknown field (adapters train a policy that samples" in refusals(spec="tiny-sft.yaml")
-    with pytest.raises(SpecError, match=r"roles\.critic\.lora: unknown field \(adapters train a policy"):
-        parse_spec(read_document(SPECS / "tiny-ppo.yaml", ["roles.critic.lora={}"]))
+@pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "kto", "rrhf", "reward-model"])
+def test_offline_algorithms_have_adapters(name: str) -> None:
+    spec = parse_spec(read_document(SPECS / f"tiny-{name}.yaml", [f"{FIELD}.rank=4"]))
+    assert isinstance(spec, OfflineSpec) and spec.trains_adapters
+    assert spec.trainer_config().lora == LoraConfig(rank=4)
+    assert f"{FIELD}.dropout: must be 0" in refusals(f"{FIELD}.dropout=0.1", spec=f"tiny-{name}.yaml")
+
+
+def test_a_critic_has_adapters_of_its_own() -> None:
+    spec = parse_spec(read_document(SPECS / "tiny-ppo.yaml", ["roles.critic.lora.rank=4"]))
+    assert isinstance(spec, RolloutSpec) and not spec.trains_adapters
+    critic = spec.critic_config()
+    assert critic is not None and critic.lora == LoraConfig(rank=4) and spec.policy_config().lora is None
+    with pytest.raises(SpecError, match=r"roles\.critic\.lora\.bias: must be none"):
+        parse_spec(read_document(SPECS / "tiny-ppo.yaml", ["roles.critic.lora.bias=all"]))
 
 
 @pytest.mark.parametrize("name", ["lora_rank", "lora_r", "peft_config", "use_peft"])
@@ -108,9 +119,88 @@ def test_models_with_experts_are_refused(tmp_path: Path) -> None:
         assert (found.get(FIELD) == "is not supported for models with experts; train all weights") is said
 
 
-def test_a_stage_cannot_start_from_adapters(tmp_path: Path) -> None:
+def chain(folder: Path, second: dict[str, Any]) -> Path:
+    """A chain of two stages, of which the first trains adapters."""
     grpo = yaml.safe_load((SPECS / "tiny-grpo.yaml").read_text())
-    own = {"first": {"roles": {"policy": {"lora": {}}}}, "second": {"model": {"path": "stage:first"}}}
-    (tmp_path / "chain.yaml").write_text(yaml.safe_dump(grpo | {"stages": own}))
-    with pytest.raises(SpecError, match=r"stages\.second\.model\.path: stage first trains adapters"):
-        plan_runs(read_document(tmp_path / "chain.yaml"))
+    own = {"first": {"roles": {"policy": {"lora": {"rank": 4}}}}, "second": second}
+    (folder / "chain.yaml").write_text(yaml.safe_dump(grpo | {"stages": own}))
+    return folder / "chain.yaml"
+
+
+def test_a_stage_hands_its_adapters_on(tmp_path: Path) -> None:
+    second = {"model": {"path": "stage:first"}, "roles": {"policy": {"lora": {"rank": 4}}}}
+    first, then = plan_runs(read_document(chain(tmp_path, second)), tmp_path / "out")
+    assert first.spec.model.adapter is None
+    assert then.spec.model.path == first.spec.model.path
+    assert then.spec.model.adapter == str(first.model)
+    assert then.missing() == []  # the first stage will write it
+
+
+def test_a_stage_that_trains_all_weights_cannot_start_from_adapters(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"stages\.second\.model\.adapter: needs roles\.policy\.lora"):
+        plan_runs(read_document(chain(tmp_path, {"model": {"path": "stage:first"}})))
+
+
+def adapter(folder: Path, **changes: Any) -> Path:
+    """peft's folder of an adapter, with an empty file of weights."""
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "lora", "expected"),
+    [
+        ({}, {}, {}),
+        ({}, {"rank": 8}, {f"{FIELD}.rank": "is 8, but 4 in the adapter that training starts from"}),
+        ({}, {"alpha": 4}, {f"{FIELD}.alpha": "is 4.0, but 8 in the adapter that training starts from"}),
+        ({"use_rslora": True}, {}, {f"{FIELD}.rslora": "is False, but True in the adapter that training starts from"}),
+        (
+            {},
+            {"targets": ["v_proj"]},
+            {f"{FIELD}.targets": "are not those of the adapter that training starts from: q_proj"},
+        ),
+        ({"use_dora": True}, {}, {"model.adapter": "it has use_dora, which is not supported"}),
+        ({"rank_pattern": {"q_proj": 8}}, {}, {"model.adapter": "it has rank_pattern, which is not supported"}),
+        ({"bias": "all"}, {}, {"model.adapter": "it has biases (all), which are not supported"}),
+        ({"peft_type": "IA3"}, {}, {"model.adapter": "its peft_type is IA3: only LORA is supported"}),
+        (
+            {"modules_to_save": ["lm_head"]},
+            {},
+            {"model.adapter": "it has modules that were trained whole (lm_head): only score is supported"},
+        ),
+        (
+            {"task_type": "SEQ_CLS"},
+            {},
+            {"model.adapter": "is the adapter of a reward model; a language model is needed here"},
+        ),
+    ],
+)
+def test_an_adapter_to_start_from_is_compared_with_the_section(
+    changes: dict[str, Any], lora: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    section = json.dumps({"rank": 4, "alpha": 8, "targets": ["q_proj"]} | lora)
+    spec = loaded(f"{FIELD}={section}", f"model.adapter={adapter(tmp_path / 'adapter', **changes)}")
+    assert {
+        path: why for path, why in spec.missing() if "adapter" in why or "adapter" in path or FIELD in path
+    } == expected
+    assert spec.policy_config().model.adapter == str(tmp_path / "adapter")
+
+
+def test_folders_without_an_adapter_are_named(tmp_path: Path) -> None:
+    found = dict(loaded(f"{FIELD}={{}}", f"model.adapter={tmp_path}").missing())
+    assert found["model.adapter"] == f"{tmp_path} is not the folder of an adapter: it has no adapter_config.json"
+    found = dict(loaded(f"{FIELD}={{}}", f"model.adapter={tmp_path}/none").missing())
+    assert found["model.adapter"] == f"no such folder: {tmp_path}/none"
+
+
+def test_adapters_are_refused_where_they_cannot_be_loaded() -> None:
+    with pytest.raises(SpecError, match=r"model\.adapter: needs roles\.policy\.lora"):
+        loaded("model.adapter=x")
+    starts = ("model.adapter=x", "algorithm.kl.coef=0.1")
+    found = refusals(*starts, "roles.reference.colocate_with=policy", "roles.policy.zero_stage=3")
+    assert "roles.policy.zero_stage: an adapter cannot be added to a model that is divided over workers" in found
+    found = refusals(*starts, "roles.reference={workers: 1, cpus: 2, shards: 2}")
+    assert "roles.reference.shards: an adapter cannot be added to a model that is divided" in found

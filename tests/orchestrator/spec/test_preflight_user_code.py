@@ -13,9 +13,11 @@ from troupe.orchestrator.spec.preflight import unusable_functions
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import RewardFunctionConfig
 
+PATH = "roles.reward.functions"
+
 
 def problems(*functions: tuple[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    return list(unusable_functions([RewardFunctionConfig(name=name, args=args) for name, args in functions]))
+    return list(unusable_functions([RewardFunctionConfig(name=name, args=args) for name, args in functions], PATH))
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_classes_and_functions_of_several_are_told_apart(own: Path) -> None:
         RewardFunctionConfig(name="own_several:score", batched=True),
         RewardFunctionConfig(name="own_several:score", args={"scale": 2}, batched=True),
     ]
-    found = list(unusable_functions(functions))
+    found = list(unusable_functions(functions, PATH))
     assert [field for field, _ in found] == ["roles.reward.functions.0.name", "roles.reward.functions.2.args"]
     assert "own_several:Score: is a class; name a function" in found[0][1]
     assert "cannot be called as f(responses, answers, metadata, **args)" in found[1][1]

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from tests.conftest import NO_WEIGHTS
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
+from troupe.orchestrator.spec.hub import with_sections
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, spec_schema
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -390,6 +391,103 @@ def test_what_counts_as_solved_follows_from_the_reward_unless_it_is_set(
     held = "data.eval={kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 2}"
     assert load(tmp_path, GRPO, reward, data, held).solved_at == solved_at
     assert load(tmp_path, GRPO, reward, data, held, "evaluation={solved_at: 0.7}").solved_at == 0.7
+
+
+SETS = """\
+  eval:
+    sums:
+      {kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 2, rewards: [{name: reasoning_gym, weight: 2}],
+       sampling: {temperature: 0.7, top_p: 0.9, top_k: 20, samples: 6, max_tokens: 400}, level: recipe}
+    math-500: {kind: jsonl, path: math.jsonl, metadata: [level], solved_at: 0.5}
+    form: {kind: jsonl, path: form.jsonl, rewards: [{name: regex, args: {pattern: x}}, {name: length}]}
+evaluation: {sampling: {temperature: 1.0, samples: 2}, solved_at: 0.8}
+"""
+NAMED = GRPO.replace(
+    "{train: {kind: jsonl, path: train.jsonl}}", "\n  train: {kind: jsonl, path: train.jsonl}\n" + SETS
+)
+
+
+def test_named_held_out_sets_have_their_own_sampling_and_rewards(tmp_path: Path) -> None:
+    spec = load(tmp_path, NAMED)
+    sums, math, form = spec.held_out_sets()
+    assert [one.prefix for one in (sums, math, form)] == ["eval/sums/", "eval/math-500/", "eval/form/"]
+    assert (sums.sampling.top_k, sums.sampling.max_tokens, sums.pass_at, sums.level) == (20, 400, [2, 4, 6], "recipe")
+    assert math.sampling == form.sampling == spec.evaluation.sampling  # type: ignore[union-attr]
+    assert (sums.solved_at, math.solved_at, form.solved_at) == (2.0, 0.5, None)  # of their own rewards
+    config = spec.reward_config()
+    assert [sums.rewards, math.rewards, form.rewards] == ["data.eval.sums", "", "data.eval.form"]
+    assert {name: [f.name for f in functions] for name, functions in config.sets.items()} == {
+        "data.eval.sums": ["reasoning_gym"],
+        "data.eval.form": ["regex", "length"],
+    }
+    names = spec.evaluation_metrics()
+    assert {"eval/sums/avg", "eval/sums/pass@6", "eval/sums/maj@6", "eval/math-500/maj@2", "eval/form/reward"} <= {
+        *names
+    }
+    assert not {"eval/form/avg", "eval/form/maj@2", "eval/sums/accuracy", "eval/sums/pass@1"} & {*names}
+    assert list(spec.data_sources()) == ["train", "eval.sums", "eval.math-500", "eval.form"]
+    assert spec.room_for("eval.sums").tokens == 112 and spec.room_for("train").tokens == 256
+
+
+def test_named_held_out_sets_survive_a_resolved_spec_and_replaced_sections(tmp_path: Path) -> None:
+    spec = load(tmp_path, NAMED, "data.eval.form.limit=3")
+    again = load(tmp_path, spec.as_yaml())
+    assert again == spec
+    sums = dict(spec.data.held_out_sets())["eval.form"]
+    replaced = with_sections(spec, {"data.eval.form": sums.model_copy(update={"limit": 4})})
+    assert [getattr(one, "limit", None) for one in replaced.data.held_out_sets().values()] == [None, 0, 4]
+
+
+def test_one_source_keeps_its_names(tmp_path: Path) -> None:
+    held = "data.eval={kind: jsonl, path: eval.jsonl}"
+    (only,) = load(tmp_path, GRPO, held, "evaluation={sampling: {temperature: 1, samples: 4}}").held_out_sets()
+    assert (only.prefix, only.rewards, only.label) == ("eval/", "", "eval")
+    today = ("prompts", "refused", "failed_samples", "reward", "response_tokens", "accuracy", "solved_at", "pass@2")
+    assert {f"eval/{name}" for name in (*today, "pass@4")} <= {*only.metric_names()}
+
+
+BEST = "checkpoint={best: {metric: eval/sums/avg}, patience: 2}"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("data.eval.sums.sampling.samples=0", "data.eval.sums.sampling.samples: must be at least 1, got 0"),
+        ("data.eval.sums.sampel=0", "data.eval.sums.sampel: unknown field (did you mean 'sampling'?)"),
+        ("data.eval.sums.rewards=[]", "data.eval.sums.rewards: needs 1 or more entries, got 0"),
+        ("data.eval.sums.sampling.max_tokens=512", "leaves no room for a prompt in roles.rollout.max_model_len, 512"),
+        ("data.eval.sums.seed=1", "data.eval.sums.seed: must differ from data.train.seed"),
+        ("data.eval.form.rewards.0.name=regexx", "data.eval.form.rewards.0.name: no reward function 'regexx' (did you"),
+        ("data.eval.form.rewards.1.label=regex", "data.eval.form.rewards.1.label: two components have the label"),
+        ("data.eval.form.rewards.0.name=reasoning_gym", "scores reasoning_gym tasks only, but data.eval.form is jsonl"),
+        ("data.eval.form.rewards.0.name=judge", "data.eval.form.rewards.0.name: needs a role `judge`"),
+        ("data.eval.form.rewards.0.process=true", "rewards.0.process: only training uses the rewards of steps; remove"),
+        ("data.eval.form.rewards=[{name: length, weight: 0}]", "data.eval.form.rewards: every weight is 0"),
+        ("data.eval.form.kind=jsno", "data.eval.form.kind: expected one of"),
+        (
+            "data.eval.Form={kind: jsonl, path: x}",
+            "data.eval.Form: may hold lowercase letters, digits and, between them, '-', got 'Form'",
+        ),
+        ("data.eval.form=3", "data.eval.form: "),
+        ("checkpoint={patience: 3}", "checkpoint.patience: needs checkpoint.best: the metric that is to become better"),
+        ("evaluation.every_steps=0", "checkpoint.best: needs evaluations during the run"),
+        ("checkpoint.best.metric=eval/sum/avg", "no evaluation reports 'eval/sum/avg' (did you mean 'eval/sums/avg'?)"),
+        ("checkpoint.best.metric=eval/form/avg", "checkpoint.best.metric: no evaluation reports 'eval/form/avg'"),
+        (
+            "checkpoint.best.metric=eval/sums/truncated",
+            "checkpoint.best.mode: the highest eval/sums/truncated would be",
+        ),
+    ],
+)
+def test_bad_held_out_sets_and_best_checkpoints_are_refused_at_their_field(
+    tmp_path: Path, override: str, line: str
+) -> None:
+    train = "data.train={kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 1}"
+    given = [BEST, *([train, "roles.reward.functions.0.name=reasoning_gym"] if "seed=1" in override else [])]
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, NAMED, *given, override)
+    assert line in str(caught.value)
+    assert ": data.eval.named" not in str(caught.value) and "one source" not in str(caught.value)
 
 
 def test_a_reward_model_does_not_say_what_counts_as_solved(tmp_path: Path) -> None:

@@ -104,9 +104,11 @@ def test_the_end_names_the_results_and_commands_that_work(models: Path) -> None:
 
 def test_the_last_line_names_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runs = plan_runs(read_document("examples:tiny-grpo"), tmp_path / "run")
-    assert write_run_report(runs) is None and "the report was not written" in caplog.text, "nothing has run"
-    (tmp_path / "run").mkdir()
+    assert write_run_report(runs) is None and not caplog.text, "nothing has run"
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    assert write_run_report(runs) is None and "the report was not written: " in caplog.text
+    (tmp_path / "run" / "report.html").rmdir()
     report = write_run_report(runs)
     assert report is not None and report == tmp_path / "run" / "report.html" and report.is_file()
     last = next_steps(Path("examples:tiny-grpo"), runs, report).splitlines()[-1]

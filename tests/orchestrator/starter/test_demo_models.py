@@ -63,14 +63,40 @@ def test_a_model_of_the_users_own_with_the_same_name_is_never_replaced(
 
 
 @pytest.mark.long
-def test_a_model_is_made_as_it_always_was(tiny_model: Path, tmp_path: Path) -> None:
-    """Bit for bit: recorded benchmarks and the expected values of tests are about these weights."""
-    said: list[str] = []
-    demo.make_models([demo.TINY], tmp_path, said.append)
-    (line,) = said
-    assert line.startswith(f"creating {tmp_path / demo.TINY} (")
+def test_a_model_is_made_as_it_always_was_from_a_script_that_is_run_once(tiny_model: Path, tmp_path: Path) -> None:
+    """Bit for bit: recorded benchmarks and the expected values of tests are about these weights.
+
+    The script has no `if __name__ == "__main__"`: the process that creates the model must not import it.
+    """
+    script, models = tmp_path / "script.py", tmp_path / "models"
+    script.write_text(
+        "import pathlib, sys\nfrom troupe.orchestrator.starter import demo_models as demo\n"
+        "print('begins')\ndemo.make_models([demo.TINY], pathlib.Path(sys.argv[1]), print)\nprint('ends')\n"
+    )
+    command = [sys.executable, str(script), str(models)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    begins, line, ends = done.stdout.splitlines()
+    assert (begins, ends) == ("begins", "ends") and line.startswith(f"creating {models / demo.TINY} (")
     for file in sorted(tiny_model.iterdir()):
-        assert (tmp_path / demo.TINY / file.name).read_bytes() == file.read_bytes(), file.name
+        assert (models / demo.TINY / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_model_that_cannot_be_created_names_its_folder_and_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "weights.gguf"
+    source.write_bytes(b"no weights")
+    monkeypatch.setattr(demo, "weights_file", lambda: source)
+    for kind, message in [
+        ("MemoryError", r"tiny-llama: it was not created \(needs 2 GiB of memory\): .* exit code 1: MemoryError"),
+        ("ValueError", r"tiny-llama: of another version$"),
+    ]:
+        (tmp_path / f"{kind.lower()}.py").write_text(f"def create(request): raise {kind}('of another version')")
+        monkeypatch.setattr(demo, "_CREATE", f"{kind.lower()}:create")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(demo.DemoModelError, match=message):
+            demo.make_models([demo.TINY], tmp_path / "models", lambda line: None)
 
 
 def downloads(monkeypatch: pytest.MonkeyPatch, code: int, error: str = "", files: tuple[str, ...] = ()) -> list[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ import yaml
 
 from troupe.orchestrator.data.summary import read_pools
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-from troupe.orchestrator.starter import command
+from troupe.orchestrator.starter import command, difficulty
 from troupe.orchestrator.starter.choices import Choices, Difficulty
 from troupe.orchestrator.starter.command import text_of, with_difficulty
-from troupe.orchestrator.starter.difficulty import best_level, is_tried, task_levels, trained_tasks
+from troupe.orchestrator.starter.difficulty import best_level, has_levels, task_levels, trained_tasks, why_not_tried
 
 
 def test_levels_follow_the_curriculum_from_the_easiest() -> None:
@@ -73,7 +75,37 @@ def test_the_spec_has_the_difficulty_and_what_the_model_solved(
     assert "# Difficulty: the model solves 11 of 64 samples" in text
 
 
-def test_only_small_models_and_generated_tasks_are_tried(tiny_model: Path, tmp_path: Path) -> None:
-    assert is_tried(Choices(str(tiny_model), "reasoning_gym:chain_sum"))
-    assert not is_tried(Choices(str(tiny_model), "train.jsonl"))
-    assert not is_tried(Choices(str(tmp_path), "reasoning_gym:chain_sum"))
+def test_only_the_difficulty_of_generated_tasks_is_tried(tiny_model: Path) -> None:
+    generated = Choices(str(tiny_model), "reasoning_gym:chain_sum")
+    assert has_levels(generated) and not has_levels(replace(generated, data="train.jsonl"))
+    assert not has_levels(replace(generated, algorithm="dpo"))
+    assert not has_levels(replace(generated, environment="gym"))
+
+
+@pytest.mark.parametrize(
+    ("billions", "gpu_gib", "why"),
+    [
+        (2.0, 0, ""),
+        (2.1, 0, "the model has 2.1 billion parameters and this machine no GPU"),
+        (7.0, 80, ""),
+        (72.0, 80, "the model needs 201 GiB and the GPU of this machine has 80"),  # 1.5 x 2 bytes x 72e9 / 2**30
+    ],
+)
+def test_a_large_model_is_tried_on_a_gpu_that_it_fits(
+    billions: float, gpu_gib: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(difficulty, "read_size", lambda folder: SimpleNamespace(parameters=int(billions * 1e9)))
+    assert why_not_tried(str(tmp_path), gpu_gib * 2**30) == why
+
+
+def test_a_difficulty_that_is_not_tried_is_said_and_written(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "the size of the model is not known" in why_not_tried(str(tmp_path), 0)
+    monkeypatch.setattr(command, "why_not_tried", lambda model, gpu_bytes: "the machine has no GPU")
+    monkeypatch.setattr(command, "find_difficulty", lambda choices: pytest.fail("tried"))
+    said: list[str] = []
+    choices = with_difficulty(Choices(str(tiny_model), "reasoning_gym:chain_sum", cpus=2), said.append)
+    assert said == ["difficulty: not tried: the machine has no GPU"]
+    text = text_of(choices, tmp_path / "run.yaml")
+    assert "# Difficulty: that of the task, not tried: the machine has no GPU.\n" in text

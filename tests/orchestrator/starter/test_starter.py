@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -155,6 +156,22 @@ def test_a_larger_model_gets_the_settings_that_make_it_fit(tmp_path: Path) -> No
     assert policy["gradient_checkpointing"] and policy["workers"] > 1
     with pytest.raises(DoesNotFit, match=r"does not fit this machine: .*GiB"):
         fitting_document(single := chosen(model, gpus=1, gpu_type="L4", cpus=16), read_data(single))
+
+
+@pytest.mark.parametrize(("algorithm", "rate"), [("sft", 1e-4), ("grpo", 1e-5)])
+def test_where_all_weights_do_not_fit_the_spec_trains_adapters(algorithm: str, rate: float, tmp_path: Path) -> None:
+    """Training in bfloat16 on a CPU takes 20 bytes for each weight, or 2 with adapters, and an engine 2."""
+    layers = psutil.virtual_memory().total // 12 // 232_000_000
+    model = llama(tmp_path / "model", 4096, layers, 14336)
+    data = "reasoning_gym:chain_sum" if algorithm == "grpo" else str(DATA / "demonstrations-train.jsonl")
+    choices = chosen(model, algorithm=algorithm, data=data)
+    text = text_of(choices, tmp_path / "run.yaml")
+    policy = check(text, tmp_path / "run.yaml", choices)["roles"]["policy"]
+    assert policy["lora"] == {"rank": 16, "alpha": 32}
+    assert policy["learning_rate"] == pytest.approx(rate)
+    assert "# All weights do not fit this machine in training: the spec trains adapters" in text
+    small = chosen(llama(tmp_path / "small", 512, 2, 1024), algorithm=algorithm, data=data)
+    assert "lora" not in check(text_of(small, tmp_path / "x.yaml"), tmp_path / "x.yaml", small)["roles"]["policy"]
 
 
 def test_an_algorithm_with_a_critic_needs_two_gpus(tiny_model: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TRAIN, PrepareRequest, token_scores
-from troupe.workers.models.token_batch import ragged
+from troupe.workers.models.ragged import ragged
 
 GROUP = AdvantageConfig(estimator="group", normalize_by_std=False)
 Key = tuple[str, int]
@@ -26,6 +26,7 @@ def rollout_table(keys: list[Key], lengths: list[int], attempt: int = 0, **colum
         "prompt_ids": [[1, 2] for _ in keys],
         "response_ids": [list(range(length)) for length in lengths],
         "rollout_logprobs": [[-1.0] * length for length in lengths],
+        "kept_tokens": [None] * len(keys),
         "loss_mask": [[True] * length for length in lengths],
         "weight_versions": [[] for _ in keys],
         "turns": [[] for _ in keys],
@@ -105,6 +106,13 @@ def test_any_order_and_partition() -> None:
     random.Random(5).shuffle(pieces)
     summary, table = prepare(GROUP, PrepareRequest(tuple(KEYS)), pieces)
     assert table.equals(expected[1]) and summary == expected[0]
+
+
+def test_the_tokens_that_the_sampler_left_are_part_of_the_batch() -> None:
+    left = [[b"\1\0\0\0", b""], None, [], [b"\2\0\0\0"] * 3]
+    tables = [rollout_table(KEYS, LENGTHS, kept_tokens=left), reward_table(KEYS, [1.0, 0.0, 2.0, 2.0])]
+    _, table = prepare(GROUP, PrepareRequest(tuple(reversed(KEYS))), tables)
+    assert table["kept_tokens"].to_pylist() == left[::-1]
 
 
 def test_loss_mask_leaves_tokens_out() -> None:

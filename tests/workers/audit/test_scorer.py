@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
@@ -23,10 +24,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from troupe.orchestrator.audit.attribution import attribute
 from troupe.workers.audit.scorer import _above, _truncated, score_tokens
-from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
+from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
-from troupe.workers.contract.messages import ROLLOUTS
+from troupe.workers.contract.kept_tokens import write_kept
+from troupe.workers.contract.messages import KEPT_TOKENS, ROLLOUTS
 
 TEMPERATURE = 0.8
 PROMPTS = ([5, 6, 7], [5, 6, 7], [9, 10, 11, 12, 13])
@@ -142,6 +145,29 @@ def test_the_tokens_of_sampler_trainer_and_scorer_are_the_same(folders: tuple[Pa
     assert found.engine == ("rollout-0",) * 3 + ("rollout-1",) + ("rollout-0",) * 2
     np.testing.assert_allclose(found.scorer, expected(load(folders[0])), atol=1e-5)
     np.testing.assert_allclose(found.rounded, found.scorer, atol=1e-5)
+
+
+def test_every_score_is_among_the_tokens_that_the_sampler_left(folders: tuple[Path, Path]) -> None:
+    """Also those of the scorer's own rounding and of the hypotheses."""
+    table = rollouts()
+    vocabulary = load(folders[0]).config.vocab_size
+    left = np.zeros((len(PROMPTS), vocabulary), np.bool_)
+    left[:, 1 : vocabulary // 2] = True
+    left[:, list({token for response in RESPONSES for token in response})] = True
+    words = [[row.tobytes()] * len(response) for row, response in zip(write_kept(left), RESPONSES, strict=True)]
+    place = table.column_names.index("kept_tokens")
+    table = table.set_column(place, KEPT_TOKENS, pa.array(words, KEPT_TOKENS.type))
+    found, whole = (score_tokens(request(folders), rows, scores()) for rows in (table, rollouts()))
+    model = load(folders[0])
+    head: Any = model.get_output_embeddings()
+    head.register_forward_hook(
+        lambda _module, _inputs, logits: logits.masked_fill(~torch.from_numpy(left[0]), -torch.inf)
+    )
+    np.testing.assert_allclose(found.scorer, expected(model), atol=1e-5)
+    np.testing.assert_allclose(found.rounded, found.scorer, atol=1e-5)
+    assert (found.scorer > whole.scorer + 0.1).all()
+    for name, column in found.hypotheses.items():
+        assert (column >= whole.hypotheses[name]).all(), name
 
 
 SMALL: dict[str, Any] = {
@@ -278,3 +304,58 @@ def test_prompts_are_compared_with_the_chat_template(folders: tuple[Path, Path],
     (difference,) = found.prompt_differences
     assert (difference.prompt_uid, difference.position) == ("p2", 4)
     assert difference.expected == tokenizer.decode(ids[4:12])
+
+
+def adapter(base: Path, folder: Path, seed: int) -> Path:
+    """An adapter of peft for the model."""
+    import peft
+
+    torch.manual_seed(seed)
+    settings = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def merged(base: Path, adapter: Path, factor: float = 1.0) -> PreTrainedModel:
+    """The model with `factor` times the adapter, written out once more."""
+    model, tensors = load(base), load_file(adapter / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            parts = [f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight" for part in "AB"]
+            if parts[0] in tensors:
+                a, b = (tensors[part] for part in parts)
+                weight += factor * 1.5 * (b @ a)
+    return model
+
+
+def test_a_missing_doubled_or_stale_adapter_of_the_engine_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    base, now, before = (
+        folders[0],
+        adapter(folders[0], tmp_path / "now", 3),
+        adapter(folders[0], tmp_path / "before", 4),
+    )
+    given = request(folders, previous=None, adapter=str(now), previous_adapter=str(before))
+    found = score_tokens(given, rollouts(), scores())
+    np.testing.assert_allclose(found.scorer, expected(merged(base, now)), atol=1e-4)
+    np.testing.assert_allclose(found.rounded, found.scorer, atol=1e-4)
+    sound = attribute("trainer", replace(found, trainer=found.scorer + 1e-6))
+    assert sound.passed
+    faults = {MISSING: load(base), DOUBLED: merged(base, now, 2.0), STALE: merged(base, before)}
+    for name, model in faults.items():
+        numbers = expected(model)
+        np.testing.assert_allclose(found.hypotheses[f"adapter:{name}"], numbers, atol=1e-4)
+        (cause,) = attribute("sampler", replace(found, sampler=numbers)).causes
+        assert (cause.kind, cause.about) == ("adapter", name)
+
+
+def test_an_adapter_is_scored_in_bfloat16_beside_its_model(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    given = request(folders, "bfloat16", previous=None, adapter=str(adapter(folders[0], tmp_path / "now", 3)))
+    found = score_tokens(given, rollouts(), scores())
+    apart = np.abs(found.rounded - found.scorer)
+    assert 1e-4 < apart.mean() < 0.2
+    assert "adapter:stale" not in found.hypotheses and "adapter:missing" in found.hypotheses

@@ -15,6 +15,7 @@ import pytest
 
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.environments.loading import EnvironmentArgumentsError, load
+from troupe.workers.environments.openenv import OpenEnv
 from troupe.workers.environments.processes import EnvironmentProcesses
 from troupe.workers.environments.tools import MALFORMED
 
@@ -152,6 +153,19 @@ def test_turns_are_actions_of_an_openenv_server(echo: str, openenv: Any) -> None
     while openenv.Echo.sessions and time.monotonic() < deadline:
         time.sleep(0.01)
     assert openenv.Echo.sessions == 0, "the session is closed"
+
+
+def test_a_turn_that_was_cut_is_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+    client = types.SimpleNamespace(step=sent.append)
+    module = types.SimpleNamespace(GenericEnvClient=lambda **_: client)
+    for name in ("openenv", "openenv.core"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "openenv.core.generic_client", module)
+    environment = OpenEnv("http://127.0.0.1:9", action="message")
+    cut = {"role": "assistant", "content": "rm -rf ./build", "finish_reason": "length"}
+    observed = asyncio.run(environment.step(cut))
+    assert not sent and not observed.done and "cut at its token limit" in observed.messages[0]["content"]
 
 
 def test_arguments_of_the_reset_come_from_the_spec_and_the_row(echo: str) -> None:

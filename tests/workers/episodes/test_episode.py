@@ -109,12 +109,15 @@ def reply(*messages: Message, **fields: Any) -> EpisodeReply:
     return EpisodeReply(Observation(messages, **fields))
 
 
+KEPT = (b"one.", b"two.", b"few.")
+
+
 async def sampled(
     number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
 ) -> SampledTurn:
     ids = [10 * (number + 1) + place for place in range(min(3, max_tokens))]
     spans = [{"version": number, "start": 0, "end": 1}, {"version": number + 1, "start": 1, "end": len(ids)}]
-    return SampledTurn(ids, [-0.5] * len(ids), spans, "stop", cached_tokens=2)
+    return SampledTurn(ids, [-0.5] * len(ids), spans, "stop", KEPT[: len(ids)], cached_tokens=2)
 
 
 def play(script: Script, sample: Any = sampled, fork_at: int = -1, longest: int = 100, **bounds: Any) -> Played:
@@ -132,6 +135,7 @@ def test_sampled_and_added_tokens_alternate_and_only_sampled_ones_have_loss() ->
     assert segment.response_ids == [10, 11, 12, 8, 9, 20, 21, 22]
     assert segment.loss_mask == [True] * 3 + [False] * 2 + [True] * 3
     assert segment.logprobs == [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3
+    assert segment.kept == [*KEPT, b"", b"", *KEPT]
     assert [(span["version"], span["start"], span["end"]) for span in segment.versions] == [
         (0, 0, 1),
         (1, 1, 3),

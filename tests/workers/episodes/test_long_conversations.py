@@ -99,3 +99,13 @@ def test_other_episodes_do_not_wait_for_the_reading_of_a_long_turn() -> None:
             ("ok", 10),
             ("ok", 1000),
         ]
+
+
+def test_calls_and_tools_count_as_length() -> None:
+    call = {"function": {"name": "f", "arguments": {"text": "x" * 200_000}}}
+    said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with ThreadPoolExecutor(1) as thread:
+        reader = TurnReader(tokenizer_of("llama3"))
+        runner = EpisodeRunner(EpisodeConfig(), 4, 10**9, reader, thread, lambda: Script([], [reply(USER)]))
+    assert runner._is_long([USER, said]) and runner._is_long([USER], [call])
+    assert not runner._is_long([USER], [])

@@ -63,7 +63,19 @@ def test_kernels_that_compute_the_same_are_used(monkeypatch: pytest.MonkeyPatch)
 
 def test_kernels_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, norms_with(0.5))
-    with pytest.raises(ValueError, match="LlamaForCausalLM computes other states with Liger's kernels; set kernels"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM computes something else with Liger's kernels; set kernels"):
+        use_liger(llama(), "cpu")
+
+
+def test_kernels_with_a_wrong_gradient_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(model: LlamaForCausalLM, **_: bool) -> None:
+        for module in model.modules():
+            if isinstance(module, LlamaRMSNorm):
+                own = module.forward
+                vars(module)["forward"] = lambda hidden_states, own=own: own(hidden_states).detach() + 0 * hidden_states
+
+    installed(monkeypatch, apply)
+    with pytest.raises(ValueError, match="computes something else with Liger's kernels"):
         use_liger(llama(), "cpu")
 
 

@@ -34,7 +34,8 @@ from troupe.workers.models.modeling import (
     score,
     score_plan,
 )
-from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged
+from troupe.workers.models.ragged import ragged
+from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

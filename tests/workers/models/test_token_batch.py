@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.workers.contract.messages import TRAIN, token_scores
-from troupe.workers.models.token_batch import TokenTable, filler_batch, list_column, ragged, score_table
+from troupe.workers.models.ragged import list_column, ragged
+from troupe.workers.models.token_batch import TokenTable, filler_batch, score_table
 
 lists = st.lists(st.lists(st.integers(0, 1000), max_size=6), min_size=1, max_size=8)
 

@@ -17,8 +17,8 @@ from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer
 from troupe.workers.rewards.judge import JudgeReward
-from troupe.workers.rewards.judge_http import read_completion
-from troupe.workers.rewards.judge_rubric import JudgeArgs, JudgeError, read_args
+from troupe.workers.rewards.judge_http import HttpJudge, read_completion
+from troupe.workers.rewards.judge_rubric import HttpJudgeConfig, JudgeArgs, JudgeError, read_args
 from troupe.workers.rewards.loading import find_problems
 from troupe.workers.rewards.runner import Outcome, Sample
 
@@ -296,6 +296,13 @@ def test_whatever_an_endpoint_answers_is_a_status(media_type: str) -> None:
         assert outcome.value is None and outcome.status.startswith(status), (name, outcome)
         outcome.status.encode()  # a column of the table holds it
         assert "<html>" not in outcome.cause and len(outcome.status) < 400
+
+
+def test_a_question_that_cannot_be_sent_is_a_status() -> None:
+    with endpoint(lambda number, body: web.Response(body=completion({"content": "Score: 5"}))) as served:
+        client = HttpJudge(HttpJudgeConfig(url=served.url, model="m", retries=0))
+        half, whole = client.ask([[{"role": "user", "content": text}] for text in ("\ud83d", "a")], 10.0)
+    assert half.failure.startswith("UnicodeEncodeError") and whole == JudgeAnswer("Score: 5")
 
 
 def test_parts_of_a_content_are_read() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from troupe.orchestrator.training.checkpoint import CheckpointError, has_adapters, write_merged
 from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.models.adapter import Adapter
+from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
 from troupe.workers.training.merging import merge
 from troupe.workers.training.model_adapter import ModelAdapter
 
@@ -63,6 +65,7 @@ def written(base: Path, folder: Path, dtype: str) -> Any:
 
 def test_new_adapters_change_nothing_and_can_be_turned_off(base: Path) -> None:
     plain = loaded(base)
+    use_onednn(plain)
     expected, model = logits(plain), loaded(base)
     adapter = Adapter(model, LORA)
     assert torch.equal(logits(model), expected)
@@ -125,6 +128,66 @@ def test_a_base_that_has_changed_is_refused(base: Path, tmp_path: Path) -> None:
     other.save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text("{}")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "other")}))
-    with pytest.raises(ValueError, match="is not the model that the adapter was trained on"):
+    with pytest.raises(ValueError, match=r"is not the model that the adapter .* was trained on: "):
         next(merge({"adapter": str(tmp_path / "adapter"), "target": str(tmp_path / "whole")}))
     assert not (tmp_path / "whole").exists()
+
+
+def test_the_gradient_of_an_adapter_is_that_of_all_weights_projected(base: Path) -> None:
+    """W + s B A: where B is 0, dL/dB = s dL/dW A^T and dL/dA = s B^T dL/dW = 0, with dL/dW of training all weights."""
+    source = ModelConfig(path=str(base), dtype="float32")
+    whole, adapted = load_causal(source), load_causal(source)
+    adapter = ModelAdapter(adapted, LORA, source)
+    positions, targets = torch.arange(5), IDS[0, 1:]
+    for model in (whole, adapted):
+        logprobs, _ = CausalLogprobs(model, temperature=1.0)(IDS, None, positions, targets)
+        (-logprobs.mean()).backward()
+    full = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    found = dict(adapter.named_parameters())
+    for layer in (
+        f"model.layers.{number}.{name}" for number in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")
+    ):
+        a, b = (found[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
+        gradient = full[f"{layer}.weight"]
+        assert gradient is not None and a.grad is not None and b.grad is not None
+        assert gradient.abs().max() > 1e-4 and not a.grad.any()
+        torch.testing.assert_close(b.grad, LORA.scaling * gradient @ a.detach().T, rtol=1e-4, atol=1e-7)
+
+
+def scored(base: Path) -> tuple[RewardScores, ModelAdapter]:
+    """A reward model that keeps its language model, with adapters."""
+    source = ModelConfig(path=str(base), dtype="float32")
+    model = load_value(source)
+    language = share_backbone(model, source, chunks=1)
+    return RewardScores(model, language), ModelAdapter(model, LORA, source)
+
+
+def test_the_head_of_a_reward_model_trains_whole_and_its_language_model_does_not(base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    module, adapter = scored(base)
+    names = [name for name, _ in adapter.named_parameters()]
+    assert [name for name in names if ".lora_" not in name] == ["base_model.model.score.weight"]
+    assert adapter.targets == ("down_proj", "q_proj") and len(names) == 1 + 2 * 2 * 2
+    assert {name for name, parameter in module.named_parameters() if parameter.requires_grad} == {
+        f"model.{name.removeprefix('base_model.model.').replace('.weight', '.default.weight')}"
+        if ".lora_" in name
+        else "model.score.weight"
+        for name in names
+    }
+    with torch.no_grad():
+        for _, parameter in adapter.named_parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    expected = module(IDS, None, torch.arange(5), IDS[0, 1:], torch.tensor([5]))[0].detach()
+    folder, target = tmp_path / "adapter", tmp_path / "whole"
+    adapter.write(folder, str(base), {name: tensor.clone() for name, tensor in adapter.published()})
+    (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')
+    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    with torch.no_grad():
+        by_peft = PeftModel.from_pretrained(plain, folder).eval()(IDS).logits[:, 0]
+    torch.testing.assert_close(by_peft, expected, rtol=0, atol=1e-4)
+    assert list(merge({"adapter": str(folder), "target": str(target)})) == [{"layers": 4}]
+    merged = RewardScores(load_value(ModelConfig(path=str(target), dtype="float32")))
+    found = merged(IDS, None, torch.arange(5), IDS[0, 1:], torch.tensor([5]))[0].detach()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert expected.abs() > 1e-3

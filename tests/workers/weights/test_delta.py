@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -273,3 +278,40 @@ def test_a_file_that_is_gone_or_read_or_too_short_is_not_changed(trainer: Traine
         file.truncate(100)
     with pytest.raises(DeltaRefused, match="has 100 of"):
         change_payload(elsewhere, delta)
+
+
+def killed_between_batches(update: WeightUpdate, delta: Bytes) -> None:
+    """Change a node's file and die of SIGKILL at the second batch."""
+    read, batches = deltas._read, count(1)
+
+    def deadly(batch: Any) -> Any:
+        if next(batches) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(batch)
+
+    deltas._read = deadly
+    change_payload(update, delta)
+
+
+def test_a_file_whose_writer_was_killed_within_a_delta_is_of_no_version_and_gets_all_weights(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deltas, "_SPAN", 1 << 12)
+    first = trainer.publish()
+    write_payload(trainer.elsewhere(first), read_payload(first))
+    trainer.step()
+    second = trainer.publish(first.digest)
+    delta = np.array(trainer.publisher.delta(second))
+    process = get_context("spawn").Process(target=killed_between_batches, args=(trainer.elsewhere(second), delta))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    for version in (first, second):
+        with pytest.raises(WeightDigestMismatch):
+            verify(trainer.elsewhere(version))
+    write_payload(trainer.elsewhere(second), read_payload(second))
+    verify(trainer.elsewhere(second))
+    trainer.step()
+    third = trainer.publish(second.digest)
+    change_payload(trainer.elsewhere(third), trainer.publisher.delta(third))
+    verify(trainer.elsewhere(third))

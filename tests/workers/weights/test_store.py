@@ -1,13 +1,11 @@
-"""Weights through an object store: a folder, and S3 where a local server is installed (`moto[server,s3]`)."""
+"""Weights through an object store: a folder, and a local S3 server."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 from pyarrow import fs
 
-from deploy.demo.cluster import free_port
+from tests.s3_server import Faults, s3_server
 from troupe.workers.weights.file import RankWeights, WeightDigestMismatch, read_payload, verify, write_payload
 from troupe.workers.weights.store import StoredBytes, StoreFailed, WeightStore
 
@@ -24,32 +22,20 @@ CONTENT = np.arange(1000, dtype=np.uint8)
 
 
 @pytest.fixture(scope="session")
-def bucket() -> Iterator[str]:
-    """URL of a bucket in a local S3 server."""
-    server = shutil.which("moto_server")
-    if server is None:
-        pytest.skip("moto is not installed")
-    port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
+def server() -> Iterator[tuple[str, Callable[[Faults], None]]]:
+    """A local S3 server: options of URLs, and what injects faults."""
+    with pytest.MonkeyPatch.context() as patch, s3_server() as (options, inject):
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        process = subprocess.Popen([server, "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        # moto does not complete what Arrow uploads in several parts; small objects need no parts
-        options = f"region=us-east-1&scheme=http&endpoint_override=127.0.0.1:{port}&allow_delayed_open=true"
-        try:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    files, path = fs.FileSystem.from_uri(f"s3://weights?{options}&allow_bucket_creation=true")
-                    files.create_dir(path)
-                    break
-                except OSError:
-                    assert process.poll() is None and time.monotonic() < deadline
-                    time.sleep(0.2)
-            yield f"s3://weights/runs?{options}"
-        finally:
-            process.terminate()
-            process.wait()
+        files, path = fs.FileSystem.from_uri(f"s3://weights?{options}&allow_bucket_creation=true")
+        files.create_dir(path)
+        yield options, inject
+
+
+@pytest.fixture
+def bucket(server: tuple[str, Callable[[Faults], None]]) -> str:
+    """URL of a bucket in the server."""
+    return f"s3://weights/runs?{server[0]}"
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -87,6 +73,50 @@ def test_objects_that_are_gone_or_cut_are_refused(url: str) -> None:
     with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot read .*1\.weights"):
         stored.fetch()
     store.close()
+
+
+@pytest.mark.parametrize("nbytes", [1000, 25 << 20])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults("PUT", errors=2),
+        Faults("GET", errors=2),
+        Faults("POST", errors=1),
+        Faults("GET", cuts=1),
+        Faults("GET", delay_s=0.2),
+        Faults("PUT", delay_s=0.2),
+    ],
+    ids=lambda faults: f"{faults.method}: {faults.errors} errors, {faults.cuts} cut, {faults.delay_s:g} s",
+)
+def test_s3_that_fails_now_and_then_delivers_the_bytes(
+    bucket: str, server: tuple[str, Callable[[Faults], None]], faults: Faults, nbytes: int
+) -> None:
+    """Small objects, and those that are uploaded in parts."""
+    content = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
+    store, inject = WeightStore(bucket, "run"), server[1]
+    try:
+        inject(faults)
+        assert np.array_equal(store.put("1.weights", content).fetch(), content)
+    finally:
+        inject(Faults())
+        store.close()
+    assert not paths(bucket)
+
+
+def test_s3_that_keeps_failing_is_an_error(bucket: str, server: tuple[str, Callable[[Faults], None]]) -> None:
+    store, inject = WeightStore(bucket, "run"), server[1]
+    stored = store.put("1.weights", CONTENT)
+    try:
+        inject(Faults("GET", errors=1000))
+        with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot read .*1\.weights"):
+            stored.fetch()
+        inject(Faults("PUT", errors=1000))
+        with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot write .*2\.weights"):
+            store.put("2.weights", CONTENT)
+    finally:
+        inject(Faults())
+        store.close()
+    assert not paths(bucket)
 
 
 def test_what_a_killed_policy_left_is_removed_by_the_next_one_of_the_run(url: str) -> None:

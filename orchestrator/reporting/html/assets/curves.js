@@ -81,9 +81,16 @@ function glanceSection(app) {
   return section('glance', 'Overview', el('div', { class: 'tools' }, tools, legend(app)), app.data.runs.length > 1 ? null : healthBanner(app.data.runs[0]), holder);
 }
 
+// Of each held-out set with a name, the result that says most.
+function heldOutSets(metrics) {
+  const rewards = [...metrics.keys()].filter((name) => /^eval\/[a-z0-9-]+\/reward$/.test(name));
+  return rewards.map((name) => [name.replace(/reward$/, 'avg'), name]);
+}
+
 function atAGlance(app) {
   const metrics = new Map(app.data.sections.flatMap((one) => one.metrics.map((metric) => [metric.name, metric])));
-  const names = GLANCE.map((line) => line.find((name) => seriesOf(app, name).length && !constant(app, name))).filter(Boolean);
+  const lines = GLANCE.flatMap((line) => (line.includes('eval/accuracy') ? [line, ...heldOutSets(metrics)] : [line]));
+  const names = lines.map((line) => line.find((name) => seriesOf(app, name).length && !constant(app, name))).filter(Boolean);
   return names.slice(0, MOST_AT_A_GLANCE).map((name) => metrics.get(name));
 }
 

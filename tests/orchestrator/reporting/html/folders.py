@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, EvaluationLog
+from troupe.orchestrator.reporting.held_out import PromptResult, summarize
 from troupe.orchestrator.telemetry.timeline import Span, timeline_table
 from troupe.workers.contract.samples import SAMPLES
 
@@ -128,3 +130,17 @@ def events(steps: int) -> list[dict[str, Any]]:
 
 def _plain(step: int, row: int) -> str:
     return "".join(WORDS[: 2 + (row + step) % 8])
+
+
+def write_evaluations(folder: Path) -> None:
+    """Three evaluations on two sets: one with levels, and one whose samples fail at first."""
+    settings = {"temperature": 1.0, "top_p": 0.9, "top_k": 0, "samples": 4, "max_tokens": 64}
+    described = {"digest": "d", "sampling": settings, "rewards": [{"name": "numeric"}], "solved_at": 1.0}
+    log = EvaluationLog(folder / EVALUATIONS, {"math": described, "<b>form</b>": described}, 0)
+    for step, right in ((0, 1), (2, 2), (4, 3)):
+        rows = [[float(place < right) for place in range(4)], [float(place < right - 1) for place in range(4)]]
+        prompts = [PromptResult(tuple(row), (9,) * 4, 1, (0, 0, 1, 2), str(level)) for level, row in enumerate(rows)]
+        failed = [PromptResult((None,) * 4, (9,) * 4, 0)] if step == 0 else prompts
+        options: dict[str, Any] = {"samples": 4, "solved_at": 1.0, "average": "avg", "pass_at": [2, 4]}
+        results = [summarize(found, refused=1, **options) for found in (prompts, failed)]
+        log.add(step, dict(zip(("math", "<b>form</b>"), results, strict=True)))

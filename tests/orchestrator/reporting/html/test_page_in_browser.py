@@ -13,7 +13,7 @@ from tests.browser import CHROMIUM, Page, browser_page
 from troupe.orchestrator.reporting.html.report import Budget, write_report
 from troupe.orchestrator.reporting.watch import WatchServer
 
-from .folders import RECORDED, sample, write_run, write_samples, write_spans
+from .folders import RECORDED, sample, write_evaluations, write_run, write_samples, write_spans
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
@@ -83,6 +83,7 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
         events.write('{"time": 1.8e9, "step": 3, "event": "weights", "version": 4, "digest": "", "engines": {}}\n')
     mixed = [sample(3, row, lambda *_: "mixed", 6) | {"source": "code" if row % 3 else "math"} for row in range(16)]
     write_samples(second, 3, mixed)
+    write_evaluations(first)
     file = write_report([first, second], tmp_path / "report.html")
     async with browser_page() as page:
         await page.open(file.as_uri())
@@ -91,6 +92,7 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
             "runs",
             "glance",
             "verdicts",
+            "evaluation",
             "curves",
             "timeline",
             "samples",
@@ -101,6 +103,13 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
             "spec",
         ]
         assert "tiny-ppo" in await text(page, "h1") and "other" in await text(page, "h1")
+
+        assert (
+            await number(page, "#evaluation .intervals") == 2 * 7
+        )  # four shares, the cut samples and two levels of each
+        row = await text(page, "#evaluation tbody tr:nth-child(2)")
+        assert row.startswith("avg@40.125 [0.000, 0.250]0.625 [0.500, 0.750]+0.500")
+        assert "<b>form</b>" in await text(page, "#evaluation")
 
         await page.run("document.querySelector('#curves').scrollIntoView()")
         await page.settle()

@@ -30,7 +30,7 @@ from troupe.orchestrator.reporting.utilization import step_bounds
 from troupe.orchestrator.telemetry.timeline import Span as Call
 from troupe.orchestrator.telemetry.timeline import timeline_table
 
-from .folders import GROUP, write_run
+from .folders import GROUP, write_evaluations, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,27 @@ def own_process() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run of four steps with 16 samples each."""
     return RunFolder(write_run(tmp_path_factory.mktemp("runs") / "run"))
+
+
+def test_evaluations_stand_side_by_side(tmp_path: Path) -> None:
+    """Values by hand: at first 1 of 4 samples is right for one prompt, at last 3 and 2."""
+    folder = write_run(tmp_path / "run")
+    assert overview(RunFolder(folder))["evaluations"] == {}
+    write_evaluations(folder)
+    found = overview(RunFolder(folder))["evaluations"]
+    assert (found["first"], found["last"]) == (0, 4)
+    math, form = found["sets"]
+    assert (math["sampling"], math["rewards"]) == (
+        "4 samples at temperature 1, top-p 0.9, at most 64 tokens",
+        "numeric",
+    )
+    values = {row["name"]: (row["first"]["value"], row["last"]["value"]) for row in math["rows"]}
+    assert values["avg@4"] == (1 / 8, 5 / 8)
+    assert values["maj@4"] == (0.25, 1.0)  # two of four say the same; at first one of these is solved, for one prompt
+    assert [(one["level"], one["rows"][1]["last"]["value"]) for one in math["levels"]] == [("0", 0.75), ("1", 0.5)]
+    assert form["rows"][0]["first"] is None and form["rows"][0]["last"]["value"] == 5 / 8  # all failed at first
+    (folder / "evaluation.json").write_text('{"format": 1, "sets": {"math": {}}, "evaluations": [{"step": 0}]}')
+    assert overview(RunFolder(folder))["evaluations"] == {}
 
 
 def test_json_in_the_page_cannot_end_its_block() -> None:

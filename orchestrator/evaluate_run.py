@@ -1,0 +1,140 @@
+"""`troupe eval`: a model on the held-out data of a spec, without training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from troupe.orchestrator.data.summary import describe
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.hub.resolve import LocalFiles, fetch
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.evaluation_cache import cache_folder, cached, keep, model_digest, set_keys
+from troupe.orchestrator.reporting.evaluation_log import as_json, described_sets, evaluation_as_json
+from troupe.orchestrator.reporting.held_out import SetResult
+from troupe.orchestrator.roles.table import named as named_roles
+from troupe.orchestrator.rollout_run import RolloutRun, RunData, load_data
+from troupe.orchestrator.rollouts.endpoint import Endpoint, endpoint_sampler
+from troupe.orchestrator.rollouts.evaluation import metrics_of
+from troupe.orchestrator.run import RunRequest, open_run, say
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.batch import unless_stopped
+from troupe.workers.contract.atomic_file import write_atomic
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How a model is evaluated."""
+
+    endpoint: Endpoint | None = None
+    """Samples in place of engines; None: engines with the spec's model."""
+    use_cache: bool = True
+    """Whether results that are kept are used; they are replaced otherwise."""
+    output: Path | None = None
+    """File for the results with their intervals; None: they are only returned."""
+
+
+async def evaluate_on_prompts(
+    request: RunRequest, spec: RolloutSpec, console: Console, options: EvaluationOptions
+) -> dict[str, float]:
+    """Metrics of a model on every held-out set of a spec. Engines and reward workers start for sets without a result.
+
+    Raises:
+        UsageError: The spec names no held-out data, or cannot be evaluated at an endpoint.
+    """
+    if spec.evaluation is None:
+        raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
+    if options.endpoint is not None:
+        _require_chat(spec)
+    elif spec.model.adapter is not None:
+        raise UsageError("model.adapter: an engine that evaluates loads no adapter; merge it (troupe export --merge)")
+    spec = spec.without_adapters()
+    local = fetch(spec, console)
+    data = load_data(local.spec)
+    say(console, describe(data.pools))
+    if not data.held_out:
+        raise TroupeError("there are no held-out prompts to evaluate on")
+    sets = described_sets(local.spec, data.held_out)
+    keys: dict[str, str] = {}
+    if options.endpoint is None:
+        keys = set_keys(local.spec, model_digest(Path(local.spec.model.path)), sets)
+    kept = {label: cached(cache_folder(), key) for label, key in keys.items() if options.use_cache}
+    found = {label: result for label, result in kept.items() if result is not None}
+    if found:
+        console.message(f"from earlier evaluations: {', '.join(found)} (--no-cache evaluates again)")
+    if missing := [label for label in sets if label not in found]:
+        fresh = await _sample(replace(request, spec=spec), local, data, console, options.endpoint, missing)
+        for label, result in fresh.items():
+            if label in keys:
+                keep(cache_folder(), keys[label], result)
+        found |= fresh
+    results = {label: found[label] for label in sets}
+    if options.output is not None:
+        _write(options.output, local.spec, sets, results, options.endpoint)
+    return metrics_of(results, spec.held_out_sets())
+
+
+async def _sample(
+    request: RunRequest,
+    local: LocalFiles[RolloutSpec],
+    data: RunData,
+    console: Console,
+    endpoint: Endpoint | None,
+    labels: list[str],
+) -> dict[str, SetResult]:
+    """Results of some of the sets, sampled now."""
+    spec = local.spec
+    roles = named_roles(lambda row: row.evaluates and (endpoint is None or not row.samples))
+    async with open_run(request, local, console, roles) as context:
+        sampler = (
+            nullcontext()
+            if endpoint is None
+            else endpoint_sampler(
+                endpoint,
+                context.cluster.put,
+                max_tokens=spec.sampling.max_tokens,
+                concurrency=spec.roles.rollout.max_num_seqs,
+                timeout_s=spec.schedule.generate_timeout_s,
+            )
+        )
+        parts = RolloutRun(spec, request.out, context, data)
+        try:
+            await parts.start()
+            async with sampler as sample:
+                evaluator = parts.evaluator(sample=sample, only=labels)
+                if evaluator is None:
+                    raise TroupeError("there are no held-out prompts to evaluate on")
+                running = evaluator.results(0, lambda done, total: console.phase("evaluate", done, total))
+                return await unless_stopped(context.stop, running)
+        finally:
+            await parts.close()
+
+
+def _require_chat(spec: RolloutSpec) -> None:
+    """Raises UsageError where an endpoint would not sample what the spec asks for."""
+    refused = {
+        "roles.environment": spec.roles.environment is not None,
+        "sampling.stop": bool(spec.sampling.stop),
+        "sampling.structured": spec.sampling.structured is not None,
+        "model.chat_template: none": spec.model.plain,
+    }
+    if fields := [field for field, used in refused.items() if used]:
+        raise UsageError(f"an endpoint answers chat messages alone; this spec has {', '.join(fields)}")
+
+
+def _write(
+    file: Path,
+    spec: RolloutSpec,
+    sets: Mapping[str, Any],
+    results: Mapping[str, SetResult],
+    endpoint: Endpoint | None,
+) -> None:
+    """Writes the results, in the form of a run's `evaluation.json`. Raises OSError."""
+    model = {"path": spec.model.path} if endpoint is None else {"endpoint": endpoint.url, "name": endpoint.model}
+    content = as_json(sets, [evaluation_as_json(0, results)]) | {"model": model}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,70 @@
+"""Whether the adapters that a spec names (`model.adapter`) are there, and fit what trains on from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from troupe.orchestrator.algorithms.offline import Trains
+from troupe.orchestrator.spec.preflight import REWARD_MODEL, Finding
+from troupe.workers.contract.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SCORES,
+    difference,
+    unsupported_setting,
+)
+from troupe.workers.contract.config import LoraConfig, ModelConfig
+
+_CONFIG_BYTES = 1 << 20
+
+
+def wrong_adapters(
+    models: Mapping[str, ModelConfig], trains: Trains, trained: Iterable[tuple[str, str, LoraConfig]]
+) -> Iterator[Finding]:
+    """What is wrong with adapters, by the path of the field.
+
+    Args:
+        models: The models of a spec by the path of their section; `model` is the trained one.
+        trains: What kind of model the run writes.
+        trained: (path of a section `lora`, section of the model that it starts from, the section itself).
+    """
+    read = {section: _read(Path(model.adapter)) for section, model in models.items() if model.adapter is not None}
+    for section, found in read.items():
+        if isinstance(found, str):
+            yield f"{section}.adapter", found
+        elif wrong := unsupported_setting(found) or _wrong_kind(section, found, trains):
+            yield f"{section}.adapter", wrong
+    for path, section, lora in trained:
+        found = read.get(section)
+        if isinstance(found, dict) and not unsupported_setting(found):
+            field, why = difference(found, lora)
+            if field:
+                yield f"{path}.{field}", why
+
+
+def _read(folder: Path) -> dict[str, Any] | str:
+    """The configuration of an adapter's folder, or what the folder lacks."""
+    file = folder / ADAPTER_CONFIG
+    if not folder.is_dir():
+        return f"no such folder: {folder}"
+    if not file.is_file() or file.stat().st_size > _CONFIG_BYTES:
+        return f"{folder} is not the folder of an adapter: it has no {ADAPTER_CONFIG}"
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        return f"{folder} has no {ADAPTER_WEIGHTS}"
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        return f"{file} cannot be read: {error}"
+    return found if isinstance(found, dict) else f"{file} does not contain a JSON object"
+
+
+def _wrong_kind(section: str, config: Mapping[str, Any], trains: Trains) -> str:
+    scores = config.get("task_type") == SCORES
+    if section == REWARD_MODEL:
+        return "" if scores else "is the adapter of a language model; the reward role needs a reward model's"
+    if section == "roles.critic.model" or (section == "model" and trains == "reward_model"):
+        return ""
+    return "is the adapter of a reward model; a language model is needed here" if scores else ""

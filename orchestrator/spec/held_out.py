@@ -1,0 +1,88 @@
+"""How the sources of `data.eval` are sampled and scored, and which metrics an evaluation reports of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig
+from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
+
+
+@dataclass(frozen=True)
+class HeldOutSettings:
+    """How one source of `data.eval` is sampled and scored."""
+
+    section: str
+    """Name of its section in `data`: `eval`, or `eval.NAME`."""
+    sampling: EvalSampling
+    functions: tuple[RewardFunctionConfig, ...]
+    """Its reward functions."""
+    own_rewards: bool
+    """Whether these are its own, not those of `roles.reward`."""
+    solved_at: float | None
+    """Reward from which a sample counts as solved; None: the reward does not say."""
+    level: str
+    """Key of the metadata by whose values results are also reported."""
+
+    @property
+    def name(self) -> str:
+        """Name of the set; empty for one source without a name."""
+        return self.section.partition(".")[2]
+
+    @property
+    def label(self) -> str:
+        """Its name in reports: `eval` for one source without a name."""
+        return self.name or self.section
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its metrics begin with: `eval/`, or `eval/NAME/`."""
+        return f"{self.section.replace('.', '/')}/"
+
+    @property
+    def votes(self) -> bool:
+        """Whether its samples vote for an answer (maj@k)."""
+        return self.sampling.samples > 1 and self.solved_at is not None
+
+    @property
+    def pass_at(self) -> list[int]:
+        """Every k of its pass@k: the powers of two up to the number of samples, and that number."""
+        samples = self.sampling.samples
+        powers = [1 << power for power in range(1, samples.bit_length()) if 1 << power <= samples]
+        return powers if samples in powers or samples == 1 else [*powers, samples]
+
+    @property
+    def average(self) -> str:
+        """Name of the share of solved samples: `avg` of a named set, `accuracy` of one source without a name."""
+        return "avg" if self.name else "accuracy"
+
+    def metric_names(self) -> list[str]:
+        """Every metric that an evaluation reports of it, besides those by level."""
+        names = ["prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high"]
+        names += ["response_tokens", "truncated"]
+        if self.solved_at is not None:
+            names += [self.average, f"{self.average}_low", f"{self.average}_high", "solved_at"]
+            names += [f"pass@{k}" for k in self.pass_at]
+        if self.votes:
+            names.append(f"maj@{self.sampling.samples}")
+        return [f"{self.prefix}{name}" for name in names]
+
+    @property
+    def rewards(self) -> str:
+        """Which functions a reward worker is asked for (`ScoringConfig.sets`); empty: those of the role."""
+        return f"data.{self.section}" if self.own_rewards else ""
+
+    @property
+    def rewards_section(self) -> str:
+        """Dotted path of its reward functions."""
+        return f"data.{self.section}.rewards" if self.own_rewards else "roles.reward.functions"
+
+
+def right_from(functions: Sequence[RewardFunctionConfig]) -> float | None:
+    """The sum of reward functions from which a response is right; None: they do not say."""
+    weighted = [function for function in functions if function.weight]
+    if len(weighted) != 1:
+        return None
+    (only,) = weighted
+    return only.weight if only.name in RIGHT_OR_WRONG and only.weight > 0 else None

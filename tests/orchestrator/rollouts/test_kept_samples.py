@@ -1,0 +1,210 @@
+"""A resumed run samples nothing again that was finished, wherever it was stopped; damaged pieces are left out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import FakeTable, FaultyEngine, fake_spec
+from tests.orchestrator.test_controller import RolloutRun
+from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.rollouts.kept_samples import GROUPS, fingerprint
+from troupe.orchestrator.training.checkpoint import MANIFEST, SAMPLES, Checkpoint, CheckpointStore, verify
+from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, SampleSummary
+
+SLOW: dict[str, Mapping[str, Any]] = {
+    "schedule": {"steps": 6, "prompts_per_step": 3, "max_staleness": 2, "step_timeout_s": 60.0},
+    "checkpoint": {"every_steps": 1},
+}
+GROUP_SIZE = 4
+
+
+class OneByOne(FaultyEngine):
+    """Finishes the samples of a group one after another, as an engine does, and counts them."""
+
+    def __init__(self, name: str, rng: random.Random, stop: asyncio.Event) -> None:
+        super().__init__(name, rng)
+        self.rng = rng
+        self.stop = stop
+        self.ended = False
+        """Whether it has answered for the last time: the run saves and exits."""
+        self.sampled: Counter[tuple[str, int]] = Counter()
+        """How often each sample (prompt_uid, sample_index) was finished."""
+        self.running: dict[GroupRequest, list[SampleSummary]] = {}
+
+    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
+        return await self._sample(request)
+
+    async def generate_rest(
+        self, request: GroupRequest, prompts: object, finished: FakeTable
+    ) -> tuple[GroupSummary, FakeTable]:
+        assert finished.kind == "rollouts" and request.prompt_uid in finished.uids
+        return await self._sample(request)
+
+    async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], FakeTable]:
+        self.ended = self.stop.is_set()
+        found = tuple(FinishedSamples(r.prompt_uid, r.attempt, tuple(done)) for r, done in self.running.items() if done)
+        return found, FakeTable("rollouts", tuple(one.prompt_uid for one in found))
+
+    async def _sample(self, request: GroupRequest) -> tuple[GroupSummary, FakeTable]:
+        done = self.running[request] = list(request.finished)
+        try:
+            for index in request.missing:
+                oldest = self.version
+                await asyncio.sleep(self.rng.expovariate(1 / self.mean_s))
+                if self.ended:
+                    await asyncio.sleep(3600)
+                done.append(SampleSummary(index, 10, 5, "stop", oldest, self.version))
+                self.sampled[request.prompt_uid, index] += 1
+        finally:
+            del self.running[request]
+        samples = tuple(sorted(done, key=lambda sample: sample.sample_index))
+        table = FakeTable("rollouts", (request.prompt_uid,), request.attempt, (0, 0), request.samples)
+        return GroupSummary(request.prompt_uid, request.attempt, self.name, samples, 0.0), table
+
+
+def slow_run(out: Path, seed: int, resume: bool = False, **sections: Mapping[str, Any]) -> RolloutRun:
+    run = RolloutRun(out, resume=resume, **(SLOW | sections))
+    run.engines = [OneByOne(f"rollout-{i}", random.Random(10 * seed + i), run.stop) for i in range(2)]
+    return run
+
+
+def sampled(*runs: RolloutRun) -> Counter[tuple[str, int]]:
+    """How often each sample was finished, over several runs."""
+    engines = [engine for run in runs for engine in run.engines if isinstance(engine, OneByOne)]
+    return sum((engine.sampled for engine in engines), Counter[tuple[str, int]]())
+
+
+def stop_after(run: RolloutRun, seconds: float) -> RunOutcome:
+    """Run, and ask it to stop after a time."""
+
+    async def stopped() -> RunOutcome:
+        controller = run.build()
+        await run.take_over()
+        asyncio.get_running_loop().call_later(seconds, run.stop.set)
+        return await controller.run()
+
+    return asyncio.run(stopped())
+
+
+def newest(out: Path) -> Checkpoint:
+    found = CheckpointStore(out / "checkpoints", 2).latest()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_finished_sample_is_sampled_again_wherever_a_run_is_stopped(tmp_path: Path, seed: int) -> None:
+    """The run is stopped at random moments, three times; then it finishes."""
+    rng, runs = random.Random(seed), list[RolloutRun]()
+    for number in range(3):
+        run = slow_run(tmp_path, 3 * seed + number, resume=number > 0)
+        stop_after(run, rng.uniform(0.01, 0.08))
+        runs.append(run)
+    last = slow_run(tmp_path, 99, resume=True)
+    outcome = last.run()
+    assert outcome.steps_done == 6
+    counts = sampled(*runs, last)
+    assert set(counts.values()) == {1}
+    assert len(counts) == 6 * 3 * GROUP_SIZE == outcome.ledger["trained"] == outcome.ledger["dispatched"]
+    assert max(line["staleness/max"] for line in last.lines()) <= 2
+
+
+def test_a_run_that_keeps_none_samples_them_again(tmp_path: Path) -> None:
+    """What the test above would find without kept samples; the counts of the ledger are right there too."""
+    run = slow_run(tmp_path, 0, checkpoint={"every_steps": 1, "samples_mib": 0})
+    stop_after(run, 0.04)
+    again = slow_run(tmp_path, 1, resume=True, checkpoint={"every_steps": 1, "samples_mib": 0})
+    outcome = again.run()
+    assert again.taken_over == 0 and not (newest(tmp_path).path / SAMPLES).exists()
+    assert max(sampled(run, again).values()) == 2
+    assert outcome.ledger["trained"] == 6 * 3 * GROUP_SIZE
+
+
+def stopped_run(out: Path) -> tuple[RolloutRun, Checkpoint]:
+    """A run that was stopped with finished samples in its newest checkpoint."""
+    for seed in range(20):
+        run = slow_run(out / str(seed), seed)
+        stop_after(run, 0.05)
+        found = newest(run.out)
+        if (found.path / SAMPLES / GROUPS).exists():
+            return run, found
+    raise AssertionError("no run had finished samples")
+
+
+def test_a_stop_adds_samples_to_a_checkpoint_that_is_written_already(tmp_path: Path) -> None:
+    """Only samples, state and manifest are new: the trainers' files are the same files."""
+    run, found = stopped_run(tmp_path)
+    kept = json.loads((found.path / SAMPLES / GROUPS).read_text())["groups"]
+    assert kept and verify(found.path).damaged == frozenset()
+    counts = sampled(run)
+    trained = 3 * found.step * GROUP_SIZE
+    in_checkpoint = sum(len((group["finished"] or group["summary"])["samples"]) for group in kept)
+    assert in_checkpoint == counts.total() - trained
+
+
+@pytest.mark.parametrize("damage", ["a byte", "missing", "groups.json"])
+def test_a_damaged_piece_is_left_out_with_a_message(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, found = stopped_run(tmp_path)
+    folder = found.path / SAMPLES
+    groups = json.loads((folder / GROUPS).read_text())["groups"]
+    victim = folder / (GROUPS if damage == "groups.json" else next(iter(groups[0]["tables"].values()))["file"])
+    if damage == "missing":
+        victim.unlink()
+    else:
+        content = victim.read_bytes()
+        victim.write_bytes(content[:10] + bytes([content[10] ^ 1]) + content[11:])
+    assert newest(run.out).damaged == {f"{SAMPLES}/{victim.name}"}
+    again = slow_run(run.out, 99, resume=True)
+    outcome = again.run()
+    total = sum(len((group["finished"] or group["summary"])["samples"]) for group in groups)
+    assert again.taken_over < total and f"{victim.name} is damaged" in caplog.text
+    assert outcome.ledger["trained"] == 6 * 3 * GROUP_SIZE
+
+
+@pytest.mark.parametrize(
+    ("sections", "usable"),
+    [
+        ({"sampling": {"temperature": 0.5}}, False),
+        ({"roles": {"reward": {"functions": [{"name": "exact_match", "weight": 2.0}]}}}, False),
+        ({"roles": {"reward": {"workers": 2, "functions": [{"name": "exact_match"}]}}}, True),
+        ({"output": {"replay_steps": 3}}, True),
+    ],
+)
+def test_samples_of_another_sampling_or_reward_are_not_used(sections: dict[str, Any], usable: bool) -> None:
+    roles = {"rollout": {}, "policy": {}} | sections.pop("roles", {})
+    changed = fake_spec(**sections, roles={"reward": {"functions": [{"name": "exact_match"}]}} | roles)
+    assert (fingerprint(changed) == fingerprint(fake_spec())) is usable
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+    """It has neither samples nor counts of the scheduler."""
+    run, found = stopped_run(tmp_path)
+    store = CheckpointStore(run.out / "checkpoints", 2)
+    path = store.begin(found.step)
+    for folder in ("policy", "model"):
+        (found.path / folder).rename(path / folder)
+    del found.state["source"]["scheduler"]
+    store.commit(path, found.state)
+    assert not (found.path / SAMPLES).exists() and (found.path / MANIFEST).exists()
+    again = slow_run(run.out, 99, resume=True)
+    assert again.run().ledger["trained"] == 6 * 3 * GROUP_SIZE
+    assert again.taken_over == 0
+
+
+def test_a_resumed_run_with_a_smaller_staleness_limit_keeps_to_it(tmp_path: Path) -> None:
+    """What would be too old by the time of its batch is sampled again, and groups wait for the slots that are left."""
+    run, found = stopped_run(tmp_path)
+    again = slow_run(run.out, 99, resume=True, schedule={**SLOW["schedule"], "max_staleness": 0})
+    outcome = again.run()
+    assert outcome.ledger["trained"] == outcome.ledger["dispatched"] == 6 * 3 * GROUP_SIZE
+    assert {line["staleness/max"] for line in again.lines() if line["step"] > found.step} == {0}

@@ -1,0 +1,184 @@
+"""The best checkpoint, and the end of a run that no longer gains."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.orchestrator.test_controller import RolloutRun
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.library import model_of
+from troupe.orchestrator.run import RunRequest, saved
+from troupe.orchestrator.spec.sections import BestConfig
+from troupe.orchestrator.training.best import best_step
+from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.state import BestState, ControllerState
+
+DATA = {"train": {"kind": "jsonl", "path": "train"}, "eval": {"kind": "jsonl", "path": "eval"}}
+
+
+class Values:
+    """An evaluation with these values by step."""
+
+    def __init__(self, *values: float | None) -> None:
+        self.values = values
+        self.steps: list[int] = []
+
+    async def run(self, step: int, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
+        self.steps.append(step)
+        value = self.values[step]
+        return {"eval/prompts": 4.0} | ({} if value is None else {"eval/reward": value})
+
+
+class EvaluatedRun(RolloutRun):
+    """A run that keeps the newest checkpoint only."""
+
+    def open_store(self) -> tuple[CheckpointStore, Checkpoint | None, Ledger]:
+        store, found, ledger = super().open_store()
+        store.keep = 1
+        return store, found, ledger
+
+
+def run_of(out: Path, *values: float | None, resume: bool = False, **checkpoint: Any) -> EvaluatedRun:
+    """A run of as many steps as there are values after the first, evaluated before the first step and after each."""
+    fields = {"every_steps": 0, "keep": 1, "best": {"metric": "eval/reward"}} | checkpoint
+    run = EvaluatedRun(
+        out,
+        resume=resume,
+        schedule={"steps": len(values) - 1},
+        checkpoint=fields,
+        evaluation={"every_steps": 1},
+        data=DATA,
+        failures={"failed_saves": 3},
+    )
+    run.evaluator = Values(*values)
+    return run
+
+
+def steps_of(out: Path) -> list[int]:
+    return CheckpointStore(out / "checkpoints", 1).steps()
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    """Step 2 is the best one: later steps neither replace nor remove it. Step 1 was the best one before."""
+    outcome = run_of(tmp_path, 0.1, 0.3, 0.5, 0.2, 0.4).run()
+    assert steps_of(tmp_path) == [2, 4]
+    assert best_step(tmp_path / "checkpoints") == 2
+    assert (outcome.stopped, outcome.ended_early) == (False, "")
+    assert outcome.summary(tmp_path)["best checkpoint"] == "step 2, eval/reward 0.5"
+    assert model_of(tmp_path, best=True) == tmp_path / "checkpoints" / "step-000002" / "model"
+    with pytest.raises(UsageError, match="not both"):
+        model_of(tmp_path, step=4, best=True)
+
+
+def test_several_best_ones_and_the_lowest_value(tmp_path: Path) -> None:
+    best = {"metric": "eval/reward", "mode": "min", "keep": 2}
+    run_of(tmp_path, 0.0, 0.3, 0.5, 0.2, 0.4, 0.6, best=best).run()
+    assert steps_of(tmp_path) == [1, 3, 5]
+    assert best_step(tmp_path / "checkpoints") == 3
+
+
+def test_the_run_ends_normally_after_evaluations_without_a_gain(tmp_path: Path) -> None:
+    """Equal is no gain. A resumed run is complete, unless it is given more patience."""
+    run = run_of(tmp_path, 0.1, 0.3, 0.3, 0.2, 0.4, 0.5, patience=2)
+    outcome = run.run()
+    assert (outcome.steps_done, outcome.stopped) == (3, False)
+    assert outcome.ended_early == "no gain of eval/reward in 2 evaluations (checkpoint.patience)"
+    assert outcome.summary(tmp_path)["steps"] == f"3 ({outcome.ended_early})"
+    assert steps_of(tmp_path) == [1, 3]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert events[-1] | {"how": "finished", "detail": outcome.ended_early} == events[-1]
+    request = RunRequest(run.spec, tmp_path, True, None)
+    assert saved(request).complete
+    again = run_of(tmp_path, 0.1, 0.3, 0.3, 0.2, 0.4, 0.5, resume=True, patience=3)
+    assert not saved(RunRequest(again.spec, tmp_path, True, None)).complete
+    assert again.run().steps_done == 5
+    assert steps_of(tmp_path) == [5]  # the best and the newest one
+    assert again.evaluator.steps == [4, 5]  # type: ignore[union-attr]
+
+
+def test_the_model_before_training_is_no_checkpoint_but_has_to_be_surpassed(tmp_path: Path) -> None:
+    outcome = run_of(tmp_path, 0.9, 0.3, 0.4, 0.5, patience=2).run()
+    assert outcome.steps_done == 2
+    assert best_step(tmp_path / "checkpoints") == 2
+
+
+def test_a_resumed_run_keeps_the_best_checkpoint(tmp_path: Path) -> None:
+    values = (0.1, 0.8, 0.3, 0.2, 0.4, 0.5)
+    first = run_of(tmp_path, *values, patience=9)
+    first.change(schedule={"steps": 3})
+    first.run()
+    assert steps_of(tmp_path) == [1, 3]
+    again = run_of(tmp_path, *values, resume=True, patience=9)
+    again.run()
+    assert steps_of(tmp_path) == [1, 5]
+    assert again.controller.state.best.without_gain == 4
+
+
+def test_another_metric_forgets_the_best_ones(tmp_path: Path) -> None:
+    first = run_of(tmp_path, 0.1, 0.8, 0.3, 0.2)
+    first.change(schedule={"steps": 2})
+    first.run()
+    run_of(tmp_path, 0.1, 0.8, 0.3, 0.2, resume=True, best={"metric": "eval/reward", "mode": "min"}).run()
+    assert steps_of(tmp_path) == [3]
+
+
+def test_an_evaluation_without_the_metric_is_not_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All of its samples have failed, or the value is not finite."""
+    run = run_of(tmp_path, 0.1, 0.3, None, math.nan, 0.2, patience=2)
+    assert run.run().steps_done == 4
+    assert "step 2: the evaluation has no eval/reward" in caplog.text
+    assert run.controller.state.best.without_gain == 1
+    assert steps_of(tmp_path) == [1, 4]
+
+
+def test_a_best_checkpoint_that_is_not_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = CheckpointStore.commit
+
+    def failing(self: CheckpointStore, path: Path, state: dict[str, Any]) -> Any:
+        if path.name.endswith("2"):
+            raise CheckpointError(28, "no space left", str(path))
+        return commit(self, path, state)
+
+    monkeypatch.setattr(CheckpointStore, "commit", failing)
+    run_of(tmp_path, 0.1, 0.3, 0.5, 0.2, best={"metric": "eval/reward", "keep": 2}).run()
+    assert steps_of(tmp_path) == [1, 3]
+    assert best_step(tmp_path / "checkpoints") == 1
+
+
+def test_a_run_without_best_has_no_best_checkpoint(tmp_path: Path) -> None:
+    run_of(tmp_path, 0.1, 0.3, best=None).run()
+    with pytest.raises(CheckpointError, match=r"keeps no best checkpoint \(checkpoint\.best\)"):
+        best_step(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        best_step(tmp_path / "nothing")
+
+
+def test_states_of_earlier_versions_have_no_best_evaluations() -> None:
+    assert ControllerState.model_validate({"kl_old_coef": 0.5}).best == BestState()
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.sampled_from(["max", "min"]),
+)
+def test_the_state_after_any_evaluations(values: list[float], keep: int, mode: Any) -> None:
+    """Against a sort of all of them."""
+    state = BestState().of(BestConfig(metric="m", mode=mode, keep=keep))
+    for step, value in enumerate(values):
+        state = state.seen(step, value, keep)
+    sign = 1 if mode == "max" else -1
+    ranked: list[tuple[float, int]] = sorted((-sign * value, step) for step, value in enumerate(values) if step)
+    assert [one.step for one in state.steps] == [step for _, step in ranked[:keep]]
+    assert state.value == sign * max(sign * value for value in values)
+    first: Mapping[float | None, int] = {value: step for step, value in reversed([*enumerate(values)])}
+    assert state.without_gain == len(values) - 1 - first[state.value]

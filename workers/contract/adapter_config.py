@@ -1,0 +1,58 @@
+"""peft's `adapter_config.json`: what is supported of it, and how it differs from the adapters of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from troupe.workers.contract.config import LoraConfig
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""peft's name of the configuration in the folder of an adapter."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""peft's name of the tensors in the folder of an adapter."""
+SCORE = "score"
+"""Name of the head of a reward model or critic."""
+SCORES = "SEQ_CLS"
+"""peft's `task_type` of an adapter for a reward model or critic."""
+
+_UNSUPPORTED = (
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern"),
+    *("layers_to_transform", "layers_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("megatron_config", "alora_invocation_tokens", "velora_config", "arrow_config", "monteclora_config"),
+)
+"""Settings of peft with which an adapter is more, or something else, than B A on whole linear layers."""
+
+
+def unsupported_setting(config: Mapping[str, Any]) -> str:
+    """What of a configuration is not supported, as text; empty: nothing."""
+    if config.get("peft_type") != "LORA":
+        return f"its peft_type is {config.get('peft_type')}: only LORA is supported"
+    if missing := [name for name in ("r", "lora_alpha", "target_modules") if not config.get(name)]:
+        return f"its configuration has no {missing[0]}"
+    if config.get("bias", "none") != "none":
+        return f"it has biases ({config['bias']}), which are not supported"
+    whole = config.get("modules_to_save") or []
+    if set(whole) - {SCORE}:
+        return f"it has modules that were trained whole ({', '.join(map(str, whole))}): only {SCORE} is supported"
+    found = next((name for name in _UNSUPPORTED if config.get(name)), "")
+    return f"it has {found}, which is not supported" if found else ""
+
+
+def difference(config: Mapping[str, Any], lora: LoraConfig) -> tuple[str, str]:
+    """(field of `lora`, how it differs from what an adapter was trained with); empty where nothing does."""
+    settings = (("rank", "r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"))
+    for field, name in settings:
+        own, found = dict(lora)[field], config.get(name, False)
+        if own != found:
+            return field, f"is {own}, but {found} in the adapter that training starts from"
+    targets = config["target_modules"]
+    if isinstance(lora.targets, tuple) and isinstance(targets, list) and set(lora.targets) != set(targets):
+        return "targets", f"are not those of the adapter that training starts from: {', '.join(sorted(targets))}"
+    return "", ""
+
+
+def scaling(config: Mapping[str, Any]) -> float:
+    """Factor of B A."""
+    rank = config["r"]
+    return config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
