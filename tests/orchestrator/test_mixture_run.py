@@ -34,7 +34,9 @@ class BySource(FaultyReward):
         self.asked: dict[str, str] = {}
         """Name of the reward functions, by group."""
 
-    async def score(self, rollouts: FakeTable, rewards: str = "") -> tuple[RewardSummary, FakeTable]:
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
         uid = rollouts.uids[0]
         self.asked[uid] = rewards
         math = uid.startswith("math")
