@@ -45,6 +45,7 @@ from troupe.orchestrator.training.checkpoint import (
 )
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
 from troupe.orchestrator.training.state import BestState, ControllerState
 from troupe.orchestrator.training.updates import Updates
 
@@ -151,8 +152,9 @@ class Controller:
         stop: asyncio.Event,
         done: int = 0,
         state: ControllerState | None = None,
+        remote: RemoteCheckpoints | None = None,
     ) -> None:
-        """`done` steps and `state` come from the checkpoint that the run resumes from."""
+        """`done` steps and `state` come from the checkpoint that the run resumes from; `remote` gets copies of all."""
         self._spec = spec
         self.components = components
         self.store = store
@@ -169,6 +171,7 @@ class Controller:
         self._saved_at = done if store.has_model(done) else None
         """Step of the last complete checkpoint."""
         self._failed_saves = 0
+        self._uploads = Uploads(remote, spec.failures.failed_saves)
         self._alarm = ""
         if (best := spec.checkpoint.best) is not None:
             self._keep_best(self.state.best.of(best))
@@ -229,6 +232,7 @@ class Controller:
             await self._recorder.close()
         await source.flush()
         await self._save(snapshot)
+        await self._uploads.settle(last=True)
         await self._recorder.close()
         ledger = self.components.ledger
         ledger.check()
@@ -381,6 +385,7 @@ class Controller:
         again = self._saved_at == self.version
         if again and snapshot.write is None:
             return
+        await self._uploads.settle()  # a commit may remove the folder that is being uploaded
         components = self.components
         state = {"step": self.version, "source": snapshot.state, "ledger": snapshot.ledger}
         state["memory"] = self.state.model_dump(mode="json")
@@ -395,6 +400,7 @@ class Controller:
         samples = 0 if snapshot.write is None else await snapshot.write(folder)
         saved = await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
         seconds = round(asyncio.get_running_loop().time() - started, 4)
+        self._uploads.start(saved.path, self.store.protected)
         if failed is not None:
             raise ExportFailed(
                 f"the model cannot be exported: {failed.detail}; {saved.path} holds the trainers' state: "

@@ -209,7 +209,7 @@ def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
         folder = model_of(folder, best=best)
     elif best:
         raise UsageError(f"--best needs the folder of a run; {model} has no checkpoints")
-    elif (folder / MODEL / "config.json").is_file() or has_adapters(folder / MODEL):
+    elif not (folder / "config.json").is_file() and (folder / MODEL).is_dir():
         folder = folder / MODEL
     if has_adapters(folder):
         raise UsageError(f"{folder} holds adapters: `troupe export RUN FOLDER --merge` writes the whole model")

@@ -28,6 +28,7 @@ from troupe.orchestrator.training.offline_source import (
 )
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.roles import TableRef
@@ -46,7 +47,13 @@ class OfflineRun:
         self._context = context
         self._trainer = context.workers.examples
 
-    async def controller(self, pools: Pools, store: CheckpointStore, found: Checkpoint | None) -> Controller:
+    async def controller(
+        self,
+        pools: Pools,
+        store: CheckpointStore,
+        found: Checkpoint | None,
+        remote: RemoteCheckpoints | None = None,
+    ) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, done = self._spec, found.step if found is not None else 0
         updates = OfflineUpdates(spec, self._trainer, self._context.console)
@@ -94,7 +101,8 @@ class OfflineRun:
             data=data,
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
-        return Controller(spec, components, store, sinks, self._context.console, self._context.stop, done, state)
+        console, stop = self._context.console, self._context.stop
+        return Controller(spec, components, store, sinks, console, stop, done, state, remote)
 
     def _order(self, examples: Tokenized) -> PromptOrder:
         """The order of examples. Raises DataError: no example of a source can be used."""

@@ -40,6 +40,7 @@ from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, Checkpoin
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.orchestrator.why.facts import EngineQueue, Queues
@@ -103,7 +104,9 @@ class RolloutRun:
         """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
         await self._pools.start()
 
-    async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
+    async def controller(
+        self, store: CheckpointStore, found: Checkpoint | None, remote: RemoteCheckpoints | None = None
+    ) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, policy = self._spec, self._workers.require_policy()
         done = found.step if found is not None else 0
@@ -172,7 +175,8 @@ class RolloutRun:
             data=data_metrics(self._data.pools, self._data.refused),
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
-        return Controller(spec, components, store, sinks, self._context.console, self._context.stop, done, state)
+        console, stop = self._context.console, self._context.stop
+        return Controller(spec, components, store, sinks, console, stop, done, state, remote)
 
     async def audit(
         self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None

@@ -42,6 +42,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.event_log import recorded_failure
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.versions import versions as describe_versions
 from troupe.orchestrator.why.observer import RunObserver
@@ -109,6 +110,9 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
     found = store.latest()
     if found is not None and not request.resume:
         raise UsageError(f"{request.out} already contains a run (step {found.step}): use --resume or another --out")
+    remote = _remote(request)
+    if remote is not None:
+        found = _newer(remote, store, found, request.resume) or found
     if found is None and (saved := store.steps()):
         raise UsageError(
             f"{store.directory}: none of the checkpoints ({len(saved)}) is valid; "
@@ -121,10 +125,33 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
     else:
         say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
     training = request.spec.dispatch(
-        lambda spec: _train_on_rollouts(request, spec, console, store, found),
-        lambda spec: _train_offline(request, spec, console, store, found),
+        lambda spec: _train_on_rollouts(request, spec, console, store, found, remote),
+        lambda spec: _train_offline(request, spec, console, store, found, remote),
     )
     return asyncio.run(training)
+
+
+def _remote(request: RunRequest) -> RemoteCheckpoints | None:
+    """The copies of the run's checkpoints in an object store, if the spec has one. Raises CheckpointError."""
+    section = request.spec.checkpoint
+    return None if section.path is None else RemoteCheckpoints(section.path, request.spec.name, section.keep)
+
+
+def _newer(
+    remote: RemoteCheckpoints, store: CheckpointStore, found: Checkpoint | None, resume: bool
+) -> Checkpoint | None:
+    """The newest valid checkpoint of the object store, fetched, if it is newer than that of the folder.
+
+    Raises:
+        UsageError: There is one, and the run is not to resume.
+        CheckpointError: The store cannot be reached.
+    """
+    done = _done(found)
+    newest = max(remote.steps(), default=0)
+    if newest > done and not resume:
+        where = f"{remote.url} (checkpoint.path)"
+        raise UsageError(f"{where} already contains the run (step {newest}): use --resume or another name")
+    return remote.fetch(store, done) if newest > done else None
 
 
 @dataclass(frozen=True)
@@ -142,9 +169,10 @@ def saved(request: RunRequest) -> Saved:
     """What a run folder holds. A checkpoint that would make the run complete is verified."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     checkpoint, steps = request.spec.checkpoint, request.spec.schedule.steps
-    newest = max(store.steps(), default=0)
-    if newest < steps and checkpoint.patience is None:
-        return Saved(newest, False)
+    newest, remote = max(store.steps(), default=0), _remote(request)
+    copied = 0 if remote is None else max(remote.steps(), default=0)
+    if copied > newest or (newest < steps and checkpoint.patience is None):
+        return Saved(max(newest, copied), False)
     found = store.latest()
     if found is None:
         return Saved(0, False)
@@ -190,6 +218,7 @@ async def _train_on_rollouts(
     console: Console,
     store: CheckpointStore,
     found: Checkpoint | None,
+    remote: RemoteCheckpoints | None,
 ) -> RunOutcome:
     local = fetch(spec, console)
     data = load_data(local.spec)
@@ -208,7 +237,7 @@ async def _train_on_rollouts(
             context.observer.queues = parts.queues
         try:
             await parts.start()
-            controller = await parts.controller(store, found)
+            controller = await parts.controller(store, found, remote)
             if found is not None:  # the resume stands
                 spec.write(request.out / RESOLVED_SPEC)
             if spec.audit.at_start:
@@ -228,6 +257,7 @@ async def _train_offline(
     console: Console,
     store: CheckpointStore,
     found: Checkpoint | None,
+    remote: RemoteCheckpoints | None,
 ) -> RunOutcome:
     local = fetch(spec, console)
     examples = load_examples(local.spec)
@@ -238,7 +268,7 @@ async def _train_offline(
     checks = _check_data(console, local.spec, named_examples(*examples))
     async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
         await unless_stopped(context.stop, checks)
-        controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
+        controller = await OfflineRun(spec, request.out, context).controller(examples, store, found, remote)
         if found is not None:  # the resume stands
             spec.write(request.out / RESOLVED_SPEC)
         return await controller.run()

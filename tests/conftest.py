@@ -28,7 +28,7 @@ REAL_TIMEOUT_S = 1200
 CHEAP = -math.inf
 """Rank of files without real tests."""
 DURATIONS = ROOT / "tests" / "durations.json"
-"""Seconds of every file of real tests in `make test` and in `make test-long`, written by `--record-durations`."""
+"""Seconds of a file in `make test` and in `make test-long`, from half a second on, written by `--record-durations`."""
 seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 """Seconds so far by (file, make target)."""
 
@@ -69,19 +69,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up the durations of a file's tests and fixtures."""
-    if "real" in report.keywords:
-        seconds[report.nodeid.partition("::")[0], _target(report.keywords)] += report.duration
+    seconds[report.nodeid.partition("::")[0], _target(report.keywords)] += report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Replace the recorded durations of the files that have run."""
+    """Replace the recorded durations of the files that have run, and forget files that are gone."""
     config = session.config
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         recorded = json.loads(DURATIONS.read_text())
         for (file, target), duration in seconds.items():
             recorded.setdefault(target, {})[file] = round(duration)
-        ordered = {target: dict(sorted(files.items(), key=lambda item: -item[1])) for target, files in recorded.items()}
-        DURATIONS.write_text(json.dumps(ordered, indent=1) + "\n")
+        for target, files in recorded.items():
+            ordered = sorted(files.items(), key=lambda item: -item[1])
+            recorded[target] = {file: duration for file, duration in ordered if duration and (ROOT / file).exists()}
+        DURATIONS.write_text(json.dumps(recorded, indent=1) + "\n")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -7,7 +7,6 @@ versions of the lock (botocore needs python-dateutil below 3), and does not comp
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
-from typing import IO
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -170,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         encoded = "aws-chunked" in self.headers.get("Content-Encoding", "")
-        return b"".join(_chunks(io.BytesIO(content))) if encoded else content
+        return b"".join(_chunks(BytesIO(content))) if encoded else content
 
     def _answer(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -185,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
         """Logs nothing."""
 
 
-def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
+def _chunks(stream: BufferedIOBase) -> Iterator[bytes]:
     """The content of a stream of chunks, each behind a line with its size, up to the end of what follows them."""
     while length := int(stream.readline().partition(b";")[0], 16):
         yield stream.read(length)

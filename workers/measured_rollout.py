@@ -70,7 +70,7 @@ class MeasuredRollout(RolloutWorker):
         for request in requests:
             messages = prompts.slice(request.row, 1).column("messages").to_pylist()[0]
             try:
-                prompt_ids = await self._encode(messages)
+                prompt_ids = await self._encode(messages, request.max_tokens)
             except PromptRefused:
                 continue
             jobs += [(prompt_ids, self._sampling_params(request, index)) for index in range(request.samples)]

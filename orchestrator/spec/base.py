@@ -200,7 +200,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *preflight.broken_weights(self.models()),
             *preflight.headless(self.models(), self.trains),
             *self.model_problems(self.models()),
-            *wrong_adapters(self.models(), self.trains, self._trained_adapters()),
+            *wrong_adapters(self.models(), self.trains, self.trained_adapters()),
             *preflight.missing_data(self.data_sources()),
             *preflight.missing_libraries(self.data_sources(), self.output.sinks),
         ]
@@ -220,7 +220,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *self._adapted_experts(models),
         ]
 
-    def _trained_adapters(self) -> Iterator[tuple[str, str, LoraConfig]]:
+    def trained_adapters(self) -> Iterator[tuple[str, str, LoraConfig]]:
         """(path of the section, section of the model below, section) of all adapters that train."""
         for name, role in self.roles.trainers().items():
             own = f"roles.{name}.model"
@@ -229,7 +229,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     def _adapted_experts(self, models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
         """Adapters in models with experts."""
-        for path, section, _ in self._trained_adapters():
+        for path, section, _ in self.trained_adapters():
             if section in models and preflight.has_experts(models[section]):
                 yield path, "is not supported for models with experts; train all weights"
 

@@ -20,6 +20,7 @@ from troupe.orchestrator.spec.lora_checks import adapter_problems
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import ReferenceRole
+from troupe.orchestrator.spec.store_urls import checkpoint_problems
 
 
 def find_problems(spec: OfflineSpec) -> list[Finding]:
@@ -118,6 +119,7 @@ def _data(spec: OfflineSpec) -> Iterator[Finding]:
 
 def _output(spec: OfflineSpec) -> Iterator[Finding]:
     yield from output_problems(spec.output.folder)
+    yield from checkpoint_problems(spec.checkpoint.path)
 
 
 def _template(spec: OfflineSpec) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from urllib.parse import urlsplit
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
@@ -26,6 +25,7 @@ from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import DataSource, EngineRole, HeldOut, ReasoningGymSource
+from troupe.orchestrator.spec.store_urls import checkpoint_problems, url_problem
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
@@ -263,22 +263,13 @@ def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
         yield "weight_sync.url", problem
 
 
-_STORES = ("s3", "gs", "file")
-"""Kinds of object stores, by the scheme of the URL."""
-
-
 def _store_problem(url: str | None, stored: bool) -> str | None:
     """Why the URL of an object store cannot be used."""
     if url is None:
         return "the back-end store needs a URL, such as s3://bucket/folder" if stored else None
     if not stored:
         return "only the back-end store uses a URL; set weight_sync.backend: store, or remove it"
-    parts = urlsplit(url)
-    if parts.scheme not in _STORES:
-        return f"expected a URL of {', '.join(_STORES[:-1])} or {_STORES[-1]}, such as s3://bucket/folder, got {url!r}"
-    if "@" in parts.netloc:
-        return "a spec holds no credentials; give them to the nodes' environment"
-    return None
+    return url_problem(url)
 
 
 def _sleep(spec: RolloutSpec) -> Iterator[Finding]:
@@ -490,6 +481,7 @@ def _texts(spec: RolloutSpec) -> Iterator[Finding]:
 
 def _output(spec: RolloutSpec) -> Iterator[Finding]:
     yield from output_problems(spec.output.folder)
+    yield from checkpoint_problems(spec.checkpoint.path)
 
 
 def _evaluation(spec: RolloutSpec) -> Iterator[Finding]:

@@ -677,6 +677,10 @@ class CheckpointConfig(Frozen):
     """Steps between checkpoints; 0: only at the end."""
     keep: int = Field(default=3, ge=1)
     """Newest checkpoints kept."""
+    path: str | None = None
+    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
+    in the background, those of each run to a folder of its name. A run resumes from there where its folder has none as
+    new."""
     best: BestConfig | None = None
     """Keep the best checkpoint as well (`troupe export --best`); null: only the newest ones are kept."""
     patience: int | None = Field(default=None, ge=1)

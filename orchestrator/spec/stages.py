@@ -21,6 +21,7 @@ from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
 from troupe.orchestrator.spec.examples import example_name, example_text
 from troupe.orchestrator.spec.load import RunSpec, parse_spec
+from troupe.workers.contract.adapter_config import as_peft, difference
 
 STAGE = "stage:"
 _STAGES = "stages"
@@ -232,7 +233,7 @@ def _no_such(name: str, path: FieldPath, earlier: list[str]) -> str:
 def _unfit(
     spec: RunSpec, borrowed: Mapping[FieldPath, str], earlier: Mapping[str, PlannedRun]
 ) -> Iterator[tuple[FieldPath, str]]:
-    """Models of the wrong kind: a reward model in place of a language model, or the reverse."""
+    """Models of the wrong kind: a reward model in place of a language model, or the reverse, or other adapters."""
     trains_reward_model = spec.trains == "reward_model"
     for path, name in borrowed.items():
         is_reward_model = earlier[name].spec.trains == "reward_model" if name in earlier else False
@@ -241,6 +242,13 @@ def _unfit(
         either = path[:2] in (("roles", "reward"), ("roles", "critic")) or trains_reward_model
         if is_reward_model and not either:
             yield path, f"stage {name} trains a reward model; here a language model is needed"
+    for section_path, section, lora in spec.trained_adapters():
+        stage = next((name for path, name in borrowed.items() if format_path(path) == f"{section}.path"), "")
+        before = earlier[stage].spec.roles.policy.lora if stage in earlier else None
+        if before is not None:
+            field, why = difference(as_peft(before), lora)
+            if field:
+                yield (*section_path.split("."), field), why
 
 
 def _prefixed(problem: Problem, stage: str) -> Problem:

@@ -156,7 +156,7 @@ class CheckpointStore:
 
     def has_model(self, step: int) -> bool:
         """Whether the checkpoint of a step holds the model as a Hugging Face folder."""
-        return (self.directory / _folder_name(step) / MODEL).is_dir()
+        return (self.directory / folder_name(step) / MODEL).is_dir()
 
     def begin_trial(self) -> Path:
         """Creates an empty hidden folder in which workers try to write. Raises CheckpointError."""
@@ -168,7 +168,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: It cannot be created.
         """
-        return self._begin(_folder_name(step))
+        return self._begin(folder_name(step))
 
     def begin_again(self, step: int) -> Path:
         """As `begin`, with the files of the step's checkpoint as links, without its samples: only these are new.
@@ -176,7 +176,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: It cannot be created, or the file system has no links.
         """
-        before, path = self.directory / _folder_name(step), self._begin(_folder_name(step))
+        before, path = self.directory / folder_name(step), self._begin(folder_name(step))
         with _naming(path):
             try:
                 for entry in before.iterdir():
@@ -208,7 +208,7 @@ class CheckpointStore:
             ValueError: `path` does not come from `begin`, or `state` is not JSON.
         """
         name = path.name.removeprefix(_SAVING)
-        step = _step_of(name)
+        step = step_of(name)
         if step is None or path.parent != self.directory:
             raise ValueError(f"{path} was not created by begin()")
         text = json.dumps(state, indent=1, allow_nan=False)
@@ -229,6 +229,23 @@ class CheckpointStore:
         self._prune(step)
         return Checkpoint(step, final, state)
 
+    def adopt(self, path: Path) -> Checkpoint:
+        """Publishes `path`, into which a whole checkpoint was copied, as the checkpoint of its step.
+
+        Raises:
+            CheckpointError: It cannot be written.
+            InvalidCheckpoint: The copy is not a valid checkpoint; it is removed.
+        """
+        final = self.directory / path.name.removeprefix(_SAVING)
+        with _naming(path):
+            _describe_files(path, sync=True)
+            self._publish(path, final)
+        try:
+            return verify(final)
+        except InvalidCheckpoint:
+            self.discard(final)
+            raise
+
     def discard(self, path: Path) -> None:
         """Removes a failed save to free its space; never raises."""
         shutil.rmtree(path, ignore_errors=True)
@@ -236,7 +253,7 @@ class CheckpointStore:
     def latest(self, before: int | None = None) -> Checkpoint | None:
         """The newest valid checkpoint (of an earlier step than `before`), or None; logs and skips invalid ones."""
         for step in reversed([step for step in self.steps() if before is None or step < before]):
-            path = self.directory / _folder_name(step)
+            path = self.directory / folder_name(step)
             try:
                 return verify(path)
             except (InvalidCheckpoint, OSError) as error:
@@ -265,7 +282,7 @@ class CheckpointStore:
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
             if step in models[-1:] or step in self.protected:
                 continue
-            path = self.directory / _folder_name(step)
+            path = self.directory / folder_name(step)
             hidden = path.with_name(f"{_REMOVED}{path.name}")
             try:
                 os.replace(path, hidden)  # first: a partly removed checkpoint must not be found
@@ -287,7 +304,7 @@ def verify(path: Path) -> Checkpoint:
     listed = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(listed, dict):
         raise InvalidCheckpoint(f"{MANIFEST} does not have format {FORMAT}")
-    if manifest.get("step") != _step_of(path.name):
+    if manifest.get("step") != step_of(path.name):
         raise InvalidCheckpoint(f"{MANIFEST} belongs to step {manifest.get('step')}")
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in _files(path)}
     damaged: set[str] = set()
@@ -308,7 +325,7 @@ def verify(path: Path) -> Checkpoint:
     for name, found in _describe_files(path, sync=False).items():
         if found["sha256"] != listed[name].get("sha256"):
             refuse(name, f"{name} has changed: its SHA-256 differs from {MANIFEST}")
-    step = _step_of(path.name)
+    step = step_of(path.name)
     if STATE not in listed or step is None:
         raise InvalidCheckpoint(f"{STATE} is not listed in {MANIFEST}")
     return Checkpoint(step, path, _read_json(path / STATE), frozenset(damaged))
@@ -370,7 +387,7 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
     Raises:
         CheckpointError: No such valid checkpoint exists, or it lacks the model.
     """
-    found = CheckpointStore(directory, keep=1).latest() if step is None else _verified(directory / _folder_name(step))
+    found = CheckpointStore(directory, keep=1).latest() if step is None else _verified(directory / folder_name(step))
     if found is None:
         raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(directory))
     source = found.path / model
@@ -447,11 +464,13 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:_REASON]
 
 
-def _folder_name(step: int) -> str:
+def folder_name(step: int) -> str:
+    """Name of the folder of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
-def _step_of(name: str) -> int | None:
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint has a folder of this name; None: it is the name of something else."""
     match = _NAME.fullmatch(name)
     return int(match.group(1)) if match else None
 

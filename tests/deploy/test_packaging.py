@@ -152,8 +152,27 @@ def test_without_a_cpu_build_torch_comes_with_cuda_after_saying_what_that_costs(
     assert only.arguments == ("torch==2.13.0",), "the GPU's lock names no other build"
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> install.VirtualEnvironment:
+    """An environment that was broken: its interpreter was gone."""
+    folder = tmp_path_factory.mktemp("install") / "venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(folder / "gone")
+    environment = install.VirtualEnvironment(folder)
+    environment.make()
+    return environment
+
+
+def test_a_broken_environment_is_created_again_and_a_good_one_kept(environment: install.VirtualEnvironment) -> None:
+    assert "pip" not in environment.lacks({"pip": "0", "no-such-thing": "1"})
+    assert environment.lacks({"no-such-thing": "1"}) == ["no-such-thing==1"]
+    (environment.folder / "kept").touch()
+    environment.make()
+    assert (environment.folder / "kept").exists()
+
+
 def test_pip_falls_back_to_the_build_with_cuda_of_a_reachable_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: install.VirtualEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With pip itself, an index on the disk, and no answer from PyTorch's."""
     index = tmp_path / "simple"
@@ -162,8 +181,6 @@ def test_pip_falls_back_to_the_build_with_cuda_of_a_reachable_index(
     publish(index, "cuda-of-torch", "2", "")
     pinned = tmp_path / "cpu.lock"
     pinned.write_text("b==1\ntorch==2.13.0+cpu\ncuda-of-torch==1\n")
-    environment = install.VirtualEnvironment(tmp_path / "venv")
-    environment.make()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -223,19 +240,6 @@ def test_all_problems_of_a_machine_are_reported_at_once(tmp_path: Path, monkeypa
 @on_locked_installation
 def test_this_machine_is_ready() -> None:
     assert install.problems(Path(sys.prefix), install.CPU) == []
-
-
-def test_a_broken_environment_is_created_again_and_a_good_one_kept(tmp_path: Path) -> None:
-    folder = tmp_path / "venv"
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").symlink_to(tmp_path / "gone")
-    environment = install.VirtualEnvironment(folder)
-    environment.make()
-    assert "pip" not in environment.lacks({"pip": "0", "no-such-thing": "1"})
-    assert environment.lacks({"no-such-thing": "1"}) == ["no-such-thing==1"]
-    (folder / "kept").touch()
-    environment.make()
-    assert (folder / "kept").exists()
 
 
 def test_make_help_lists_the_targets() -> None:

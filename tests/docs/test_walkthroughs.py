@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,26 @@ COPIED = (
 )
 MODEL = Path(".cache") / "models" / "tiny-llama"
 """The model folder that specs of the page name."""
+WRITE_REFERENCE = "python -m docs.tooling.write_reference"
+PYTEST = "python -m pytest -q -n 0 "
+ADDED = {
+    "An algorithm": "grpo_token",
+    "A metric": "response_tokens/std",
+    "A role": "observer",
+    "A weight-transfer back-end": "disk",
+}
+"""What the sections add to generated pages."""
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A copy of the tree with what all sections of the page add to it."""
+
+    tree: Path
+    refused: dict[str, str]
+    """Why the diffs of a section do not apply without those of the others, by its title; "" where they do."""
+    changed: list[str]
+    """Files that the diffs name."""
 
 
 def sections() -> dict[str, str]:
@@ -54,16 +75,27 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     return listed
 
 
+def written(text: str) -> list[str]:
+    """Lines about the pages that a section's code changes."""
+    return [line for command, lines in commands(text) if command == WRITE_REFERENCE for line in lines]
+
+
+def every_command(prefix: str) -> list[str]:
+    """The commands of all sections that begin with a prefix, each once."""
+    listed = [command for text in sections().values() for command, _ in commands(text) if command.startswith(prefix)]
+    return list(dict.fromkeys(listed))
+
+
 def found(line: str, shown: list[str]) -> bool:
     """Whether a command printed a line of the page; `...` at its end stands for anything."""
     start = line.removesuffix("...")
     return any(one.startswith(start) if start != line else one == line for one in shown)
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A copy of the tree, with the model."""
-    target = tmp_path / "tree"
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Extended:
+    """A copy of the tree, with the model, to which the diffs of all sections are applied."""
+    target = tmp_path_factory.mktemp("walkthroughs") / "tree"
     target.mkdir()
     ignore = shutil.ignore_patterns("results")  # compiled modules stay valid: a copy has the times of its files
     for name in COPIED:
@@ -73,16 +105,34 @@ def tree(tmp_path: Path) -> Path:
             shutil.copy(ROOT / name, target / name)
     (target / MODEL).parent.mkdir(parents=True)
     (target / MODEL).symlink_to((ROOT / MODEL).resolve())
-    return target
+    diffs = {title: blocks(text, "diff") for title, text in sections().items()}
+    alone = {title: start(target, ["git", "apply", "--check", "-"], "".join(each)) for title, each in diffs.items()}
+    changed: list[str] = []
+    for diff in (diff for each in diffs.values() for diff in each):
+        run(target, ["git", "apply", "-"], diff)
+        changed += re.findall(r"^\+\+\+ b/(.+)$", diff, re.MULTILINE)
+    return Extended(target, {title: done.stderr for title, done in alone.items()}, sorted(set(changed)))
+
+
+def start(tree: Path, command: list[str], given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command in the copy."""
+    # GIT_CEILING_DIRECTORIES: the copy is no repository, and none above it is meant.
+    environment = {**os.environ, "PYTHONPATH": str(tree), "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    return subprocess.run(command, cwd=tree, env=environment, input=given, capture_output=True, text=True)
 
 
 def run(tree: Path, command: list[str], given: str = "") -> str:
     """What a command prints in the copy; it must succeed."""
-    # GIT_CEILING_DIRECTORIES: the copy is no repository, and none above it is meant.
-    environment = {**os.environ, "PYTHONPATH": str(tree), "GIT_CEILING_DIRECTORIES": str(tree.parent)}
-    done = subprocess.run(command, cwd=tree, env=environment, input=given, capture_output=True, text=True)
+    done = start(tree, command, given)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def printed(tree: Path, command: str) -> list[str]:
+    """Lines that a command of the page prints; it must succeed."""
+    program, *arguments = shlex.split(command)
+    assert program in ("troupe", "python"), command
+    return run(tree, [sys.executable, *["-m", "troupe"] * (program == "troupe"), *arguments]).splitlines()
 
 
 def test_the_page_has_walkthroughs_with_diffs_and_commands() -> None:
@@ -95,23 +145,48 @@ def test_the_page_has_walkthroughs_with_diffs_and_commands() -> None:
 
 
 @pytest.mark.parametrize("title", sections())
-def test_a_walkthrough_works(title: str, tree: Path) -> None:
-    text = sections()[title]
-    for diff in blocks(text, "diff"):
-        run(tree, ["git", "apply", "--verbose", "-"], diff)
-    for command, wanted in commands(text):
-        program, *arguments = shlex.split(command)
-        assert program in ("troupe", "python"), command
-        start = [sys.executable, "-m", "troupe"] if program == "troupe" else [sys.executable]
-        shown = run(tree, [*start, *arguments]).splitlines()
-        assert all(found(line, shown) for line in wanted), f"{command}: {shown}"
+def test_a_walkthrough_applies_by_itself(title: str, extended: Extended) -> None:
+    assert extended.refused[title] == ""
 
 
-@pytest.mark.parametrize("title", sections())
-def test_the_code_of_a_walkthrough_passes_the_style_checks(title: str, tree: Path) -> None:
-    changed: list[str] = []
-    for diff in blocks(sections()[title], "diff"):
-        run(tree, ["git", "apply", "-"], diff)
-        changed += re.findall(r"^\+\+\+ b/(.+\.py)$", diff, re.MULTILINE)
-    run(tree, [sys.executable, "-m", "ruff", "check", "--no-cache", *changed])
-    run(tree, [sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *changed])
+def test_the_reference_has_what_every_walkthrough_adds(extended: Extended) -> None:
+    """One call writes all pages; the lines that are new in a page name what each of its sections adds."""
+    wanted = {title: lines for title, text in sections().items() for lines in [written(text)] if lines}
+    shown = printed(extended.tree, WRITE_REFERENCE)
+    assert wanted.keys() == ADDED.keys()
+    for title, lines in wanted.items():
+        assert set(lines) <= set(shown), f"{title}: {shown}"
+        for page in (line.removeprefix("wrote ") for line in lines):
+            before, now = ((root / page).read_text(encoding="utf-8").splitlines() for root in (ROOT, extended.tree))
+            assert any(ADDED[title] in line for line in set(now) - set(before)), f"{title}: {page}"
+
+
+def test_the_tests_of_the_walkthroughs_pass(extended: Extended) -> None:
+    """The files of all sections in one call, and what a section selects with -k in another."""
+    paths: list[str] = []
+    for command in every_command(PYTEST):
+        if " -k " in command:
+            printed(extended.tree, command)
+        else:
+            paths += shlex.split(command.removeprefix(PYTEST))
+    assert len(paths) > len(sections())
+    printed(extended.tree, PYTEST + shlex.join(paths))
+
+
+@pytest.mark.parametrize("command", every_command("troupe "))
+def test_a_command_of_a_walkthrough_prints_what_the_page_shows(command: str, extended: Extended) -> None:
+    wanted = [line for text in sections().values() for one, lines in commands(text) if one == command for line in lines]
+    shown = printed(extended.tree, command)
+    assert all(found(line, shown) for line in wanted), shown
+
+
+def test_every_command_is_one_that_these_tests_run() -> None:
+    for text in sections().values():
+        for command, _ in commands(text):
+            assert command == WRITE_REFERENCE or command.startswith((PYTEST, "troupe ")), command
+
+
+def test_the_code_of_the_walkthroughs_passes_the_style_checks(extended: Extended) -> None:
+    changed = [path for path in extended.changed if path.endswith(".py")]
+    run(extended.tree, [sys.executable, "-m", "ruff", "check", "--no-cache", *changed])
+    run(extended.tree, [sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *changed])

@@ -24,6 +24,7 @@ from troupe.orchestrator.run import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
@@ -109,6 +110,23 @@ def test_a_run_folder_in_use_is_not_overwritten(spec: Path) -> None:
     answer = troupe("run", str(spec), "--out", str(out))
     assert (answer.code, len(answer.errors)) == (2, 1)
     assert "already contains a run (step 3)" in answer.errors[0] and "--resume" in answer.errors[0]
+
+
+def test_a_run_whose_checkpoints_are_in_an_object_store_is_not_started_again(spec: Path) -> None:
+    """Its own folder is empty, as on a new machine; with --resume, the newest checkpoint is fetched into it."""
+    url = f"file://{spec.parent}/bucket"
+    store = CheckpointStore(spec.parent / "elsewhere", keep=1)
+    saved = store.commit(store.begin(3), {"step": 3})
+    name = load_rollout_spec(spec).name
+    RemoteCheckpoints(url, name, keep=1).upload(saved.path)
+    out = spec.parent / "out"
+    options = ("--out", str(out), "--set", f"checkpoint.path={url}")
+    answer = troupe("run", str(spec), *options)
+    assert (answer.code, len(answer.errors)) == (2, 1)
+    assert f"{url} (checkpoint.path) already contains the run (step 3): use --resume" in answer.errors[0]
+    answer = troupe("run", str(spec), *options, "--resume")
+    assert answer.code == 1 and "state.json is not the state of this kind of run" in answer.errors[-1]
+    assert (out / "checkpoints" / "step-000003" / "manifest.json").is_file()
 
 
 def test_a_supervisor_does_not_resume_a_run_that_it_did_not_start(spec: Path) -> None:

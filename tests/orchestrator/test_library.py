@@ -23,6 +23,7 @@ from troupe.orchestrator import run as run_module
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.run import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 RECORDED = ROOT / "tests" / "orchestrator" / "reporting" / "verdicts" / "recorded"
@@ -107,6 +108,28 @@ def test_the_guide_has_every_function_with_all_of_its_parameters() -> None:
         keywords = [kind.name for kind in kinds if kind.kind is kind.KEYWORD_ONLY]
         others = [kind.name for kind in kinds if kind.kind is not kind.KEYWORD_ONLY]
         assert documented[name] == [*others, *(["*"] if keywords else []), *keywords], name
+
+
+def test_a_model_to_evaluate_is_named_by_itself_a_checkpoint_a_run_or_the_hub(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=9)
+    for step in (2, 4):
+        saving = store.begin(step)
+        (saving / "model").mkdir()
+        (saving / "model" / "config.json").write_text("{}")
+        best = {"best": {"metric": "eval/reward", "steps": [{"step": 2, "value": 0.5}]}}
+        store.commit(saving, {"memory": best})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    newest, first = (checkpoints / f"step-00000{step}" / "model" for step in (4, 2))
+    assert library.evaluated_model(newest) == library.evaluated_model(newest.parent) == newest
+    assert library.evaluated_model(tmp_path / "run") == newest
+    assert library.evaluated_model(str(tmp_path / "run"), best=True) == first
+    assert library.evaluated_model("Qwen/Qwen2.5-0.5B") == Path("Qwen/Qwen2.5-0.5B")
+    with pytest.raises(troupe.TroupeError, match="--best needs the folder of a run"):
+        library.evaluated_model(newest, best=True)
+    (newest / "adapter_config.json").write_text("{}")
+    with pytest.raises(troupe.TroupeError, match=r"holds adapters: `troupe export RUN FOLDER --merge`"):
+        library.evaluated_model(newest)
+    assert library.is_endpoint("https://host/v1") and not library.is_endpoint("host/v1")
 
 
 def test_the_run_of_a_folder_has_its_records(tmp_path: Path) -> None:

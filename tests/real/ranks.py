@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -24,13 +25,25 @@ _IMPORTED_AHEAD = [
     *("transformers.models.llama.modeling_llama", "tests.workers.models.test_token_batch"),
 ]
 """What every rank imports, which takes six seconds."""
+_SERVER = forkserver.ForkServer()
+"""Beside that of engines (`workers/engine/process.py`): a fork server imports only what it is told at its start."""
+
+
+class _RankProcess(ForkServerProcess):
+    def start(self) -> None:
+        """Start the process as a fork of the ranks' server."""
+        with patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
+            super().start()
+
+
+class _RankContext(ForkServerContext):
+    Process = _RankProcess
 
 
 def rank_context() -> ForkServerContext:
     """Starts ranks as forks of a process that has imported what they need, and nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_AHEAD)
-    return context
+    _SERVER.set_forkserver_preload(_IMPORTED_AHEAD)
+    return _RankContext()
 
 
 def meet(worker: PolicyWorker, rank: int, world: int, addresses: Any) -> Rendezvous:

@@ -47,7 +47,7 @@ from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-from troupe.orchestrator.training.checkpoint import CheckpointStore, verify, write_merged
+from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.chat import encode_prompt
@@ -319,27 +319,11 @@ async def test_a_reward_model_exports_both_heads_as_trained(shared: SharedWorker
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", ["tiny-sft", "tiny-orpo", "tiny-kto", "tiny-dpo"])
-async def test_adapters_reduce_the_held_out_loss(name: str, shared: SharedWorkers, tiny_model: Path) -> None:
-    """The reference of DPO and KTO is the model without its adapters, in the policy's workers or in its own."""
-    run = await shared.train(name, *HALF, *ADAPTED, folder=f"{name}-lora")
-    lines = run.metrics
-    print(name, [(line.get("eval/loss"), line.get("eval/accuracy"), line.get("policy/margin")) for line in lines])
-    assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_reward_model_of_adapters_merges_into_one_that_the_reward_role_loads(
-    shared: SharedWorkers, folder: Path
-) -> None:
-    run = await shared.train("tiny-reward-model", *HALF, *ADAPTED, folder="reward-model-lora")
-    lines = run.metrics
-    print([(line.get("eval/loss"), line.get("eval/accuracy")) for line in lines])
-    trained = run.out / "checkpoints" / "step-000010" / "model"
-    write_merged(trained, merged := folder / "reward-model-merged")
-    score = load_value(ModelConfig(path=str(merged))).get_submodule("score").state_dict()["weight"]
-    assert score.any()
-    assert accuracy(RewardModel(ModelConfig(path=str(merged), dtype="float32"), 1024, "cpu")) >= 0.9
+@pytest.mark.parametrize("name", ["tiny-sft", "tiny-orpo"])
+async def test_adapters_reduce_the_held_out_loss(name: str, shared: SharedWorkers) -> None:
+    """Reward models and stages with adapters are in test_staged_run.py, DPO in test_lora_trainer.py."""
+    lines = (await shared.train(name, *HALF, *ADAPTED, folder=f"{name}-lora")).metrics
+    assert lines[-1]["eval/loss"] < 0.9 * lines[0]["eval/loss"]
 
 
 def test_troupe_eval_of_a_checkpoint_gives_the_metrics_of_its_run(dpo: FinishedRun, folder: Path) -> None:

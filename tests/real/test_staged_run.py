@@ -12,6 +12,10 @@ from safetensors.torch import load_file
 
 from tests.conftest import ROOT
 from tests.real.commands import Run, interrupt, running
+from tests.real.test_offline_runs import accuracy
+from troupe.orchestrator.training.checkpoint import write_merged
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.rewards.model import RewardModel
 
 THREE_STAGES = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
 
@@ -72,7 +76,10 @@ def test_stages_hand_adapters_on(tmp_path: Path) -> None:
     assert last["critic/skipped_updates"] == last["policy/skipped_updates"] == 0.0
     assert first["policy/rollout_logprob_gap_max"] < 1e-3
     assert json.loads((ppo / "audit.json").read_text())["passed"]
-    assert steps(run.out / "reward_model")[-1]["eval/accuracy"] >= 0.7
+    evaluated = steps(run.out / "reward_model")[-1]["eval/accuracy"]
+    assert evaluated >= 0.7
+    merged = write_merged(run.out / "reward_model" / "checkpoints" / "step-000006" / "model", tmp_path / "merged")
+    assert accuracy(RewardModel(ModelConfig(path=str(merged), dtype="float32"), 1024, "cpu")) == evaluated
 
 
 def steps(out: Path) -> list[dict[str, Any]]:

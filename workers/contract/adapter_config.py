@@ -52,6 +52,12 @@ def difference(config: Mapping[str, Any], lora: LoraConfig) -> tuple[str, str]:
     return "", ""
 
 
+def as_peft(lora: LoraConfig) -> dict[str, Any]:
+    """What `difference` reads of the configuration of an adapter that is trained with these settings."""
+    targets = list(lora.targets) if isinstance(lora.targets, tuple) else lora.targets
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": targets}
+
+
 def scaling(config: Mapping[str, Any]) -> float:
     """Factor of B A."""
     rank = config["r"]

@@ -71,7 +71,7 @@ class OneByOne(FaultyEngine):
 
 
 def slow_run(out: Path, seed: int, resume: bool = False, **sections: Mapping[str, Any]) -> RolloutRun:
-    run = RolloutRun(out, resume=resume, **(SLOW | sections))
+    run = RolloutRun(out, 1, resume, **(SLOW | sections))
     run.engines = [OneByOne(f"rollout-{i}", random.Random(10 * seed + i), run.stop) for i in range(2)]
     return run
 

@@ -247,10 +247,10 @@ class ShapedReward(FakeReward):
         # The failed sample's components differ from the others': they must not count.
         correct = tuple(0.5 if bad else value for bad, value in zip(failed, right, strict=True))
         length = tuple(-0.1 * i for i in range(samples))
-        rewards = tuple(None if bad else a + b for bad, a, b in zip(failed, correct, length, strict=True))
+        sums = tuple(None if bad else a + b for bad, a, b in zip(failed, correct, length, strict=True))
         statuses = tuple("timeout" if bad else "ok" for bad in failed)
         components: dict[str, tuple[float | None, ...]] = {"correct": correct, "length": length}
-        return RewardSummary(uid, rollouts.attempt, statuses, rewards, components), FakeTable("rewards", (uid,))
+        return RewardSummary(uid, rollouts.attempt, statuses, sums, components), FakeTable("rewards", (uid,))
 
 
 def test_dynamic_sampling_on_a_component_replaces_groups_by_that_component_alone() -> None:

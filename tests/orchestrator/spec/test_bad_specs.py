@@ -747,6 +747,16 @@ CPU_CASES = [
         ("seed: 3", "seed: 3\nweight_sync: {url: 's3://bucket/folder'}"),
     ),
     case(
+        "checkpoints_of_another_kind",
+        "3: checkpoint.path: expected a URL of s3, gs, abfs or file, such as s3://bucket/folder, got '/shared/runs'",
+        ("seed: 3", "seed: 3\ncheckpoint: {path: /shared/runs}"),
+    ),
+    case(
+        "checkpoints_with_credentials",
+        "3: checkpoint.path: a spec holds no credentials; give them to the nodes' environment",
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://account:key@container/folder'}"),
+    ),
+    case(
         "nccl_cpu",
         "4: weight_sync.backend: nccl needs GPUs; on the CPU use shm (or auto)",
         ("seed: 3", "seed: 3\nweight_sync:\n  backend: nccl"),

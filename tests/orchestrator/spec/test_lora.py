@@ -136,6 +136,13 @@ def test_a_stage_hands_its_adapters_on(tmp_path: Path) -> None:
     assert then.missing() == []  # the first stage will write it
 
 
+def test_a_stage_with_other_adapters_than_those_it_starts_from_is_refused(tmp_path: Path) -> None:
+    second = {"model": {"path": "stage:first"}, "roles": {"policy": {"lora": {"rank": 8}}}}
+    expected = r"stages\.second\.roles\.policy\.lora\.rank: is 8, but 4 in the adapter that training starts from"
+    with pytest.raises(SpecError, match=expected):
+        plan_runs(read_document(chain(tmp_path, second)))
+
+
 def test_a_stage_that_trains_all_weights_cannot_start_from_adapters(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"stages\.second\.model\.adapter: needs roles\.policy\.lora"):
         plan_runs(read_document(chain(tmp_path, {"model": {"path": "stage:first"}})))

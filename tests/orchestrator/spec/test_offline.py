@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,20 @@ def test_every_row_makes_a_loss_and_reads_only_its_own_options() -> None:
     config = OfflineAlgorithmConfig(name="kto", beta=0.3, undesirable_weight=2.0, label_smoothing=0.1)
     assert config.loss_config() == KtoLossConfig(beta=0.3, undesirable_weight=2.0)
     assert config.unused() == ["label_smoothing"]
+
+
+@pytest.mark.parametrize("name", ["healthy-sft", "healthy-dpo"])
+def test_evaluations_report_what_the_spec_says(name: str) -> None:
+    """Against the metrics of recorded runs; and every algorithm says what it reports."""
+    recorded = ROOT / "tests" / "orchestrator" / "reporting" / "verdicts" / "recorded" / name
+    lines = recorded.with_suffix(".jsonl").read_text().splitlines()
+    reported = {metric for line in lines for metric in json.loads(line) if metric.startswith("eval/")}
+    spec = parse_spec(yaml_reader.read_file(recorded.with_suffix(".yaml")))
+    assert set(spec.evaluation_metrics()) == reported
+    for algorithm, row in OFFLINE_ALGORITHMS.items():
+        names = OfflineAlgorithmConfig(name=algorithm).reported
+        assert names[0] == "loss" and len(set(names)) == len(names)
+        assert ("lm_loss" in names) == (dict(row.loss).get("lm_coef", 0) > 0)
 
 
 def test_columns_follow_from_the_format() -> None:

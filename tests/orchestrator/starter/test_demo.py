@@ -93,7 +93,9 @@ def test_the_end_names_the_results_and_commands_that_work(models: Path) -> None:
     text = next_steps(Path("examples:tiny-dpo"), runs)
     assert text.startswith("results are in runs/tiny-dpo; next:\n")
     assert "troupe export runs/tiny-dpo trained/" in text and "troupe init --from tiny-dpo " in text
-    assert "troupe eval runs/tiny-dpo/spec.yaml --model trained/" in text
+    assert "troupe eval runs/tiny-dpo/spec.yaml --model trained/" in text and "--best" not in text
+    kept = next_steps(Path("x"), plan_runs(read_document("examples:tiny-evaluation")))
+    assert "troupe export runs/tiny-evaluation best/ --best" in kept
     chain = next_steps(Path("examples:tiny-three-stage"), plan_runs(read_document("examples:tiny-three-stage")))
     assert "results are in runs/tiny-three-stage;" in chain and "export runs/tiny-three-stage/ppo" in chain
     plain = next_steps(Path("examples:tiny-grpo"), plan_runs(read_document("examples:tiny-grpo")))

@@ -64,7 +64,8 @@ def rows_of(path: Path, rows: list[Any]) -> Path:
 
 
 def pool(loaded: OfflineSpec) -> Any:
-    return load_pool(loaded, loaded.data.train, "data.train")
+    source: Any = loaded.data.train
+    return load_pool(loaded, source, "data.train")
 
 
 GOOD = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
@@ -122,7 +123,8 @@ def test_answers_with_scores_are_put_in_order_and_parquet_reads_alike(tmp_path: 
 def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
     path = rows_of(tmp_path / "d.jsonl", [GOOD, GOOD | {"prompt": "2+2?"}])
     loaded = spec(rows_of(tmp_path / "t.jsonl", [GOOD]), "dpo")
-    source = loaded.data.train.model_copy(update={"path": str(path)})
+    train_source: Any = loaded.data.train
+    source = train_source.model_copy(update={"path": str(path)})
     loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"eval": source})})
     train, held_out = load_examples(loaded)
     assert held_out is not None

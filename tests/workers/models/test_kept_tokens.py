@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -81,6 +83,20 @@ def test_rows_that_were_sampled_from_everything_have_no_words() -> None:
         read_kept(column([two], [two, two]), torch.tensor([3, 2]))
     with pytest.raises(ValueError, match="32-bit words"):
         read_kept(column([b"abc"]), torch.tensor([1]))
+
+
+def test_parts_of_a_table_have_their_own_sets(tmp_path: Path) -> None:
+    """Also of a table of several pieces, and one that was written to a file and read."""
+    entries = [np.array([token], np.int32).tobytes() for token in range(6)]
+    pieces = [*column(entries[:2]).chunks, *column(None, entries[2:]).chunks]
+    whole = pa.table({"kept_tokens": pa.chunked_array(pieces)})
+    pq.write_table(whole, tmp_path / "kept.parquet")
+    lengths = torch.tensor([2, 3, 4])
+    for table in (whole, pq.read_table(tmp_path / "kept.parquet")):
+        for first, ids in enumerate(([0, 1, 2, 3, 4, 5], [2, 3, 4, 5], [2, 3, 4, 5])):
+            found = read_kept(table.slice(first)["kept_tokens"], lengths[first:])
+            assert found is not None and found.values.tolist() == ids
+            assert found.lengths.tolist() == [1, 1, 0, 0, 0, 1, 1, 1, 1][int(lengths[:first].sum()) :]
 
 
 def measured(

@@ -1,0 +1,222 @@
+"""Copies of a run's checkpoints in an object store, from which it resumes where its own folder has none.
+
+A checkpoint is uploaded in the background, its manifest last: without a manifest it is not found. `keep` holds there
+too. The copy is fetched into the run's folder and verified there as any other checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import pyarrow as pa
+from pyarrow import fs
+
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.training.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    InvalidCheckpoint,
+    folder_name,
+    step_of,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TRIES = 3
+_PAUSE_S = 2.0
+"""Wait after a failed try, times its number. Arrow's clients repeat single requests before."""
+_THREADS = 4
+_COPY_BYTES = 8 << 20
+
+
+class RemoteCheckpoints:
+    """The checkpoints of one run in an object store; only that run writes there."""
+
+    def __init__(self, url: str, name: str, keep: int) -> None:
+        """Opens the store.
+
+        Args:
+            url: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///...`, with pyarrow's options as a query.
+            name: Name of the run, a folder there.
+            keep: Number of checkpoints that `upload` keeps.
+
+        Raises:
+            CheckpointError: The store cannot be reached.
+        """
+        self.url = url
+        self.keep = keep
+        try:
+            self._files, root = fs.FileSystem.from_uri(url)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise CheckpointError(errno.EINVAL, f"checkpoint.path: {error}", url) from error
+        self._root = PurePosixPath(root) / name
+
+    def steps(self) -> list[int]:
+        """Steps whose upload is complete, in ascending order. Raises CheckpointError."""
+        return sorted(step for step, complete in self._found().items() if complete)
+
+    def upload(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
+        """Copies a checkpoint, and removes older ones beyond `keep`, except those of protected steps.
+
+        Raises:
+            CheckpointError: The store or the checkpoint cannot be reached.
+        """
+        target = self._root / checkpoint.name
+        files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file != checkpoint / MANIFEST)
+        # The step may have been saved before: what is there must not be found while it is replaced.
+        self._repeat(lambda: self._delete(target))
+
+        def send(file: Path) -> None:
+            name = PurePosixPath(file.relative_to(checkpoint).as_posix())
+            self._repeat(lambda: self._send(file, target / name))
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(send, files))
+        send(checkpoint / MANIFEST)
+        self._prune(step_of(checkpoint.name) or 0, protected)
+
+    def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
+        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: there is none.
+
+        Raises:
+            CheckpointError: The store cannot be reached, or the folder cannot be written.
+        """
+        for step in reversed([step for step in self.steps() if step > after]):
+            path = store.begin(step)
+            try:
+                self._fetch(self._root / folder_name(step), path)
+                return store.adopt(path)
+            except InvalidCheckpoint as error:
+                logger.warning("skipping invalid checkpoint %s in %s: %s", folder_name(step), self.url, error)
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
+        return None
+
+    def _fetch(self, source: PurePosixPath, path: Path) -> None:
+        self._repeat(lambda: self._receive(source / MANIFEST, path / MANIFEST))
+        try:
+            names = [PurePosixPath(name) for name in json.loads((path / MANIFEST).read_bytes())["files"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise InvalidCheckpoint(f"{MANIFEST} cannot be read: {error}") from error
+        if outside := [name for name in names if name.is_absolute() or ".." in name.parts]:
+            raise InvalidCheckpoint(f"{MANIFEST} lists {outside[0]}")
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda name: self._repeat(lambda: self._receive(source / name, path / name)), names))
+
+    def _found(self) -> dict[int, bool]:
+        """Steps of which there is something, and whether their upload is complete."""
+
+        def find() -> dict[int, bool]:
+            infos = self._files.get_file_info(fs.FileSelector(str(self._root), allow_not_found=True))
+            steps = {info.base_name: step_of(info.base_name) for info in infos}
+            found = {name: step for name, step in steps.items() if step is not None}
+            manifests = self._files.get_file_info([str(self._root / name / MANIFEST) for name in found])
+            complete = (info.type == fs.FileType.File for info in manifests)
+            return dict(zip(found.values(), complete, strict=True))
+
+        return self._repeat(find)
+
+    def _prune(self, newest: int, protected: Collection[int]) -> None:
+        """Removes the oldest checkpoints before `newest` beyond `keep`, and what interrupted uploads left."""
+        found = self._found()
+        earlier = sorted(step for step, complete in found.items() if complete and step < newest)
+        surplus = earlier[: max(0, len(earlier) - (self.keep - 1))]
+        surplus = [step for step in surplus if step not in protected]
+        for step in [*surplus, *(step for step, complete in found.items() if not complete)]:
+            try:
+                self._delete(self._root / folder_name(step))
+            except OSError as error:
+                logger.warning("cannot remove the old checkpoint %s in %s: %s", folder_name(step), self.url, error)
+
+    def _delete(self, target: PurePosixPath) -> None:
+        """Removes a checkpoint, its manifest first."""
+        if self._files.get_file_info(str(target / MANIFEST)).type == fs.FileType.File:
+            self._files.delete_file(str(target / MANIFEST))
+        if self._files.get_file_info(str(target)).type == fs.FileType.Directory:
+            self._files.delete_dir(str(target))
+
+    def _send(self, file: Path, to: PurePosixPath) -> None:
+        self._files.create_dir(str(to.parent), recursive=True)
+        with file.open("rb") as source, self._files.open_output_stream(str(to)) as sink:
+            shutil.copyfileobj(source, sink, _COPY_BYTES)
+
+    def _receive(self, source: PurePosixPath, to: Path) -> None:
+        try:
+            stream = self._files.open_input_stream(str(source))
+        except FileNotFoundError:
+            raise InvalidCheckpoint(f"{source.name} is missing") from None
+        with stream, to.open("wb") as sink:
+            shutil.copyfileobj(stream, sink, _COPY_BYTES)
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        """The result of a call that is repeated where it fails. Raises CheckpointError after the last try."""
+        for number in itertools.count(1):
+            try:
+                return call()
+            except (OSError, pa.ArrowException) as error:
+                if number == _TRIES:
+                    raise CheckpointError(errno.EIO, f"checkpoint.path: {error}", self.url) from error
+                logger.info("%s: %s; trying again", self.url, error)
+                time.sleep(_PAUSE_S * number)
+        raise RuntimeError("unreachable")
+
+
+class Uploads:
+    """Uploads one checkpoint at a time in the background."""
+
+    def __init__(self, remote: RemoteCheckpoints | None, tolerated: int) -> None:
+        """Uploads nothing yet.
+
+        Args:
+            remote: None: there is no object store.
+            tolerated: Failed uploads in a row before the run stops.
+        """
+        self._remote = remote
+        self._tolerated = tolerated
+        self._failed = 0
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
+        """Begins to upload a checkpoint; `settle` comes before the next one, and before its folder may change."""
+        if self._remote is not None:
+            work = asyncio.to_thread(self._remote.upload, checkpoint, frozenset(protected))
+            self._running = asyncio.create_task(work)
+
+    async def settle(self, *, last: bool = False) -> None:
+        """Waits for the upload that is running.
+
+        Args:
+            last: No other upload follows, which could make up for a failed one.
+
+        Raises:
+            TroupeError: Too many uploads in a row have failed, or the last one.
+        """
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            await running
+        except CheckpointError as error:
+            self._failed += 1
+            if last or self._failed > self._tolerated:
+                raise TroupeError(f"the checkpoint is in the run's folder, but was not uploaded: {error}") from error
+            tolerated = f"{self._failed} of {self._tolerated} tolerated (failures.failed_saves)"
+            logger.warning("a checkpoint was not uploaded: %s; continuing (%s)", error, tolerated)
+        else:
+            self._failed = 0

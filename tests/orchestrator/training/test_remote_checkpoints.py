@@ -1,0 +1,196 @@
+"""Checkpoints in an object store: a folder, and a local S3 server that fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+from pyarrow import fs
+
+from tests.orchestrator.test_controller import RolloutRun
+from tests.s3_server import Faults, s3_server
+from troupe.orchestrator.controller import Controller
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.training import remote_checkpoints
+from troupe.orchestrator.training.checkpoint import MANIFEST, STATE, CheckpointError, CheckpointStore
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
+
+Inject = Callable[[Faults], None]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, Inject]]:
+    """URL of a bucket in a local S3 server, and what injects faults."""
+    with pytest.MonkeyPatch.context() as patch, s3_server() as (options, inject):
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        files, path = fs.FileSystem.from_uri(f"s3://runs?{options}&allow_bucket_creation=true")
+        files.create_dir(path)
+        yield f"s3://runs/a?{options}", inject
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a store."""
+    return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue("server")[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_checkpoints, "_PAUSE_S", 0.0)
+
+
+def remote(url: str, tmp_path: Path, keep: int = 2) -> RemoteCheckpoints:
+    """The checkpoints of a run of this test."""
+    return RemoteCheckpoints(url, tmp_path.name, keep)
+
+
+def saved(store: CheckpointStore, step: int, nbytes: int = 3000) -> Path:
+    """A checkpoint with a file of random bytes in a folder."""
+    path = store.begin(step)
+    (path / "policy").mkdir()
+    (path / "policy" / "rank0").write_bytes(random.Random(step).randbytes(nbytes))
+    return store.commit(path, {"step": step}).path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_fetched_checkpoint_is_the_uploaded_one_and_old_ones_are_removed(url: str, tmp_path: Path) -> None:
+    here, there = CheckpointStore(tmp_path / "here", 9), CheckpointStore(tmp_path / "there", 9)
+    copies = remote(url, tmp_path)
+    assert copies.steps() == [] and copies.fetch(there, 0) is None
+    paths = {step: saved(here, step) for step in (5, 10, 15)}
+    for path in paths.values():
+        copies.upload(path)
+    copies.upload(paths[15])  # again, as when a stop adds samples
+    assert copies.steps() == [10, 15]
+    found = copies.fetch(there, 0)
+    assert found is not None and found.step == 15
+    assert contents(found.path) == contents(paths[15])
+    assert copies.fetch(there, 15) is None and there.steps() == [15]
+    copies.upload(saved(here, 20), protected={10})  # the best one
+    copies.upload(saved(here, 25), protected={10})
+    assert copies.steps() == [10, 20, 25]
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "a byte", "a file missing", "a manifest that leads outside"])
+def test_what_is_not_whole_is_never_used(url: str, tmp_path: Path, damage: str) -> None:
+    """An upload that was interrupted has no manifest; the next upload removes it."""
+    here, there = CheckpointStore(tmp_path / "here", 9), CheckpointStore(tmp_path / "there", 9)
+    copies = remote(url, tmp_path)
+    for step in (1, 2):
+        copies.upload(saved(here, step))
+    files, root = fs.FileSystem.from_uri(url)
+    newest = PurePosixPath(root) / tmp_path.name / "step-000002"
+    if damage == "a file missing":
+        files.delete_file(str(newest / STATE))
+    elif damage == "no manifest":
+        files.delete_file(str(newest / MANIFEST))
+    else:
+        text = b'{"files": {"../x": {}}}' if "outside" in damage else bytes(3000)
+        with files.open_output_stream(str(newest / (MANIFEST if "outside" in damage else "policy/rank0"))) as sink:
+            sink.write(text)
+    found = copies.fetch(there, 0)
+    assert found is not None and found.step == 1 and there.steps() == [1]
+    assert [entry.name for entry in there.directory.iterdir()] == ["step-000001"]
+    if damage == "no manifest":
+        copies.upload(saved(here, 3))
+        names = {info.base_name for info in files.get_file_info(fs.FileSelector(str(newest.parent)))}
+        assert names == {"step-000001", "step-000003"}
+
+
+FAULTS = [
+    Faults("PUT", errors=2),
+    Faults("GET", errors=2),
+    Faults("HEAD", errors=2),
+    Faults("DELETE", errors=1),
+    Faults("POST", errors=1),
+    Faults("PUT", cuts=2),
+    Faults("GET", cuts=2),
+    Faults("GET", delay_s=0.1),
+    Faults("PUT", delay_s=0.1),
+]
+
+
+@pytest.mark.parametrize(
+    "faults", FAULTS, ids=lambda f: f"{f.method}: {f.errors} errors, {f.cuts} cuts, {f.delay_s:g} s"
+)
+def test_a_store_that_fails_now_and_then_has_the_whole_checkpoint(
+    server: tuple[str, Inject], tmp_path: Path, faults: Faults
+) -> None:
+    """One file is uploaded in parts."""
+    (url, inject), here = server, CheckpointStore(tmp_path / "here", 9)
+    copies, path = remote(url, tmp_path), saved(here, 3, nbytes=12 << 20)
+    try:
+        inject(faults)
+        copies.upload(path)
+        inject(faults)
+        found = copies.fetch(CheckpointStore(tmp_path / "there", 9), 0)
+    finally:
+        inject(Faults())
+    assert found is not None and contents(found.path) == contents(path)
+
+
+def test_an_upload_that_fails_is_not_found(server: tuple[str, Inject], tmp_path: Path) -> None:
+    (url, inject), here = server, CheckpointStore(tmp_path / "here", 9)
+    copies = remote(url, tmp_path)
+    copies.upload(saved(here, 1))
+    try:
+        inject(Faults("PUT", errors=10**6))
+        with pytest.raises(CheckpointError, match=r"checkpoint\.path: "):
+            copies.upload(saved(here, 2))
+    finally:
+        inject(Faults())
+    assert copies.steps() == [1]
+
+
+class CopiedRun(RolloutRun):
+    """A run with copies of its checkpoints."""
+
+    def __init__(self, out: Path, copies: RemoteCheckpoints, resume: bool = False) -> None:
+        super().__init__(out, resume=resume, checkpoint={"every_steps": 1}, failures={"failed_saves": 1})
+        self.copies = copies
+
+    def build(self) -> Controller:
+        super().build()
+        c = self.controller
+        self.controller = Controller(
+            self.spec, c.components, c.store, c.sinks, c.console, self.stop, c.version, c.state, self.copies
+        )
+        return self.controller
+
+
+def test_a_run_uploads_its_checkpoints_and_resumes_from_them_in_an_empty_folder(url: str, tmp_path: Path) -> None:
+    copies = remote(url, tmp_path)
+    CopiedRun(tmp_path / "one", copies).run_until(2)
+    assert max(copies.steps()) == CheckpointStore(tmp_path / "one" / "checkpoints", 2).steps()[-1] >= 2
+    done = copies.fetch(CheckpointStore(tmp_path / "two" / "checkpoints", 2), 0)
+    assert done is not None
+    resumed = CopiedRun(tmp_path / "two", copies, resume=True)
+    assert resumed.run().steps_done == 4 and copies.steps()[-1] == 4
+    assert len(resumed.policies[0].updates) == 4 - done.step
+
+
+def test_a_run_ends_with_an_error_where_its_last_checkpoint_was_not_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = remote(f"file://{tmp_path}/bucket", tmp_path)
+
+    def refuse(file: Path, to: PurePosixPath) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(copies, "_send", refuse)
+    with pytest.raises(TroupeError, match=r"is in the run's folder, but was not uploaded: .*no space"):
+        CopiedRun(tmp_path / "one", copies).run()
+    assert CheckpointStore(tmp_path / "one" / "checkpoints", 2).latest() is not None
+    assert copies.steps() == []
+
+
+@pytest.mark.parametrize("url", ["nowhere://bucket", "file:relative", "s3://bucket?port=7"])
+def test_a_url_that_leads_nowhere_is_refused(url: str) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint\.path: "):
+        RemoteCheckpoints(url, "run", 1)
