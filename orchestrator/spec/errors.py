@@ -101,7 +101,7 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
             continue  # pydantic counts the entries that are valid
         kind, context = item["type"], item.get("ctx", {})
         path = _without_tags(item["loc"], data)
-        if kind in ("union_tag_invalid", "union_tag_not_found"):
+        if kind in ("union_tag_invalid", "union_tag_not_found") and context.get("tag") not in _FORM_WORDS:
             path = (*path, "kind")
         if kind == "extra_forbidden":
             names = [str(part) for part in path if not isinstance(part, int)]
@@ -116,6 +116,8 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
 
 _FORMS: Mapping[Any, str] = {tuple: LIST, dict: MAP}
 """Forms of data by the type of their annotation; any other is a section."""
+
+_FORM_WORDS: Mapping[Any, str] = {SECTION: "a section", LIST: "a list", MAP: "sections by name"}
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -147,6 +149,9 @@ def _message(kind: str, text: str, value: Any, context: Mapping[str, Any]) -> st
         return f"must be {words} {context[key]:.12g}, got {show(value)}"
     if kind == "literal_error":
         return f"expected {context['expected']}, got {show(value)}{_value_hint(value, context['expected'])}"
+    if kind == "union_tag_invalid" and context["tag"] in _FORM_WORDS:
+        expected = " or ".join(words for form, words in _FORM_WORDS.items() if f"'{form}'" in context["expected_tags"])
+        return f"expected {expected}, got {_FORM_WORDS[context['tag']]}"
     if kind == "union_tag_invalid":
         expected = context["expected_tags"]
         return f"expected one of {expected}, got '{context['tag'][:60]}'{_value_hint(context['tag'], expected)}"
@@ -206,7 +211,7 @@ def _without_tags(location: Path, data: Any) -> Path:
     for part in location:
         if isinstance(node, dict) and part not in node and part in (node.get("kind"), SECTION, MAP):
             continue
-        if part == LIST and not isinstance(node, dict):
+        if part in (LIST, SECTION, MAP) and not isinstance(node, dict):
             continue
         if part == "[key]":  # the key of a map is wrong
             continue

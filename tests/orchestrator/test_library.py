@@ -1,4 +1,4 @@
-"""`import troupe`: public names, specs from code, the run of a folder. Training: `tests/real/test_library.py`."""
+"""`import troupe`: public names, specs from code, the run of a folder. Training: `tests/real/test_wheel.py`."""
 
 from __future__ import annotations
 

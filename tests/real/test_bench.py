@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,16 +15,39 @@ from tests.conftest import ROOT
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
-@pytest.mark.real
-def test_two_points_are_measured_on_one_engine_beside_bare_vllm(tiny_model: Path, tmp_path: Path) -> None:
-    page = tmp_path / "bench.html"
-    command = [sys.executable, "-m", "troupe", "bench", str(SPEC), "--set", f"model.path={tiny_model}"]
-    command += ["--sweep", "sampling.max_tokens=6,24", "--prompts", "5", "--batches", "2", "--baseline", "vllm"]
-    done = subprocess.run([*command, "--json", "-o", str(page)], cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark wrote."""
+
+    folder: Path
+    overrides: tuple[str, ...]
+    stdout: str
+    stderr: str
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The record on standard output."""
+        return json.loads(self.stdout)
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Two points on one engine, beside bare vLLM, and then the trainers and the updates at the fastest of them."""
+    folder, overrides = tmp_path_factory.mktemp("bench"), ("--set", f"model.path={tiny_model}")
+    command = [sys.executable, "-m", "troupe", "bench", str(SPEC), *overrides, "--prompts", "5", "--batches", "2"]
+    command += ["--sweep", "sampling.max_tokens=6,24", "--baseline", "vllm", "--train", "--weights", "--json"]
+    command += ["-o", str(folder / "bench.html")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("starting 1 rollout") == 1, "both points use the same engine"
-    record = json.loads(done.stdout)
+    return Measured(folder, overrides, done.stdout, done.stderr)
+
+
+def test_two_points_are_measured_on_one_engine_beside_bare_vllm(measured: Measured) -> None:
+    assert measured.stderr.count("starting 1 rollout") == 1, "both points use the same engine"
+    record = measured.record
     for point, longest in zip(record["points"], (6, 24), strict=True):
         measures = point["measures"]
         assert point["settings"] == {"sampling.max_tokens": longest} and not point["problem"]
@@ -35,23 +60,14 @@ def test_two_points_are_measured_on_one_engine_beside_bare_vllm(tiny_model: Path
         assert measures["bare_tokens_per_s"] > 0 and 0.3 < measures["against_bare"] < 3
         assert point["bound"]["why"]
     assert record["points"][1]["measures"]["response_tokens"] > record["points"][0]["measures"]["response_tokens"]
-    assert '"sampling.max_tokens":24' in page.read_text()
+    assert '"sampling.max_tokens":24' in (measured.folder / "bench.html").read_text()
+    assert record == json.loads((measured.folder / "bench.json").read_text())
 
 
-@pytest.mark.real
-@pytest.mark.long
-def test_trainers_and_updates_are_measured_at_the_fastest_point_and_planned_with(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    page, overrides = tmp_path / "bench.html", ["--set", f"model.path={tiny_model}"]
-    command = [sys.executable, "-m", "troupe", "bench", str(SPEC), *overrides, "--prompts", "4", "--batches", "1"]
-    command += ["--train", "--weights", "--json", "-o", str(page)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
-    assert record == json.loads((tmp_path / "bench.json").read_text())
+def test_trainers_and_updates_are_measured_at_the_fastest_point_and_planned_with(measured: Measured) -> None:
+    record = measured.record
     train, (policy,) = record["train"], record["train"]["trainers"]
-    assert train["sequences"] == 4 * 16 and train["step_s"] > 0
+    assert train["sequences"] == 5 * 16 and train["step_s"] > 0
     assert 0 < policy["tokens_per_s"] * train["step_s"] < 1.2 * train["tokens"], "prompts of a group are shared"
     assert policy["mfu"] is None
     assert 0 <= policy["padding"] < 1 and policy["host_bytes"] > 2**28
@@ -61,6 +77,8 @@ def test_trainers_and_updates_are_measured_at_the_fastest_point_and_planned_with
         parts = [measures[part] for part in ("publish_s", "transfer_s", "verify_s", "load_s")]
         assert measures["nbytes"] > 1e6 and sum(parts) == pytest.approx(measures["seconds"])
         assert measures["verify_s"] > 0 and measures["load_s"] > 0
-    arguments = ["plan", str(SPEC), *overrides, "--set", "schedule.prompts_per_step=4", "--measured", str(tmp_path)]
+    arguments = ["plan", str(SPEC), *measured.overrides, "--set", "schedule.prompts_per_step=5"]
+    arguments += ["--set", f"sampling.max_tokens={train['spec']['sampling']['sampling.max_tokens']}"]
+    arguments += ["--measured", str(measured.folder)]
     planned = subprocess.run([sys.executable, "-m", "troupe", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert planned.returncode == 0 and "a step takes about" in planned.stdout, planned.stdout + planned.stderr

@@ -82,10 +82,7 @@ def grpo(folder: Path, model: Path) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path) -> Iterator[Run]:
-    """The same spec resumed after SIGKILL of the driver at step 3. Then its policy is killed twice.
-
-    Each time, the step that is lost is not saved.
-    """
+    """The same spec resumed after SIGKILL of the driver at step 3. Then its policy is killed; its step is not saved."""
     overrides = (f"schedule.steps={RESUMED_STEPS}", "checkpoint.keep=10")
     with running(Run(folder, GRPO, *overrides, "checkpoint.every_steps=1", name="resumed")) as first:
         first.wait_for_step(3)
@@ -94,7 +91,7 @@ def resumed(folder: Path) -> Iterator[Run]:
         assert first.leftover_processes() == []
         assert first.weight_files == []
     with running(Run(folder, GRPO, *overrides, "checkpoint.every_steps=3", name="resumed", resume=True)) as second:
-        kill_each(second, (4, "PolicyWorker"), (7, "PolicyWorker"))
+        kill_each(second, (4, "PolicyWorker"))
         assert second.wait() == 0, second.output
         assert second.leftover_processes() == []
         yield second
@@ -209,16 +206,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(grpo: Run, resumed: Run) -> N
 
 @pytest.mark.long
 def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resumed: Run) -> None:
-    """The metrics equal those of a run without a loss. Its weights do, too (the test above)."""
+    """The metrics equal those of a run without a loss. Its weights do, too (the test above).
+
+    The checkpoint is that of the process before; trainers that are lost again and again are in test_replay.py.
+    """
     assert "policy restarted from the checkpoint of step 3, " in resumed.stdout
-    assert "policy restarted from the checkpoint of step 6, " in resumed.stdout
     # The groups that were in flight when the driver was killed are sampled again, and none because of a dead policy.
     again = load_rollout_spec(GRPO).schedule.prompts_per_step
     assert [line["ledger/retries"] for line in resumed.metrics[3:]] == [again] * (RESUMED_STEPS - 3)
     assert {line["ledger/dropped"] for line in resumed.metrics} == {0}
     for line, other in zip(resumed.metrics[:-1], grpo.metrics, strict=False):  # beside its last step, nothing in flight
         assert repeatable(line) | {"ledger/retries": 0} == repeatable(other)
-    assert resumed.metrics[-1]["trainer_restarts"] == 2
+    assert resumed.metrics[-1]["trainer_restarts"] == 1
 
 
 @pytest.mark.long

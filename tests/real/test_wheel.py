@@ -1,4 +1,5 @@
-"""Troupe as a user installs it: the wheel in an environment of its own, and the first commands in an empty folder."""
+"""Troupe as a user installs it: the wheel in a separate environment, and the first commands and the documentation's
+notebook in a folder with packages that have the names of Troupe's folders."""
 
 from __future__ import annotations
 
@@ -15,6 +16,45 @@ from tests.conftest import ROOT
 from tests.real.commands import Command, running
 
 PROBE = "import troupe.orchestrator, troupe.workers; print(troupe.orchestrator.__file__, troupe.workers.__file__)"
+PACKAGES = {"deploy", "orchestrator", "workers"}
+"""Packages of the user. Importing one raises."""
+NOTEBOOK = ROOT / "docs" / "notebooks" / "first-run.ipynb"
+PROGRAM = """
+import asyncio, json, os, signal, sys
+import ray
+
+ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+cells = [cell for cell in json.load(open(sys.argv[1]))["cells"] if cell["cell_type"] == "code"]
+names = {}
+
+async def kernel():  # as Jupyter's, which runs every cell inside its loop
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+
+asyncio.run(kernel())
+troupe, outcome = names["troupe"], names["outcome"]
+assert troupe.__file__.startswith(sys.prefix), "the wheel's"
+assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 4
+assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+assert not outcome.stopped and outcome.steps == 16
+metrics = outcome.metrics
+rewards = metrics["reward/mean"].to_pylist()
+assert metrics["step"].to_pylist() == list(range(1, 17)) and names["rewards"] == rewards
+assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1, rewards  # the first run of a reader learns
+pairs = zip(metrics["rollout/tokens_per_s"].to_pylist(), metrics["response_tokens_per_s"].to_pylist(), strict=True)
+assert all(sampling > step for sampling, step in pairs)
+assert outcome.checkpoint.name == "step-000016"
+assert troupe.samples(outcome, step=2, columns=["reward", "response"]).num_rows == 64
+assert troupe.samples("runs/notebook", where="step = 1", limit=3).num_rows == 3
+assert names["best"]["reward"].to_pylist() == sorted(names["best"]["reward"].to_pylist(), reverse=True)
+assert names["best"].num_rows == 3
+assert "config.json" in os.listdir("notebook-model")
+assert os.path.isfile("runs/notebook/report.html") and isinstance(outcome.verdicts, tuple)
+assert [state for state in ray.util.placement_group_table().values() if state["state"] != "REMOVED"] == []
+ray.shutdown()
+print("done")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +81,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class User:
-    """Types commands in an empty folder."""
+    """Types commands in a folder with `PACKAGES` and nothing else."""
 
     def __init__(self, environment: Path, folder: Path) -> None:
-        self.environment, self.folder, self.logs = environment, folder / "empty", folder / "logs"
-        self.folder.mkdir()
+        self.environment, self.folder, self.logs = environment, folder / "project", folder / "logs"
+        for package in PACKAGES:
+            (self.folder / package).mkdir(parents=True)
+            (self.folder / package / "__init__.py").write_text("raise RuntimeError('a package of the user')\n")
         self.logs.mkdir()
         self.models = ROOT / ".cache" / "models"
 
@@ -57,6 +99,10 @@ class User:
             assert typed.wait() == 0, typed.output
             assert typed.leftover_processes() == []
             return typed.stdout
+
+    def written(self) -> set[str]:
+        """Names of what the commands have left in the folder."""
+        return {path.name for path in self.folder.iterdir()} - PACKAGES
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +117,46 @@ def test_the_command_and_its_packages_are_those_of_the_wheel(user: User) -> None
     assert "tiny-grpo " in user.types("troupe", "demo", "--list")
 
 
-def test_init_validate_plan_run_and_export_in_an_empty_folder(user: User, tiny_model: Path) -> None:
+@pytest.fixture(scope="module")
+def notebook(user: User, tiny_model: Path) -> str:
+    """Standard output of the notebook's cells, which run within an event loop, on a Ray that the program started."""
+    assert tiny_model.parent.samefile(user.models)
+    return user.types("python", "-c", PROGRAM, str(NOTEBOOK))
+
+
+def test_the_notebook_runs_beside_a_ray_and_a_loop_of_its_own(notebook: str, user: User) -> None:
+    assert notebook.split()[-1:] == ["done"]
+    assert "roles.policy.lr" in notebook and "learning_rate" in notebook, "a mistake is named with its remedy"
+    assert user.written() == {"runs", "notebook-model"}
+
+
+def test_export_writes_the_notebooks_model(notebook: str, user: User) -> None:
+    assert user.types("troupe", "export", "runs/notebook", "trained") == "wrote trained\n"
+    cells, command = ((user.folder / name / "model.safetensors").read_bytes() for name in ("notebook-model", "trained"))
+    assert command == cells
+
+
+@pytest.fixture(scope="module")
+def first(user: User, tiny_model: Path) -> str:
+    """A spec of `troupe init`."""
     data, steps = ("--data", "reasoning_gym:chain_sum"), ("--steps", "1", "--max-tokens", "4")
     user.types("troupe", "init", "--model", str(tiny_model), *data, *steps, "--name", "first")
-    assert "run.yaml: first is valid: grpo" in user.types("troupe", "validate", "run.yaml")
-    assert "rollout-0" in user.types("troupe", "plan", "run.yaml")
+    return "run.yaml"
+
+
+def test_the_spec_of_init_is_valid_and_planned(user: User, first: str) -> None:
+    assert "run.yaml: first is valid: grpo" in user.types("troupe", "validate", first)
+    assert "rollout-0" in user.types("troupe", "plan", first)
+    assert user.written() <= {"runs", "notebook-model", "trained", "run.yaml"}
+
+
+@pytest.mark.long
+def test_the_spec_of_init_trains(user: User, first: str) -> None:
     few = ("schedule.prompts_per_step=2", "algorithm.group_size=4", "evaluation.prompts=4")
-    ended = user.types("troupe", "run", "run.yaml", *(part for override in few for part in ("--set", override)))
+    ended = user.types("troupe", "run", first, *(part for override in few for part in ("--set", override)))
     assert "8 dispatched, 8 trained, 0 dropped" in ended and "runs/first/metrics.jsonl" in ended
     line = (user.folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(line)["step"] == 1
-    assert user.types("troupe", "export", "runs/first", "trained") == "wrote trained\n"
-    assert {path.name for path in user.folder.iterdir()} == {"run.yaml", "runs", "trained"}
 
 
 def test_a_shipped_example_is_copied_with_its_data(user: User) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -212,7 +213,7 @@ def test_evaluations_report_what_the_spec_says(name: str) -> None:
 def test_columns_follow_from_the_format() -> None:
     text = DPO.replace("    path", "    margin: m\n    path").replace("name: dpo", "name: reward_model")
     spec = offline(text.replace("  beta: 0.2\n", "").replace("  reference: {colocate_with: policy}\n", ""))
-    source = spec.data.train
+    source: Any = spec.data.train
     assert data_format(spec, source) == "pairs"
     assert columns("pairs", source) == {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "margin": "m"}
     ranked = source.model_copy(update={"answers": "best_first"})

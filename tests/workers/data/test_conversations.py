@@ -53,7 +53,8 @@ def pool(folder: Path, rows: list[dict[str, Any]], algorithm: str, **fields: Any
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = spec(path, algorithm, **fields)
-    return load_pool(loaded, loaded.data.train, "data.train")
+    source: Any = loaded.data.train
+    return load_pool(loaded, source, "data.train")
 
 
 def said(loaded: ExamplePool) -> list[tuple[Any, list[Any]]]:
@@ -151,7 +152,8 @@ def test_conversations_in_a_folder_of_datasets_have_no_null_fields(tmp_path: Pat
     rows = [{"messages": [ASK, BLUE]}, {"messages": [{**SYSTEM, "name": None}, ASK, GREEN]}]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
     loaded = spec(tmp_path / "rows", "sft", kind="datasets", messages="messages")
-    found = load_pool(loaded, loaded.data.train, "data.train")
+    source: Any = loaded.data.train
+    found = load_pool(loaded, source, "data.train")
     assert [prompt[-1] for prompt, _ in said(found)] == [ASK, ASK]
     assert found.bad_rows == 0
 
