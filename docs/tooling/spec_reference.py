@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -15,6 +15,7 @@ from troupe.orchestrator.algorithms.description import as_yaml
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import HubFiles, SourceShare
 
 _HEAD = """\
 # The spec
@@ -28,7 +29,7 @@ in YAML: `--set roles.rollout.workers=2 --set roles.reward.functions.0.weight=0.
 
 A default of `-` means that the field is required. A default of `null` means off, or, in the section `algorithm`, the
 default of the algorithm ([Algorithms](algorithms.md)). In the titles, `data.train[hub]` is the section `data.train`
-with `kind: hub`.
+with `kind: hub`, and `data.train.0[hub]` an entry of a list.
 
 The page has three parts: specs on rollouts, which come first, [offline specs](#offline-specs) and [chains](#chains).
 """
@@ -51,6 +52,8 @@ NAME ends with. Stages write to `NAME/` in the chain's folder. `--resume` skips 
 interrupted one. `--set stages.ppo.schedule.steps=3` sets a field of one stage. See
 [PPO and the three stages](../guides/three-stages.md).
 """
+
+_IN_A_LIST = "A source in a list. Besides the fields of its kind under `data.train`, it has these:"
 
 _TYPES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true / false"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -75,8 +78,11 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseMode
     yield model, path
     for name, info in model.model_fields.items():
         inner = list(_members(info.annotation))
+        shared = [member for member, _ in inner if issubclass(member, SourceShare)]
         for member, place in inner:
-            kind = f"[{_kind(member)}]" if len(inner) > 1 else ""
+            if member in shared and member is not shared[0] and not issubclass(member, HubFiles):
+                continue  # a source in a list has the same fields besides those of its kind, whatever its kind
+            kind = f"[{_kind(member)}]" if len(inner) > 1 and member not in shared[:1] else ""
             yield from _sections(member, f"{path}.{name}{place}{kind}".lstrip("."))
 
 
@@ -93,15 +99,33 @@ def _members(annotation: Any, place: str = "") -> Iterator[tuple[type[BaseModel]
             yield from _members(argument, place + _PLACES.get(get_origin(annotation), ""))
 
 
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (types.UnionType, Union)
+
+
+def _bare(annotation: Any) -> Any:
+    """The annotation without what is noted beside the type."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
 def _section(model: type[BaseModel], paths: list[str]) -> str:
     title = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "Top level"
-    lines = [f"## {title}", "", " ".join((model.__doc__ or "").split()), ""]
+    mixed = issubclass(model, SourceShare)
+    words = _IN_A_LIST if mixed else " ".join((model.__doc__ or "").split())
+    lines = [f"## {title}", "", words, ""]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-    for name, info in model.model_fields.items():
+    for name, info in (_added(model) if mixed else model.model_fields).items():
         meaning = " ".join((info.description or "").split())
         cells = (f"`{name}`", _type(info.annotation) + _bounds(info), _default(info), meaning)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines)
+
+
+def _added(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields that a source has in a list only."""
+    alone = [one for one in model.__mro__ if issubclass(one, BaseModel) and not issubclass(one, SourceShare)]
+    known = next(one.model_fields for one in alone if "kind" in one.model_fields)
+    return {name: info for name, info in model.model_fields.items() if name not in known or name == "name"}
 
 
 def _kind(model: type[BaseModel]) -> str:
@@ -109,12 +133,13 @@ def _kind(model: type[BaseModel]) -> str:
 
 
 def _type(annotation: Any) -> str:
+    annotation = _bare(annotation)
     if annotation in _TYPES:
         return _TYPES[annotation]
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
-    if get_origin(annotation) in (types.UnionType, Union):
+    if _is_union(annotation):
         return " or ".join(dict.fromkeys(_type(item) for item in arguments if item is not type(None)))
     if get_origin(annotation) is tuple:
         items = [item for item in arguments if item is not Ellipsis]

@@ -87,7 +87,8 @@ def pin(spec: SpecT) -> tuple[SpecT, list[Finding]]:
         try:
             sections[section] = _pinned_data(source)
         except HubError as error:
-            findings.append((f"{section}.{error.about}", str(error)))
+            field = source.dataset_field if error.about == "name" else error.about
+            findings.append((f"{section}.{field}", str(error)))
         except NoFiles as error:
             findings.append((f"{section}.{error.field}", str(error)))
     return with_sections(spec, sections), findings
@@ -162,10 +163,17 @@ def _snapshots(spec: RunSpec) -> dict[str, Snapshot]:
         for section, model in hub_models(spec).items()
     }
     data = {
-        section: Snapshot(Repo("dataset", source.name), str(source.revision), tuple(map(glob.escape, source.files)))
+        section: Snapshot(
+            Repo("dataset", source.dataset_name), str(source.revision), tuple(map(glob.escape, source.files))
+        )
         for section, source in hub_data(spec).items()
     }
     return models | data
+
+
+def _repo(source: HubFiles) -> Repo:
+    """The repository of a section's dataset."""
+    return Repo("dataset", source.dataset_name)
 
 
 def _patterns(model: ModelConfig) -> tuple[str, ...]:
@@ -197,7 +205,7 @@ class NoFiles(Exception):
 
 
 def _pinned_data(source: HubFiles) -> HubFiles:
-    repo = Repo("dataset", source.name)
+    repo = _repo(source)
     commit = client.resolve(repo, source.revision)
     names = choose_files(source, list(client.list_files(repo, commit)))
     return source.model_copy(update={"revision": commit, "files": tuple(names)})
@@ -213,7 +221,7 @@ def downloaded(source: HubFiles, most: int) -> HubFiles:
     pinned = _pinned_data(source)
     chosen = pinned.files[:most]
     names = tuple(map(glob.escape, chosen))
-    folder = client.download(Snapshot(Repo("dataset", source.name), str(pinned.revision), names))
+    folder = client.download(Snapshot(_repo(source), str(pinned.revision), names))
     return pinned.model_copy(update={"files": tuple(str(folder / name) for name in chosen)})
 
 
@@ -227,28 +235,30 @@ def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:
     Raises:
         NoFiles: The section selects no file, or files of several subsets.
     """
+    dataset = source.dataset_name
     readable = [name for name in sorted(names) if file_format(name)]
     if not readable:
-        raise NoFiles("name", f"{source.name} has no .parquet, .jsonl, .jsonl.gz, .csv, .json or .json.gz files")
+        raise NoFiles(
+            source.dataset_field,
+            f"{dataset} has no .parquet, .jsonl, .jsonl.gz, .csv, .json or .json.gz files",
+        )
     if source.files:
         found = [name for name in readable if any(fnmatch.fnmatch(name, pattern) for pattern in source.files)]
         if not found:
-            raise NoFiles("files", f"no file of {source.name} matches; it has {_listed(readable)}")
+            raise NoFiles("files", f"no file of {dataset} matches; it has {_listed(readable)}")
         return found
     if source.subset is not None:
         readable = [name for name in readable if name.startswith(f"{source.subset}/")]
         if not readable:
-            raise NoFiles("subset", f"{source.name} has no files in {source.subset}/; it has {_listed(sorted(names))}")
+            raise NoFiles("subset", f"{dataset} has no files in {source.subset}/; it has {_listed(sorted(names))}")
     found = _of_split(readable, source.split)
     if not found:
-        raise NoFiles("split", f"no file of {source.name} has '{source.split}' in its path: {_listed(readable)}")
+        raise NoFiles("split", f"no file of {dataset} has '{source.split}' in its path: {_listed(readable)}")
     preferred = min((file_format(name) for name in found), key=_PREFERENCE.index)
     found = [name for name in found if file_format(name) == preferred]
     folders = sorted({str(PurePosixPath(name).parent) for name in found})
     if source.subset is None and len(folders) > 1:
-        raise NoFiles(
-            "subset", f"{source.name} has '{source.split}' in several folders: {_listed(folders)}; set subset"
-        )
+        raise NoFiles("subset", f"{dataset} has '{source.split}' in several folders: {_listed(folders)}; set subset")
     return found
 
 

@@ -40,7 +40,7 @@ _PER_PART = 16
 """Groups in the same files: a damaged file costs these."""
 _NOT_OF_SAMPLES = frozenset(ScaledRole.model_fields)
 """Fields of a role that say where and how often it runs."""
-_OF_SOURCE = {"name", "group_size", "max_tokens", "rewards"}
+_OF_SOURCE = {"name", "group_size", "max_tokens", "rewards", "environment"}
 """Fields of a mixture's source that its samples depend on."""
 
 

@@ -381,7 +381,7 @@ def _measured(group: ScoredGroup, component: str | None) -> list[float]:
 
 def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Turns, failures and waits of the episodes in an environment, and the means of the numbers that it reports."""
-    samples = [sample for group in groups for sample in group.summary.samples]
+    samples = [sample for group in groups for sample in group.summary.samples if sample.episode is not None]
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     if not episodes:
         return {}

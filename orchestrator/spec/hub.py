@@ -74,5 +74,5 @@ def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
 
 
 def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
-    same = (source.name, source.subset, source.split) == (pinned.name, pinned.subset, pinned.split)
+    same = (source.dataset_name, source.subset, source.split) == (pinned.dataset_name, pinned.subset, pinned.split)
     return same and not is_commit(source.revision) and source.files in ((), pinned.files)

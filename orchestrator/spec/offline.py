@@ -20,6 +20,7 @@ from troupe.orchestrator.spec.sections import (
     CheckpointConfig,
     DatasetsFolder,
     HubFiles,
+    MixedHubFiles,
     PromptText,
     ReferenceRole,
     Roles,
@@ -106,8 +107,8 @@ class MixedDatasetsExamples(SourceShare, DatasetsExamples):
     """A folder written by `save_to_disk` of the `datasets` library, in a mixture."""
 
 
-class MixedHubExamples(SourceShare, HubExamples):
-    """Files of a dataset on the Hugging Face hub, in a mixture."""
+class MixedHubExamples(MixedHubFiles, HubExamples):
+    """Files of a dataset on the Hugging Face hub, in a mixture, where `name` is that of the source."""
 
 
 MixedExamples = Annotated[

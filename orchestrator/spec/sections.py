@@ -33,6 +33,7 @@ RoleName = Literal["rollout", "policy", "critic", "reference", "reward", "enviro
 MOST_WORKERS = 16_384
 """Most workers of a role: a larger number is a mistake."""
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
+HUB_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$"
 LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
 LabelValue = Annotated[str, Field(pattern=_LABEL)]
 
@@ -312,7 +313,7 @@ class HubFiles(Frozen):
     kind: Literal["hub"]
     """Parquet, JSONL (`.jsonl`, `.jsonl.gz`), CSV or JSON (`.json`, `.json.gz`) files of a dataset on the Hugging Face
     hub."""
-    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$")
+    name: str = Field(pattern=HUB_NAME)
     """Name of the dataset, `org/name`."""
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit; null: main. A run is pinned to the commit."""
@@ -324,6 +325,16 @@ class HubFiles(Frozen):
     """Read these files instead, as names or patterns (`data/*.parquet`). A run is pinned to the names it found."""
     limit: int = Field(default=0, ge=0)
     """Read only this many rows; 0: all."""
+
+    @property
+    def dataset_field(self) -> str:
+        """The field with the name of the dataset."""
+        return "name"
+
+    @property
+    def dataset_name(self) -> str:
+        """Name of the dataset."""
+        return dict(self)[self.dataset_field]
 
 
 class PromptRows(PromptText):
@@ -464,7 +475,7 @@ class SourceShare(Frozen):
     name: str = Field(max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
     """Name of the source in metrics, samples and messages."""
     weight: float = Field(default=1.0, gt=0.0)
-    """Prompts that are drawn from this source, relative to the other sources."""
+    """Prompts or examples that are drawn from this source, relative to the other sources."""
     repeats: int = Field(default=0, ge=0)
     """Most passes over the source; the others then share what is left. 0: no limit."""
 
@@ -495,8 +506,20 @@ class MixedDatasets(MixedPrompts, DatasetsSource):
     """A folder written by `save_to_disk` of the `datasets` library, in a mixture."""
 
 
-class MixedHub(MixedPrompts, HubSource):
-    """Files of a dataset on the Hugging Face hub, in a mixture."""
+class MixedHubFiles(SourceShare, HubFiles):
+    """Files of a dataset on the Hugging Face hub, in a mixture, where `name` is that of the source."""
+
+    dataset: str = Field(pattern=HUB_NAME)
+    """Name of the dataset, `org/name`."""
+
+    @property
+    def dataset_field(self) -> str:
+        """The field with the name of the dataset."""
+        return "dataset"
+
+
+class MixedHub(MixedPrompts, MixedHubFiles, HubSource):
+    """Files of a dataset on the Hugging Face hub, in a mixture, where `name` is that of the source."""
 
 
 class MixedReasoningGym(MixedPrompts, ReasoningGymSource):

@@ -45,7 +45,9 @@ class BySource(FaultyReward):
         if uid.startswith("chat-e0"):
             values[0], statuses[0] = None, "it failed"
         components = {"exact_match" if math else "length": tuple(values)}
-        return RewardSummary(uid, rollouts.attempt, tuple(statuses), tuple(values), components), FakeTable("r", (uid,))
+        return RewardSummary(uid, rollouts.attempt, tuple(statuses), tuple(values), components), FakeTable(
+            "rewards", (uid,)
+        )
 
 
 def run_of(

@@ -18,9 +18,10 @@ from tests.forked_commands import Finished, run_command
 from tests.hub_server import HubServer
 from troupe.orchestrator.hub.resolve import NoFiles, choose_files
 from troupe.orchestrator.live.diff import compare
-from troupe.orchestrator.spec.hub import with_pins
+from troupe.orchestrator.spec.hub import hub_data, with_pins
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.paths import absolute_paths, path_fields
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import HubFiles, HubSource
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
@@ -200,6 +201,19 @@ def test_names_on_the_hub_are_no_paths(tmp_path: Path) -> None:
     assert sent["model"]["path"] == "acme/tiny"
     assert sent["data"]["train"]["path"] == str(tmp_path / "data" / "train.jsonl")
     assert "model.path" not in dict(path_fields(sent))
+
+
+def test_a_source_of_a_mixture_is_pinned_in_its_place() -> None:
+    words = "{{name: words, kind: hub, dataset: acme/words, revision: {}, files: {}}}"
+    other = "{name: other, kind: jsonl, path: other.jsonl}"
+    commit = "a" * 40
+
+    def spec(revision: str, files: str) -> RolloutSpec:
+        return load_rollout_spec(SPEC, [f"data.train=[{other}, {words.format(revision, files)}]"])
+
+    pinned = spec(commit, "[data/train.jsonl]")
+    assert {path: source.dataset_name for path, source in hub_data(pinned).items()} == {"data.train.1": "acme/words"}
+    assert with_pins(spec("main", "[]"), pinned) == pinned
 
 
 def test_a_resumed_run_keeps_its_commits(tmp_path: Path) -> None:

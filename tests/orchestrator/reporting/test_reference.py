@@ -113,6 +113,17 @@ reward/my_package.rewards:politeness/mean
 reward_model/center_loss
 reward_model/lm_loss
 seconds/environment
+source/math/dispatched
+source/math/dropped
+source/math/epoch
+source/math/mixed
+source/math/pass_rate
+source/math/response_tokens
+source/math/reward
+source/math/rows
+source/math/share
+source/math/trained
+source/math/truncated
 """
 CONFIGURED = _CONFIGURED.split()
 """Names that need an option those runs did not set."""

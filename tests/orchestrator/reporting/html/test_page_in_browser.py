@@ -81,6 +81,8 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
     (second / "spec.yaml").write_text(spec)
     with (second / "events.jsonl").open("a") as events:  # as the transports without digests record it
         events.write('{"time": 1.8e9, "step": 3, "event": "weights", "version": 4, "digest": "", "engines": {}}\n')
+    mixed = [sample(3, row, lambda *_: "mixed", 6) | {"source": "code" if row % 3 else "math"} for row in range(16)]
+    write_samples(second, 3, mixed)
     write_evaluations(first)
     file = write_report([first, second], tmp_path / "report.html")
     async with browser_page() as page:
@@ -139,7 +141,13 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
                 "new Set([...document.querySelectorAll('.tokens span')].map(t => t.style.backgroundColor)).size"
             )
             assert colors >= (1 if coloring == "version" else 5), coloring
+        assert await page.run("document.querySelector('#source').hidden"), "there is one source"
         await choose(page, "#run", "1")
+        assert "48 samples" in await text(page, "#found")
+        assert not await page.run("document.querySelector('#source').hidden")
+        await choose(page, "#source", "math")
+        assert "6 samples" in await text(page, "#found")
+        await choose(page, "#source", "")
         assert "48 samples" in await text(page, "#found")
 
         step = await text(page, "#spans-0 figcaption")
