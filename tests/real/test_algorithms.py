@@ -25,8 +25,6 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.real.commands import (
-    ENDLESS,
-    ENDLESS_SAMPLES_PER_STEP,
     Command,
     as_after,
     checkpoint_weights,
@@ -73,20 +71,6 @@ DAPO_LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "masked_sampl
 """Metrics that are equal in a run of DAPO and in one that is resumed."""
 GUIDE = ROOT / "docs" / "guides" / "algorithm.md"
 GUIDES_ALGORITHM = "my_algorithms:median_grpo"
-FAILING_REWARD = '''
-from pathlib import Path
-
-HERE = Path(__file__).parent
-
-
-def judge(response, answer, metadata):
-    """Raise for lengths divisible by four, and always once the file `always` exists."""
-    if (HERE / "always").exists():
-        raise RuntimeError("the judge is unavailable")
-    if len(response) % 4 == 0:
-        raise ValueError("unsupported length")
-    return float(len(response))
-'''
 
 
 class ReusableRollout(RolloutWorker):
@@ -207,21 +191,14 @@ def guides_module() -> str:
     return code
 
 
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the modules that specs name: that of the guide, and a reward that fails."""
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "my_algorithms.py").write_text(guides_module())
-    (folder / "failing_judge.py").write_text(FAILING_REWARD)
-    return folder
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(modules: Path) -> AsyncIterator[SharedWorkers]:
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedWorkers]:
     """A cluster with an engine, a reward worker and trainers that all algorithms share.
 
-    They start in the root of the checkout, with `modules` on their path.
+    They start in the root of the checkout, with the guide's module on their path.
     """
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "my_algorithms.py").write_text(guides_module())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.syspath_prepend(str(modules))
@@ -441,83 +418,6 @@ async def test_the_guides_algorithm_learns(shared: SharedWorkers, tmp_path: Path
     assert len(rewards) == 6 and rewards[-1] > rewards[0] + 0.1
     assert any(line["policy/beyond_width"] > 0 for line in run.metrics)
     assert ledger_balances(run.metrics[-1])
-
-
-@dataclass(frozen=True)
-class FailedRun:
-    """A run that an error has ended."""
-
-    out: Path
-    error: str
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl."""
-        return metrics_lines(self.out)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def failing(shared: SharedWorkers, modules: Path, tmp_path_factory: pytest.TempPathFactory) -> FailedRun:
-    """A run with `max_staleness: 1` whose reward function fails for some samples, and after step 2 for all.
-
-    It is the last run of this file: the engine still generates when it ends.
-    """
-    functions = "roles.reward.functions=[{name: 'failing_judge:judge'}]"
-    overrides = (*ENDLESS, functions, "schedule.max_staleness=1", "failures.max_failed_fraction=1")
-    out = tmp_path_factory.mktemp("failing") / "run"
-    running = asyncio.create_task(shared.run(shipped("tiny-grpo", *overrides), out))
-    # How far generation and training overlap depends on the machine's load.
-    while len(lines := metrics_lines(out)) < 3 or not updated_in_flight(out, lines[:-1]):
-        assert not running.done()
-        await asyncio.sleep(0.1)
-    (modules / "always").touch()
-    with pytest.raises(TroupeError) as failed:
-        await running
-    return FailedRun(out, str(failed.value))
-
-
-def updated_in_flight(out: Path, lines: Sequence[dict[str, Any]]) -> bool:
-    """Whether a response of these steps continues across a weight update."""
-    rows = (row for line in lines for row in trajectories(out, line["step"]).to_pylist())
-    return any(len(row["weight_versions"]) > 1 for row in rows)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_reward_that_raises_drops_the_sample_and_counts_it(failing: FailedRun) -> None:
-    dropped = 0
-    for line in failing.metrics:
-        rows = trajectories(failing.out, line["step"]).to_pylist()
-        failed = [row for row in rows if row["status"] != "ok"]
-        assert line["failed_samples"] == len(failed)
-        assert {len(row["response"]) % 4 for row in failed} <= {0}
-        assert all(row["reward"] is None for row in failed)
-        assert all("ValueError" in row["status"] and "unsupported length" in row["status"] for row in failed)
-        dropped += len(failed)
-        assert ledger_balances(line)
-        assert line["ledger/dropped"] >= dropped
-        assert line["ledger/trained"] == ENDLESS_SAMPLES_PER_STEP * line["step"] - dropped
-    assert dropped > 0
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_reward_that_always_raises_ends_the_run_with_its_error(failing: FailedRun) -> None:
-    """The command's exit code and its one line for an error that ends a run are in test_environment_run.py."""
-    assert "\n" not in failing.error
-    assert "more than failures.max_failed_fraction allows" in failing.error
-    assert "the judge is unavailable" in failing.error
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_staleness_reaches_its_bound_and_never_exceeds_it(failing: FailedRun) -> None:
-    staleness = set()
-    for line in failing.metrics:
-        assert line["staleness/max"] <= 1
-        for row in trajectories(failing.out, line["step"]).to_pylist():
-            versions = [span["version"] for span in row["weight_versions"]]
-            staleness |= {line["step"] - 1 - version for version in versions}
-            assert versions == sorted(versions)
-    assert staleness == {0, 1}, staleness
-    assert updated_in_flight(failing.out, failing.metrics)
 
 
 def test_the_guides_output_of_the_checks_is_the_commands(tmp_path: Path) -> None:
