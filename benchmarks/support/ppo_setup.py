@@ -18,6 +18,7 @@ from tests.fakes import with_fields
 from troupe.orchestrator.bench.batches import Unscored
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
+from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.reporting.console import Console
@@ -122,7 +123,7 @@ class PPOSetup:
                 source, ledger = DeferredSource(components.source), Ledger()
                 controller.components = replace(components, source=cast("BatchSource", source))
                 prompts = PromptSource(data.train, spec.seed + _ALONE)
-                alone = run._scheduler(ledger, prompts, None, 0)
+                alone = run._scheduler(ledger, prompts, None, 0, group_settings(spec, data.train))
                 alone._scorer = Unscored()
                 yield cls(
                     controller=controller,
