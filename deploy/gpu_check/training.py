@@ -65,7 +65,7 @@ VARIANTS = (
     _variant("DPO, ZeRO 0", "tiny-dpo", 0),
     _variant("DPO, ZeRO 3", "tiny-dpo", 3),
     # The last one: Liger replaces functions of the model's module, in every model of the process.
-    _variant("SFT, Liger's kernels", "tiny-sft", 0, "roles.policy.kernels=liger", on_cpu=False),
+    _variant("SFT, ZeRO 0, Liger's kernels", "tiny-sft", 0, "roles.policy.kernels=liger", on_cpu=False),
 )
 
 
