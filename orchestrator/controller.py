@@ -171,10 +171,12 @@ class Controller:
         self._saved_at = done if store.has_model(done) else None
         """Step of the last complete checkpoint."""
         self._failed_saves = 0
-        self._uploads = Uploads(remote, spec.failures.failed_saves)
+        self._uploads = Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s)
         self._alarm = ""
-        if (best := spec.checkpoint.best) is not None:
-            self._keep_best(self.state.best.of(best))
+        best = spec.checkpoint.best
+        self._keep_best(BestState() if best is None else self.state.best.of(best, spec.evaluation_digest()))
+        self._best_before = self.state.best.steps
+        """The best steps before the last evaluation: their checkpoints are there."""
 
     async def run(self) -> RunOutcome:
         """Trains until the last step, or saves and returns after the step during which `stop` was set."""
@@ -275,6 +277,7 @@ class Controller:
         if value is None or not math.isfinite(value):
             logger.warning("step %d: the evaluation has no %s: it is not compared", self.version, config.metric)
             return
+        self._best_before = self.state.best.steps
         self._keep_best(self.state.best.seen(self.version, value, config.keep))
 
     def _alarm_stops(self) -> bool:
@@ -361,8 +364,8 @@ class Controller:
         except (OSError, WorkerRaised, ExportFailed) as error:
             self._failed_saves += 1
             self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
-            if not isinstance(error, ExportFailed):
-                self._keep_best(best.without(self.version))
+            if self.version in best.saved:
+                self._keep_best(self.state.best.keeping(self._best_before))
             limit = self._spec.failures.failed_saves
             if self._failed_saves > limit:
                 why = f"{error} ({self.store.free_space()})"
@@ -388,7 +391,6 @@ class Controller:
         await self._uploads.settle()  # a commit may remove the folder that is being uploaded
         components = self.components
         state = {"step": self.version, "source": snapshot.state, "ledger": snapshot.ledger}
-        state["memory"] = self.state.model_dump(mode="json")
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
         started = asyncio.get_running_loop().time()
         if again:
@@ -397,6 +399,9 @@ class Controller:
                 return
         else:
             folder, failed = await components.recovery.retry(self._save_trainers)
+        if failed is not None and self.version in self.state.best.saved:
+            self._keep_best(self.state.best.keeping(self._best_before))  # before the commit removes what is not kept
+        state["memory"] = self.state.model_dump(mode="json")
         samples = 0 if snapshot.write is None else await snapshot.write(folder)
         saved = await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
         seconds = round(asyncio.get_running_loop().time() - started, 4)

@@ -69,7 +69,7 @@ async def evaluate_on_prompts(
     if missing := [label for label in sets if label not in found]:
         fresh = await _sample(replace(request, spec=spec), local, data, console, options.endpoint, missing)
         for label, result in fresh.items():
-            if label in keys:
+            if label in keys and not result.failed_samples:  # what failed may not fail again
                 keep(cache_folder(), keys[label], result)
         found |= fresh
     results = {label: found[label] for label in sets}

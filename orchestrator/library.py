@@ -161,16 +161,23 @@ def evaluate(
     from troupe.orchestrator.rollouts.endpoint import Endpoint
     from troupe.orchestrator.run import RunRequest, evaluate_offline
 
-    stream, planned = _stream(progress), _planned(spec, set)
     url = str(model) if is_endpoint(model) else None
+    if best and (model is None or url is not None):
+        raise UsageError("--best needs the folder of a run as the model")
+    if served is not None and url is None:
+        raise UsageError("--served names the model of an endpoint: give its URL as the model")
+    stream, planned = _stream(progress), _planned(spec, set)
     if url is not None:
-        planned = _planned(spec, [*_assignments(set), f"model.path={json.dumps(_AT_ENDPOINT)}", "model.revision=null"])
+        planned = _planned(
+            spec,
+            [*_assignments(set), f"model.path={json.dumps(_AT_ENDPOINT)}", "model.revision=null", "model.adapter=null"],
+        )
         problems = [one for one in planned.missing() if one.path.partition(".")[0] != "model"]
         if problems:
             raise SpecError(problems)
     else:
         if model is not None:
-            path = evaluated_model(model, best=best)
+            path = evaluated_model(model, best=best, whole=planned.spec.rollouts is not None)
             planned = _planned(spec, [*_assignments(set), *planned.spec.with_model(path)])
         planned = _in_place(planned, stream)
     if planned.spec.rollouts is None and (url is not None or output is not None):
@@ -195,8 +202,13 @@ def is_endpoint(model: str | Path | None) -> bool:
     return isinstance(model, str) and model.startswith(("http://", "https://"))
 
 
-def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
+def evaluated_model(model: str | Path, *, best: bool = False, whole: bool = True) -> Path:
     """The folder, or the name on the hub, of a model that is named by itself, by a checkpoint or by a run.
+
+    Args:
+        model: The name.
+        best: Of a run, the checkpoint of the best evaluation.
+        whole: Refuse adapters, which an engine that evaluates does not load.
 
     Raises:
         UsageError: It holds adapters, or no run is named and the best checkpoint is asked for.
@@ -211,7 +223,7 @@ def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
         raise UsageError(f"--best needs the folder of a run; {model} has no checkpoints")
     elif not (folder / "config.json").is_file() and (folder / MODEL).is_dir():
         folder = folder / MODEL
-    if has_adapters(folder):
+    if whole and has_adapters(folder):
         raise UsageError(f"{folder} holds adapters: `troupe export RUN FOLDER --merge` writes the whole model")
     return folder
 

@@ -30,7 +30,8 @@ _REFUSED = {
     r"data\.max_length": "it decides which examples are trained on, and so their order",
     r"data\.ptx\.max_tokens": "it decides where texts are cut, and so their order",
     r"data\.train\.\d+\.name": "the checkpoint holds the position in each source by its name",
-    r"data\.train\.\d+\.(group_size|environment)": "groups in flight at the checkpoint are sampled again as they were",
+    r"(algorithm|data\.train\.\d+)\.group_size": "groups in flight at the checkpoint are sampled again as they were",
+    r"data\.train\.\d+\.environment": "groups in flight at the checkpoint are sampled again as they were",
 }
 """Reason by pattern of the field's path. Training data are compared by digest, ZeRO stages with the checkpoint."""
 _OPTIMIZER = "learning_rate|weight_decay|adam_.*|max_grad_norm|schedule|warmup_updates|min_lr_ratio"

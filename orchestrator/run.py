@@ -118,6 +118,10 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
             f"{store.directory}: none of the checkpoints ({len(saved)}) is valid; "
             "move the folder away to start from the beginning"
         )
+    if found is None and remote is not None and (saved := remote.steps()):
+        raise UsageError(
+            f"{remote.url}: none of the checkpoints ({len(saved)}) is valid; use another name to start anew"
+        )
     if request.resume and found is None:
         logger.warning("nothing to resume in %s: starting from the beginning", request.out)
     if found is None:
@@ -150,7 +154,17 @@ def _newer(
     if newest > done and not resume:
         where = f"{remote.url} (checkpoint.path)"
         raise UsageError(f"{where} already contains the run (step {newest}): use --resume or another name")
-    return remote.fetch(store, done) if newest > done else None
+    fetched = remote.fetch(store, done) if newest > done else None
+    if fetched is not None:
+        if not (file := store.directory.parent / RESOLVED_SPEC).exists():
+            remote.fetch_spec(file)
+        with fetched.restoring():
+            best = ControllerState.model_validate(fetched.state["memory"]).best.saved
+        there = remote.steps()
+        for step in best - set(store.steps()):
+            if step in there:
+                remote.fetch_step(store, step)
+    return fetched
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,9 @@ class RolloutWorker:
         started = time.monotonic()
         try:
             prompt_ids = await self._encode(prompt["messages"], request.max_tokens)
-            answers = await self._encode_candidates(prompt, prompt_ids) if request.candidates else []
+            answers = (
+                await self._encode_candidates(prompt, prompt_ids, request.max_tokens) if request.candidates else []
+            )
         except PromptRefused as error:
             refused = f"{prompt['origin']}: {error}"
             return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
@@ -643,14 +645,17 @@ class RolloutWorker:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, encode_prompt, tokenizer, messages, longest)
 
-    async def _encode_candidates(self, prompt: dict[str, Any], prompt_ids: list[int]) -> list[list[int]]:
+    async def _encode_candidates(
+        self, prompt: dict[str, Any], prompt_ids: list[int], max_tokens: int | None
+    ) -> list[list[int]]:
         """Token ids of the prompt's answers from other sources. Raises PromptRefused where one does not fit."""
         texts = prompt["candidates"]
         if not texts:
             return []
         from troupe.workers.data.candidates import encode_candidates
 
-        arguments = (self._live_tokenizer(), prompt["messages"], prompt_ids, texts, self._config.sampling.max_tokens)
+        longest = max_tokens or self._config.sampling.max_tokens
+        arguments = (self._live_tokenizer(), prompt["messages"], prompt_ids, texts, longest)
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode_candidates, *arguments)
 
     def _summary(

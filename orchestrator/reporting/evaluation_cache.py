@@ -21,15 +21,19 @@ from typing import Any
 
 import xxhash
 
+from troupe.orchestrator.doctor.facts import installed_versions
 from troupe.orchestrator.reporting.held_out import Estimate, SetResult
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.versions import versions
 from troupe.workers.contract.atomic_file import write_atomic
+from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD, REWARD_FUNCTIONS
 
 _FORMAT = 1
 _BLOCK = 16 << 20
+_SCORING = ("antlr4-python3-runtime", "latex2sympy2-extended", "math-verify", "reasoning-gym", "sympy")
+"""Packages that decide what the built-in reward functions give."""
 
 Json = dict[str, Any]
 
@@ -64,6 +68,7 @@ def set_keys(spec: RolloutSpec, model: str, sets: Mapping[str, Json]) -> dict[st
         "format": _FORMAT,
         "versions": versions(),
         "troupe": _own_code(),
+        "scoring": {name: version for name, version in installed_versions().items() if name in _SCORING},
         "model": model,
         "settings": spec.model.model_dump(mode="json", exclude={"path", "revision"}),
         "template": _text_of(spec.model.chat_template),
@@ -75,14 +80,25 @@ def set_keys(spec: RolloutSpec, model: str, sets: Mapping[str, Json]) -> dict[st
     keys: dict[str, str] = {}
     for one in spec.held_out_sets():
         code = _code_of(function.name for function in one.functions)
-        reward = None if one.own_rewards or spec.roles.reward.model is None else Path(spec.roles.reward.model.path)
         if code is None:
             continue
         own = {"code": code, "set": sets[one.label], "level": one.level, "name": one.name}
-        own["reward_model"] = None if reward is None else model_digest(reward)
+        own["reward_model"] = None if one.own_rewards else _digest_of(spec.roles.reward.model)
         content = json.dumps(shared | own, sort_keys=True, default=str)
         keys[one.label] = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
     return keys
+
+
+def _digest_of(model: ModelConfig | None) -> Json | None:
+    """All that a model's output depends on. Raises OSError."""
+    if model is None:
+        return None
+    return {
+        "settings": model.model_dump(mode="json", exclude={"path", "revision", "adapter"}),
+        "template": _text_of(model.chat_template),
+        "model": model_digest(Path(model.path)),
+        "adapter": None if model.adapter is None else model_digest(Path(model.adapter)),
+    }
 
 
 def cached(folder: Path, key: str) -> SetResult | None:

@@ -93,6 +93,7 @@ def fingerprint(spec: RolloutSpec) -> str:
         "algorithm": spec.algorithm.model_dump(mode="json", exclude_defaults=True),
         "max_model_len": roles.rollout.max_model_len,
         "critic": roles.critic is not None,
+        "old_logprobs": [spec.needs_old_logprobs, spec.old_logprobs_at_batch],
         "sources": [source.model_dump(mode="json", include=_OF_SOURCE, exclude_defaults=True) for source in mixture],
         **scoring,
     }

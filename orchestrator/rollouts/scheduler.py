@@ -2,9 +2,10 @@
 
 Slots bound the staleness. With P groups per step and a staleness limit of k, at most (version + k + 1) * P groups have
 been opened in total when the policy is at `version`; training a batch opens the next P. A batch must include every
-group that started at version - k or earlier. At most P such groups can be open, so they always fit: no group is ever
-dropped for its age, and a step waits for a straggler only if the straggler would otherwise exceed the limit. With k = 0
-this is strictly on-policy training, by the same code.
+group that started at version - k or earlier, and for every i < k leave at most i * P groups that started at version -
+k + i or earlier, which the i batches after it can take. So they always fit: no group is ever dropped for its age, and a
+step waits for a straggler only if one would otherwise exceed the limit. With k = 0 this is strictly on-policy training,
+by the same code.
 """
 
 from __future__ import annotations
@@ -267,13 +268,24 @@ class RolloutScheduler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _ready(self) -> list[_Open] | None:
-        """The next batch if it can be formed now: groups at the staleness limit first, then in order of dispatch."""
-        oldest_allowed = self.version - self._schedule.max_staleness
+        """The next batch if it can be formed now: the groups that started first, and of these those opened first.
+
+        It is not formed while more groups would be left than the batches until their limit can take.
+        """
+        size, limit = self._schedule.prompts_per_step, self._schedule.max_staleness
+        oldest_allowed = self.version - limit
         # Called whenever a group finishes: the common answer "not ready" must not scan every group.
-        if len(self._finished) < self._schedule.prompts_per_step or any(v <= oldest_allowed for v in self._running):
+        if len(self._finished) < size or any(v <= oldest_allowed for v in self._running):
             return None
-        finished = sorted(self._finished, key=lambda group: (group.started_at_version > oldest_allowed, group.order))
-        return sorted(finished[: self._schedule.prompts_per_step], key=lambda group: group.order)
+        batch = sorted(self._finished, key=lambda group: (group.started_at_version, group.order))[:size]
+        if limit > 1:
+            waiting = Counter(group.started_at_version for group in self._finished) + self._running
+            taken = Counter(group.started_at_version for group in batch)
+            for later in range(1, limit):  # `later` batches from now, these groups are at the limit
+                left = sum(waiting[v] - taken[v] for v in waiting if v <= oldest_allowed + later)
+                if left > later * size:
+                    return None
+        return sorted(batch, key=lambda group: group.order)
 
     @property
     def _free(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,14 @@ from troupe.orchestrator.spec.sections import (
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConfig, ReferenceConfig
+
+_EVALUATED: Any = {
+    "data": {"eval"},
+    "evaluation": {"prompts", "sampling", "solved_at"},
+    "sampling": {"max_tokens"},
+    "roles": {"reward": {"functions", "model", "model_weight"}},
+}
+"""Fields that decide what an evaluation gives."""
 
 
 class PromptRoom(NamedTuple):
@@ -178,6 +187,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def evaluation_metrics(self) -> list[str]:
         """The metrics that every evaluation of this spec reports; empty without held-out data."""
 
+    def evaluation_digest(self) -> str:
+        """Digest of how evaluations are made: the values of those with the same one can be compared."""
+        content = self.model_dump(mode="json", include=_EVALUATED)
+        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
     @property
     @abstractmethod
     def scoring_temperature(self) -> float:
@@ -239,8 +253,9 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""
-        field = "adapter" if (path / ADAPTER_CONFIG).is_file() else "path"
-        return [f"model.{field}={json.dumps(str(path))}"]
+        if (path / ADAPTER_CONFIG).is_file():
+            return [f"model.adapter={json.dumps(str(path))}"]
+        return [f"model.path={json.dumps(str(path))}", "model.adapter=null", "model.revision=null"]
 
     def as_yaml(self) -> str:
         """The spec, with every default."""

@@ -456,7 +456,7 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:
     row = algorithms.row_of(spec.algorithm)
     others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator == "best_of_group"]
-    if split != "train":
+    if split not in spec.data.train_sources():
         yield f"data.{split}.candidates", "has no effect: the evaluation scores the policy's samples only; remove it"
     elif row.name not in others:
         why = f"{row.name} trains on the policy's samples only; remove it or use one of {', '.join(others)}"

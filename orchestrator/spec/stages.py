@@ -156,7 +156,10 @@ def _plan_stage(
     problems: list[Problem] = []
     earlier = {run.stage: run for run in before}
     for path, name in borrowed.items():
-        if name in earlier and path[-2:] == ("model", "path"):
+        if name in earlier and earlier[name].spec.checkpoint.patience is not None:
+            why = f"stage '{name}' may end before its last step (checkpoint.patience), so its model has no known folder"
+            problems.append(source.problem(format_path(path), why))
+        elif name in earlier and path[-2:] == ("model", "path"):
             _start_from(data, path, earlier[name])
         elif name not in earlier and name in stages[: stages.index(stage)]:
             continue  # the problems of that stage itself are reported

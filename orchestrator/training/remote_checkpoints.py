@@ -7,6 +7,7 @@ too. The copy is fetched into the run's folder and verified there as any other c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import json
@@ -16,14 +17,17 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs
 
 from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.training.checkpoint import (
     MANIFEST,
+    SAMPLES,
+    STATE,
     Checkpoint,
     CheckpointError,
     CheckpointStore,
@@ -72,9 +76,30 @@ class RemoteCheckpoints:
     def upload(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
         """Copies a checkpoint, and removes older ones beyond `keep`, except those of protected steps.
 
+        A step whose copy is complete is not copied again for samples that were finished since: while it is replaced,
+        there would be no copy. Protected steps that are not there yet are copied too.
+
         Raises:
             CheckpointError: The store or the checkpoint cannot be reached.
         """
+        there = self.steps()
+        missing = [checkpoint.parent / folder_name(step) for step in protected if step not in there]
+        for path in [*(path for path in missing if path != checkpoint and path.is_dir()), checkpoint]:
+            if step_of(path.name) not in there or self._differs(path):
+                self._copy(path)
+        self._prune(step_of(checkpoint.name) or 0, protected)
+
+    def _differs(self, checkpoint: Path) -> bool:
+        """Whether the complete copy of a checkpoint has other files than it, apart from samples and the state."""
+
+        def read() -> bytes:
+            with self._files.open_input_stream(str(self._root / checkpoint.name / MANIFEST)) as stream:
+                return stream.read()
+
+        return _lasting(self._repeat(read)) != _lasting((checkpoint / MANIFEST).read_bytes())
+
+    def _copy(self, checkpoint: Path) -> None:
+        """Copies a checkpoint, its manifest last."""
         target = self._root / checkpoint.name
         files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file != checkpoint / MANIFEST)
         # The step may have been saved before: what is there must not be found while it is replaced.
@@ -86,8 +111,9 @@ class RemoteCheckpoints:
 
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(send, files))
+        if (spec := checkpoint.parent.parent / RESOLVED_SPEC).is_file():
+            self._repeat(lambda: self._send(spec, self._root / RESOLVED_SPEC))
         send(checkpoint / MANIFEST)
-        self._prune(step_of(checkpoint.name) or 0, protected)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
         """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: there is none.
@@ -96,15 +122,30 @@ class RemoteCheckpoints:
             CheckpointError: The store cannot be reached, or the folder cannot be written.
         """
         for step in reversed([step for step in self.steps() if step > after]):
-            path = store.begin(step)
-            try:
-                self._fetch(self._root / folder_name(step), path)
-                return store.adopt(path)
-            except InvalidCheckpoint as error:
-                logger.warning("skipping invalid checkpoint %s in %s: %s", folder_name(step), self.url, error)
-            finally:
-                shutil.rmtree(path, ignore_errors=True)
+            if (found := self.fetch_step(store, step)) is not None:
+                return found
         return None
+
+    def fetch_spec(self, file: Path) -> None:
+        """Copies the spec of the run that was uploaded to a file, with which a resumed one is compared.
+
+        Raises:
+            CheckpointError: The store cannot be reached.
+        """
+        with contextlib.suppress(InvalidCheckpoint):  # an earlier version has uploaded none
+            self._repeat(lambda: self._receive(self._root / RESOLVED_SPEC, file))
+
+    def fetch_step(self, store: CheckpointStore, step: int) -> Checkpoint | None:
+        """Copies the checkpoint of a step into a run's folder; None: it is not valid. Raises CheckpointError."""
+        path = store.begin(step)
+        try:
+            self._fetch(self._root / folder_name(step), path)
+            return store.adopt(path)
+        except InvalidCheckpoint as error:
+            logger.warning("skipping invalid checkpoint %s in %s: %s", folder_name(step), self.url, error)
+            return None
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _fetch(self, source: PurePosixPath, path: Path) -> None:
         self._repeat(lambda: self._receive(source / MANIFEST, path / MANIFEST))
@@ -177,17 +218,28 @@ class RemoteCheckpoints:
         raise RuntimeError("unreachable")
 
 
+def _lasting(manifest: bytes) -> dict[str, Any]:
+    """The files of a manifest that do not change while the step is saved; empty where it cannot be read."""
+    try:
+        files = dict(json.loads(manifest)["files"])
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return {name: facts for name, facts in files.items() if name != STATE and PurePosixPath(name).parts[0] != SAMPLES}
+
+
 class Uploads:
     """Uploads one checkpoint at a time in the background."""
 
-    def __init__(self, remote: RemoteCheckpoints | None, tolerated: int) -> None:
+    def __init__(self, remote: RemoteCheckpoints | None, tolerated: int, timeout_s: float) -> None:
         """Uploads nothing yet.
 
         Args:
             remote: None: there is no object store.
             tolerated: Failed uploads in a row before the run stops.
+            timeout_s: Longest wait for an upload.
         """
         self._remote = remote
+        self._timeout_s = timeout_s
         self._tolerated = tolerated
         self._failed = 0
         self._running: asyncio.Task[None] | None = None
@@ -205,13 +257,18 @@ class Uploads:
             last: No other upload follows, which could make up for a failed one.
 
         Raises:
-            TroupeError: Too many uploads in a row have failed, or the last one.
+            TroupeError: Too many uploads in a row have failed, or the last one, or one takes too long.
         """
         running, self._running = self._running, None
         if running is None:
             return
         try:
-            await running
+            await asyncio.wait_for(asyncio.shield(running), self._timeout_s)
+        except TimeoutError:
+            where = f"{self._timeout_s:g} s (schedule.train_timeout_s)"
+            raise TroupeError(
+                f"the checkpoint is in the run's folder, but its upload takes more than {where}"
+            ) from None
         except CheckpointError as error:
             self._failed += 1
             if last or self._failed > self._tolerated:

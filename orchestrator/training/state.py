@@ -33,11 +33,15 @@ class BestState(Frozen):
     """The best value, also that of step 0."""
     without_gain: int = 0
     """Evaluations since then."""
+    held_out: str = ""
+    """Digest of how the evaluations were made; empty: unknown."""
 
-    def of(self, config: BestConfig) -> BestState:
-        """This state where it belongs to the metric of `config`, else an empty one."""
+    def of(self, config: BestConfig, held_out: str = "") -> BestState:
+        """This state where it belongs to this metric and to evaluations of this digest, else an empty one."""
         same = (self.metric, self.mode) == (config.metric, config.mode)
-        return self if same else BestState(metric=config.metric, mode=config.mode)
+        comparable = not (held_out and self.held_out) or held_out == self.held_out
+        kept = self if same and comparable else BestState(metric=config.metric, mode=config.mode)
+        return kept.model_copy(update={"held_out": held_out or kept.held_out})
 
     def seen(self, step: int, value: float, keep: int) -> BestState:
         """The state after an evaluation. Of equal values the earlier one is the better.
@@ -60,9 +64,9 @@ class BestState(Frozen):
             }
         )
 
-    def without(self, step: int) -> BestState:
-        """The state where the checkpoint of a step could not be written."""
-        return self.model_copy(update={"steps": tuple(one for one in self.steps if one.step != step)})
+    def keeping(self, steps: tuple[SavedStep, ...]) -> BestState:
+        """The state with other best steps: those of before, where the checkpoint of the newest cannot be written."""
+        return self.model_copy(update={"steps": steps})
 
     @property
     def saved(self) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -182,3 +183,32 @@ def test_the_state_after_any_evaluations(values: list[float], keep: int, mode: A
     assert state.value == sign * max(sign * value for value in values)
     first: Mapping[float | None, int] = {value: step for step, value in reversed([*enumerate(values)])}
     assert state.without_gain == len(values) - 1 - first[state.value]
+
+
+def test_a_best_step_that_cannot_be_saved_does_not_cost_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = CheckpointStore.commit
+
+    def full(store: CheckpointStore, path: Path, state: dict[str, Any]) -> Checkpoint:
+        if state["step"] == 2:
+            store.discard(path)
+            raise CheckpointError(errno.ENOSPC, "no space left", str(path))
+        return commit(store, path, state)
+
+    monkeypatch.setattr(CheckpointStore, "commit", full)
+    run_of(tmp_path, 0.1, 0.5, 0.6, 0.4, 0.3).run()
+    assert steps_of(tmp_path) == [1, 4]
+    assert best_step(tmp_path / "checkpoints") == 1
+
+
+def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -> None:
+    """A harder set, or another reward, would keep a step the best one for ever."""
+    config = BestConfig(metric="eval/reward")
+    state = BestState().of(config, "a").seen(1, 0.8, keep=1)
+    assert state.of(config, "a") == state and state.of(config) == state
+    assert state.of(config, "b") == BestState(metric="eval/reward", held_out="b")
+    run, other = run_of(tmp_path, 0.1, 0.2), run_of(tmp_path, 0.1, 0.2, every_steps=1)
+    assert run.spec.evaluation_digest() == other.spec.evaluation_digest()
+    changed = run.spec.model_copy(update={"evaluation": run.spec.evaluation.model_copy(update={"prompts": 3})})  # type: ignore[union-attr]
+    assert changed.evaluation_digest() != run.spec.evaluation_digest()

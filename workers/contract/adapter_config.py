@@ -23,6 +23,9 @@ _UNSUPPORTED = (
 )
 """Settings of peft with which an adapter is more, or something else, than B A on whole linear layers."""
 
+_BASE_AS_IT_WAS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the model below as it is; PiSSA, OLoRA, CorDA and LoftQ change it."""
+
 
 def unsupported_setting(config: Mapping[str, Any]) -> str:
     """What of a configuration is not supported, as text; empty: nothing."""
@@ -35,6 +38,8 @@ def unsupported_setting(config: Mapping[str, Any]) -> str:
     whole = config.get("modules_to_save") or []
     if set(whole) - {SCORE}:
         return f"it has modules that were trained whole ({', '.join(map(str, whole))}): only {SCORE} is supported"
+    if (start := config.get("init_lora_weights", True)) not in _BASE_AS_IT_WAS:
+        return f"it was trained on weights that peft changed at its start (init_lora_weights: {start})"
     found = next((name for name in _UNSUPPORTED if config.get(name)), "")
     return f"it has {found}, which is not supported" if found else ""
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,
+    SEGMENT,
     KeepRequest,
     KeptTable,
     identities,
@@ -100,10 +101,12 @@ def _rows_by_group(request: KeepRequest, tables: Sequence[pa.Table]) -> Mapping[
     found: dict[tuple[str, int], dict[str, pa.Table]] = {key: {} for key in request.groups}
     for kind, parts in kinds.items():
         table = pa.concat_tables(parts)
-        numbers: dict[tuple[str, int], list[int]] = {}
-        for row, (uid, _, attempt) in enumerate(identities(table)):
-            numbers.setdefault((uid, attempt), []).append(row)
+        segments = table.column(SEGMENT.name).to_pylist() if SEGMENT.name in table.column_names else [0] * len(table)
+        numbers: dict[tuple[str, int], dict[tuple[int, int], int]] = {}
+        for row, ((uid, sample, attempt), segment) in enumerate(zip(identities(table), segments, strict=True)):
+            # Two tables may have the same rows: that of a group, and that of all groups of its engine.
+            numbers.setdefault((uid, attempt), {}).setdefault((sample, segment), row)
         for key in request.groups:
             if key in numbers:
-                found[key][kind] = table.take(pa.array(numbers[key], pa.int64()))
+                found[key][kind] = table.take(pa.array(numbers[key].values(), pa.int64()))
     return found

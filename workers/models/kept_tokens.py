@@ -67,10 +67,14 @@ def left_out(kept: Ragged, vocabulary: int, device: torch.device) -> torch.Tenso
         result[listed.to(device)] = True
         result[listed[ids.sequence()].to(device), ids.values.long().to(device)] = False
     if len(mapped):
-        if (kept.lengths[mapped] != bitmap_words(vocabulary)).any():
+        words_of = kept.lengths[mapped]
+        if (words_of != words_of[0]).any() or int(words_of[0]) > bitmap_words(vocabulary):
             raise ValueError(f"the sampler's sets of tokens are of another vocabulary than the model's, {vocabulary}")
         words = kept.take(mapped).values.view(len(mapped), -1)[:, 1:].contiguous()
         packed = words.view(torch.uint8).to(device)
         bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-        result[mapped.to(device)] = bits.flatten(1)[:, :vocabulary] == 0
+        absent = bits.flatten(1)[:, :vocabulary] == 0
+        rows = mapped.to(device)
+        result[rows] = True  # also ids beyond a bitmap: some models have more logits than the one that sampled
+        result[rows, : absent.shape[1]] = absent
     return result

@@ -17,7 +17,7 @@ from troupe.workers.rewards.steps import Steps
 
 # A minus directly after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
 _NUMBER = re.compile(
-    r"(?:(?<![0-9])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?:(?<![0-9])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.)}])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
 )
 

@@ -124,3 +124,23 @@ def test_a_resumed_run_replaces_evaluations_after_its_checkpoint(tmp_path: Path)
     assert result_of(content["evaluations"][0]["sets"]["math"]) == result()
     file.write_text("[]")
     assert read_evaluations(file) == read_evaluations(tmp_path / "none") == {}
+
+
+def test_the_reward_model_is_part_of_the_key_with_its_adapter_and_template(tmp_path: Path) -> None:
+    files = {name: tmp_path / name / "config.json" for name in ("model", "one", "two")}
+    for name, file in files.items():
+        file.parent.mkdir()
+        file.write_text(name)
+    template = tmp_path / "template.jinja"
+    template.write_text("a")
+
+    def key(**model: str) -> str:
+        path = {"path": str(tmp_path / "model")}
+        return keys(spec_of(roles={"reward": {"functions": [], "model": path | model}}))["math"]
+
+    settings = [{}, {"adapter": str(tmp_path / "one")}, {"adapter": str(tmp_path / "two")}]
+    settings.append({"chat_template": str(template)})
+    found = [key(**one) for one in settings]
+    assert len(set(found)) == 4
+    template.write_text("b")
+    assert key(**settings[3]) != found[3]

@@ -448,3 +448,12 @@ def test_a_batch_is_in_order_of_dispatch() -> None:
     batches = asyncio.run(FakeRollouts(engines=3).train(3))
     for step, batch in enumerate(batches):
         assert [g.summary.prompt_uid for g in batch] == [f"e0-r{i}" for i in range(step * 5, step * 5 + 5)]
+
+
+async def test_groups_near_the_limit_are_taken_before_too_many_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group per batch and a limit of 2: three that started at version 0 fill the batches 0, 1 and 2."""
+    harness = FakeRollouts(engines=1, staleness=2, steps=6, groups=1)
+    slow = {1: 0.2, 2: 0.2}
+    monkeypatch.setattr(harness.engines[0], "_seconds", lambda request: slow.get(request.row, 0.01))
+    batches = await harness.train(6)
+    assert all(step - oldest(batch) <= 2 for step, batch in enumerate(batches))

@@ -757,6 +757,11 @@ CPU_CASES = [
         ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://account:key@container/folder'}"),
     ),
     case(
+        "checkpoints_with_a_signature",
+        "3: checkpoint.path: a spec holds no credentials; give them to the nodes' environment",
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://container@account.dfs/folder?sig=abc'}"),
+    ),
+    case(
         "nccl_cpu",
         "4: weight_sync.backend: nccl needs GPUs; on the CPU use shm (or auto)",
         ("seed: 3", "seed: 3\nweight_sync:\n  backend: nccl"),

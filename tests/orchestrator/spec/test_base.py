@@ -26,7 +26,7 @@ def test_a_spec_is_of_one_kind() -> None:
 def test_another_model_leaves_the_reference_where_it_was(tmp_path: Path) -> None:
     """The reference of a rollout spec follows the model; offline, it stays the model that training starts from."""
     ppo, dpo = shipped("tiny-ppo"), shipped("tiny-dpo")
-    assert ppo.with_model(tmp_path) == [f'model.path="{tmp_path}"']
+    assert ppo.with_model(tmp_path) == [f'model.path="{tmp_path}"', "model.adapter=null", "model.revision=null"]
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").touch()
     assert ppo.with_model(tmp_path / "adapter") == [f'model.adapter="{tmp_path}/adapter"']

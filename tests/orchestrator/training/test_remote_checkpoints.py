@@ -66,7 +66,7 @@ def test_a_fetched_checkpoint_is_the_uploaded_one_and_old_ones_are_removed(url: 
     paths = {step: saved(here, step) for step in (5, 10, 15)}
     for path in paths.values():
         copies.upload(path)
-    copies.upload(paths[15])  # again, as when a stop adds samples
+    copies.upload(paths[15])
     assert copies.steps() == [10, 15]
     found = copies.fetch(there, 0)
     assert found is not None and found.step == 15
@@ -75,6 +75,33 @@ def test_a_fetched_checkpoint_is_the_uploaded_one_and_old_ones_are_removed(url: 
     copies.upload(saved(here, 20), protected={10})  # the best one
     copies.upload(saved(here, 25), protected={10})
     assert copies.steps() == [10, 20, 25]
+
+
+def test_a_complete_copy_stays_while_a_stop_adds_samples(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, copies = CheckpointStore(tmp_path / "here", 9), remote(url, tmp_path)
+    copies.upload(saved(store, 5))
+    sent: list[str] = []
+    send = copies._send
+    monkeypatch.setattr(copies, "_send", lambda file, to: (sent.append(to.name), send(file, to)))
+    path = store.begin_again(5)
+    (path / "samples").mkdir()
+    (path / "samples" / "groups.json").write_text("{}")
+    copies.upload(store.commit(path, {"step": 5}).path)
+    assert copies.steps() == [5] and sent == []
+    saved_otherwise = store.begin(5)
+    (saved_otherwise / "policy").mkdir()
+    (saved_otherwise / "policy" / "rank0").write_bytes(b"other")
+    copies.upload(store.commit(saved_otherwise, {"step": 5}).path)
+    assert sent == ["rank0", "state.json", "manifest.json"]
+
+
+def test_a_protected_step_whose_upload_failed_is_uploaded_with_the_next(url: str, tmp_path: Path) -> None:
+    store, copies = CheckpointStore(tmp_path / "here", 9), remote(url, tmp_path, keep=1)
+    saved(store, 5)
+    copies.upload(saved(store, 10), protected={5})
+    assert copies.steps() == [5, 10]
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "a byte", "a file missing", "a manifest that leads outside"])

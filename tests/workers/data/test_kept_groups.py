@@ -95,6 +95,14 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         assert equal(read_group(tmp_path / "samples", kept[group][kind]), table)
 
 
+def test_rows_of_two_tables_are_kept_once(tmp_path: Path) -> None:
+    """A group that was resumed has a table, and its engine's table has its rows too."""
+    tables = [rollouts("a"), pa.concat_tables([rollouts("a"), rollouts("b")])]
+    kept = keep_groups(tmp_path / "samples", KeepRequest(0, (("a", 0), ("b", 0)), 1 << 20), tables)
+    for group, uid in zip(kept, "ab", strict=True):
+        assert equal(read_group(tmp_path / "samples", group["rollouts"]), rollouts(uid))
+
+
 def test_groups_beyond_the_bound_are_left_out(tmp_path: Path) -> None:
     tables = [rollouts(uid, samples=8, tokens=500) for uid in "abcd"]
     bound = int(2.5 * tables[0].nbytes)

@@ -64,7 +64,7 @@ def test_few_tokens_are_ids_and_many_are_bits() -> None:
     ("words", "said"),
     [
         (np.array([96], np.int32), "kept token 96 of a vocabulary of 96"),
-        (np.array([-1, 5], np.int32), "another vocabulary than the model's, 96"),
+        (np.array([-1, 5, 5, 5, 5], np.int32), "another vocabulary than the model's, 96"),
     ],
 )
 def test_sets_of_another_vocabulary_are_refused(words: np.ndarray, said: str) -> None:
@@ -72,6 +72,12 @@ def test_sets_of_another_vocabulary_are_refused(words: np.ndarray, said: str) ->
         left_out(Ragged(torch.from_numpy(words), torch.tensor([len(words)])), 96, torch.device("cpu"))
     with pytest.raises(ValueError, match="of 96"):
         kept_of(words, 96)
+
+
+def test_a_model_with_more_logits_has_the_others_left_out() -> None:
+    """Larger models of a family pad their vocabulary further; a reference or teacher may be one."""
+    words = Ragged(torch.tensor([-1, 5], dtype=torch.int32), torch.tensor([2]))
+    assert (~left_out(words, 96, torch.device("cpu"))).nonzero()[:, 1].tolist() == [0, 2]
 
 
 def test_rows_that_were_sampled_from_everything_have_no_words() -> None:

@@ -39,6 +39,11 @@ def test_last_number_gives_the_right_verdict(form: dict[str, str]) -> None:
     assert last_number(form["response"], form["answer"], {}) == form["last_number"]
 
 
+@pytest.mark.parametrize("response", ["The answer is...42", "Ans.42", "No.42", "page p.42", "(a).42"])
+def test_the_end_of_a_sentence_is_no_decimal_point(response: str) -> None:
+    assert last_number(response, "42", {}) == 1
+
+
 @pytest.mark.parametrize(("response", "reward"), [("so 7", 0.0), ("so\n</think>\n7", 1.0), ("3</think>", 0.0)])
 def test_a_thought_that_the_template_opened_has_no_answer_until_it_ends(response: str, reward: float) -> None:
     task = {"recipe": "chain_sum", "entry": {"question": "3 + 4", "answer": "7", "metadata": {}}}
