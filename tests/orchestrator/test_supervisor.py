@@ -101,9 +101,10 @@ time.sleep(60)
 """
 
 
-def hang_up_by_default() -> None:
-    """As in a terminal, also where these tests run under `nohup`."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_of_a_terminal() -> None:
+    """Also where these tests run under `nohup`, or in the background of a script, which ignores Ctrl-C."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def started(script: str) -> subprocess.Popen[str]:
@@ -114,7 +115,7 @@ def started(script: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=hang_up_by_default,
+        preexec_fn=signals_of_a_terminal,
     )
     assert process.stdout is not None and process.stdout.readline() == "running\n"
     return process

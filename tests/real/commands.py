@@ -50,9 +50,10 @@ RUN_METRICS = (
 POLICY_METRICS = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
 
 
-def _hang_up_by_default() -> None:
+def _signals_of_a_terminal() -> None:
     """As in a terminal, also where the tests run under `nohup`."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Command:
@@ -74,7 +75,7 @@ class Command:
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
-                preexec_fn=_hang_up_by_default,
+                preexec_fn=_signals_of_a_terminal,
             )
 
     @property

@@ -46,7 +46,7 @@ def measured(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Meas
 
 
 def test_two_points_are_measured_on_one_engine_beside_bare_vllm(measured: Measured) -> None:
-    assert measured.stderr.count("starting 1 rollout") == 1, "both points use the same engine"
+    assert measured.stderr.splitlines().count("starting 1 rollout") == 1, "both points use the same engine"
     record = measured.record
     for point, longest in zip(record["points"], (6, 24), strict=True):
         measures = point["measures"]

@@ -431,6 +431,7 @@ def test_the_samples_of_an_evaluation_are_written_for_reading(worker: RewardWork
         "status": "ok",
         "reward": 1.75,
         "components": [{"name": "last_number", "value": 1.0}, {"name": "x", "value": 0.5}],
+        "source": None,
     }
     assert (second["sample_index"], second["reward"]) == (1, 0.0)
 

@@ -41,7 +41,7 @@ def test_a_call_with_half_a_character_is_answered_and_recorded() -> None:
     (played,) = asyncio.run(rehearse(rehearsal, [ROW], [CALL, "Done."]))
     assert played.status == "ok"
     assert [message["content"] for message in played.messages if message["role"] == "tool"] == [r"again: \ud83d"]
-    prompt = {"messages": "[]", "answer": "5", "metadata": "{}"}
+    prompt = {"messages": "[]", "answer": "5", "metadata": "{}", "source": None}
     builder = RowBuilder("rollout-0", tokenizer, GroupRequest("p0", 0, 0, 1, seed=1), prompt, [])
     table = pa.Table.from_pylist(builder.episode(0, played), schema=ROLLOUTS)
     assert json.loads(table["conversation"][0].as_py()) == played.messages

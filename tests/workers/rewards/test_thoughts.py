@@ -95,7 +95,7 @@ def test_a_row_and_a_turn_show_the_tags_of_thoughts_that_are_special_tokens(tiny
     tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]")])
     ids = tokenizer("[THINK]2 or 3[/THINK]7<|im_end|>", add_special_tokens=False)["input_ids"]
     request = GroupRequest(prompt_uid="p", row=0, attempt=0, samples=1, seed=0)
-    prompt = {"messages": "[]", "answer": "7", "metadata": "{}"}
+    prompt = {"messages": "[]", "answer": "7", "metadata": "{}", "source": None}
     row = RowBuilder("rollout-0", tokenizer, request, prompt, [1]).candidate(0, ids)
     message, _ = TurnReader(tokenizer).read(ids, None, cut=False)
     assert row["response"] == message["content"] == "[THINK]2 or 3[/THINK]7"
