@@ -45,6 +45,9 @@ class Faults:
     delay_s: float = 0.0
     """Wait before every answer."""
 
+    def __str__(self) -> str:
+        return f"{self.method}: {self.errors} errors, {self.cuts} cuts, {self.delay_s:g} s"
+
 
 @dataclass
 class _Store:

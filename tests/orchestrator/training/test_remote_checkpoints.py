@@ -143,9 +143,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "faults", FAULTS, ids=lambda f: f"{f.method}: {f.errors} errors, {f.cuts} cuts, {f.delay_s:g} s"
-)
+@pytest.mark.parametrize("faults", FAULTS, ids=str)
 def test_a_store_that_fails_now_and_then_has_the_whole_checkpoint(
     server: tuple[str, Inject], tmp_path: Path, faults: Faults
 ) -> None:

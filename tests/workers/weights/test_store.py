@@ -86,7 +86,7 @@ def test_objects_that_are_gone_or_cut_are_refused(url: str) -> None:
         Faults("GET", delay_s=0.2),
         Faults("PUT", delay_s=0.2),
     ],
-    ids=lambda faults: f"{faults.method}: {faults.errors} errors, {faults.cuts} cut, {faults.delay_s:g} s",
+    ids=str,
 )
 def test_s3_that_fails_now_and_then_delivers_the_bytes(
     bucket: str, server: tuple[str, Callable[[Faults], None]], faults: Faults, nbytes: int
