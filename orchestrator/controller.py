@@ -16,7 +16,7 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import ExportFailed, StopRequested, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.held_out import held_out_lines
 from troupe.orchestrator.reporting.metrics import PhaseTimers, mean_of
@@ -30,8 +30,8 @@ from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.batch import (
     Batch,
     BatchSource,
-    HeldOut,
-    Snapshot,
+    HeldOutEvaluation,
+    SourceSnapshot,
     unless_failed,
     unless_stopped,
 )
@@ -71,9 +71,9 @@ class RunComponents:
     """Restarts the trainers in place when one of them is lost."""
     sync: WeightSync | None
     """None: no engine serves the trained weights."""
-    evaluator: HeldOut | None
+    evaluator: HeldOutEvaluation | None
     ledger: Ledger
-    keeper: StepKeeper
+    step_recorder: StepRecorder
     """Keeps what the last steps trained on, for `troupe replay`."""
     scaler: WorkerScaler | None = None
     """Scales roles while the run is running; None: the number of workers is fixed."""
@@ -203,7 +203,7 @@ class Controller:
             evaluation = spec.evaluation
             if evaluation is not None and evaluation.at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
-            await self.components.keeper.begin(self.version)
+            await self.components.step_recorder.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
@@ -211,11 +211,11 @@ class Controller:
             while self.version < spec.schedule.steps and not self._alarm_stops() and not self._has_no_gain():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             snapshot = await source.snapshot()  # before the groups in flight are cancelled
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             snapshot = await source.snapshot()
         except WorkerError as error:
             error.locate(self.version + 1, self._timers.failed)
@@ -230,7 +230,7 @@ class Controller:
             watch.cancel()
             await source.close()
             await self.components.recovery.close()
-            await self.components.keeper.close()
+            await self.components.step_recorder.close()
             await self._recorder.close()
         await source.flush()
         await self._save(snapshot)
@@ -295,7 +295,7 @@ class Controller:
         batch = await source.next_batch(self.version, timers)
         # 2. Policy and critic learn from it.
         with timers.phase("update"):
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             before = self.state
             updates, self.state = await self.components.recovery.train(step, batch, before)
         # 3. Every engine loads the new weights and verifies them.
@@ -304,7 +304,7 @@ class Controller:
                 self.console.phase("weight sync", 0, 1)
                 await self._push(step + 1)
             await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
-        self.components.keeper.keep(step + 1, batch, before, updates)
+        self.components.step_recorder.keep(step + 1, batch, before, updates)
         # 4. The ledger: these samples are trained; the next ones may start.
         self.version = step + 1
         source.mark_trained(self.version)
@@ -375,7 +375,7 @@ class Controller:
         else:
             self._failed_saves = 0
 
-    async def _save(self, snapshot: Snapshot) -> None:
+    async def _save(self, snapshot: SourceSnapshot) -> None:
         """Writes one atomic checkpoint of everything a resumed run needs.
 
         A step that is saved already gets only the samples that have been finished since.

@@ -21,7 +21,7 @@ from troupe.orchestrator.data.texts import Pieces, TextOrder, TextPool, load_tex
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -162,7 +162,7 @@ class RolloutRun:
             updates=updates,
             recovery=recovery,
             sync=sync,
-            keeper=StepKeeper(spec, self._out, updates.trainers),
+            step_recorder=StepRecorder(spec, self._out, updates.trainers),
             evaluator=self.evaluator(
                 self._out / "evaluation" if spec.output.trajectories else None,
                 EvaluationLog(self._out / EVALUATIONS, described_sets(spec, self._data.held_out), done),

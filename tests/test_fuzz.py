@@ -502,7 +502,7 @@ class _ConnectedChild(Child):
 
     def __init__(self, connection: socket.socket) -> None:
         self.mark, self.connection, self._buffer = new_mark(), connection, b""
-        self._lifeline = os.open(os.devnull, os.O_RDONLY)
+        self._owner_pipe = os.open(os.devnull, os.O_RDONLY)
         self._process = _Ended()
         self._output = BoundedOutput("child")
         self._output.started()
