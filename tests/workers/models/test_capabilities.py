@@ -323,7 +323,7 @@ def test_a_model_that_amplifies_rounding_packs() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(
-            LlamaConfig(**SIZES | {"num_hidden_layers": 24}), dtype=torch.bfloat16, attn_implementation="sdpa"
+            LlamaConfig(**{**SIZES, "num_hidden_layers": 24}), dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
         randomize(model)
     module = CausalLogprobs(model, temperature=1.0)
