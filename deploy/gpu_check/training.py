@@ -19,8 +19,8 @@ import torch
 
 from deploy.gpu_check.outcome import NotRight, write_measurements
 from troupe.orchestrator.data.examples import load_examples
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.micro_batches import plan_ranks, plan_units
 from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.units import GIB

@@ -27,9 +27,8 @@ from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_
 from troupe.orchestrator.replay.resample import compare_samples, first_difference, plan_resample
 from troupe.orchestrator.replay.step_record import REPLAY, STEP, StepRecord, folder_of, packed_texts
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.batch import GroupOrigin
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.micro_batches import minibatches, plan_texts

@@ -12,8 +12,8 @@ from tests.conftest import ROOT
 from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
 from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, named, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.sections import RoleName
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract import roles
 from troupe.workers.contract.naming import resolve
 
