@@ -81,9 +81,7 @@ def test_bytes_arrive_and_only_those_of_the_last_version_stay(url: str) -> None:
 def test_objects_that_are_gone_or_cut_are_refused(url: str) -> None:
     store = WeightStore(url, "run")
     stored = store.put("1.weights", CONTENT)
-    with pytest.raises(
-        StoreFailed, match=r"weight_sync\.url: .*1\.weights does not have the 1001 bytes that were written"
-    ):
+    with pytest.raises(StoreFailed, match=r"weight_sync\.url: .*1\.weights does not have the 1001 bytes that"):
         replace(stored, nbytes=1001).fetch()
     with pytest.raises(StoreFailed, match=r"does not have the 999 bytes"):
         replace(stored, nbytes=999).fetch()
