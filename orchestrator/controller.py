@@ -331,8 +331,8 @@ class Controller:
     def _record_weights(self, report: SyncReport) -> None:
         digests = dict(islice(report.engines.items(), _MOST_DIGESTS))
         fields = {"version": report.version, "digest": report.digest, "bytes": report.nbytes}
-        seconds = round(report.publish_s + report.apply_s, 4)
-        self._recorder.events.record("weights", **fields, seconds=seconds, loaded=len(report.engines), engines=digests)
+        fields |= {"to_nodes": report.to_nodes, "seconds": round(report.publish_s + report.apply_s, 4)}
+        self._recorder.events.record("weights", **fields, loaded=len(report.engines), engines=digests)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         evaluation = self._spec.evaluation
