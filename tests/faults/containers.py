@@ -36,7 +36,7 @@ class Container:
     """Whether its PID 1 waits for the processes that it inherits."""
 
     def __str__(self) -> str:
-        return "init" if self.reaps else "no init"
+        return "init" if self.reaps else "no-init"
 
     def run(self, folder: Path, spec: Path, *overrides: str, **options: Any) -> Run:
         """Start `troupe run` there; the options are those of `Run`."""
