@@ -225,6 +225,7 @@ class Scenario:
         numbers = sum(weight.numel() for weight in before.values())
         released = [worker.offload_states() / numbers, worker.offload_states()]
         self.record(f"offloaded-{name}", [*released, worker.digest() == digest_before])
+        worker.try_save(f"{checkpoint}-trial")  # which changes nothing
         worker.save(checkpoint)  # from host memory
         skipped = worker.update(plan, batch_with_nan(), 0.0, texts())
         self.record(

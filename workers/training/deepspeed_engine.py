@@ -32,7 +32,7 @@ from troupe.workers.training.host_states import HostStates, gradient_buffers, op
 from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
 from troupe.workers.training.resharding import opened, rank_file, rank_files
-from troupe.workers.training.shards import restrict_loading, save_trained_only
+from troupe.workers.training.shards import empty_writes, restrict_loading, save_trained_only
 from troupe.workers.training.step_length import HeldStep
 
 if TYPE_CHECKING:
@@ -286,8 +286,7 @@ class TrainEngine:
 
     def save(self, directory: str) -> None:
         """Write everything needed for a bitwise resume: weights, optimizer, schedule position, random state."""
-        frozen = self._adapter is not None
-        self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
+        self._write_shards(directory)
         state = {"updates": torch.tensor([self._updates]), "torch_rng": torch.get_rng_state()}
         if self._adapter is not None:
             state |= {_BASE: as_bytes(self._adapter.base)}
@@ -296,6 +295,10 @@ class TrainEngine:
             state["cuda_rng"] = torch.cuda.get_rng_state()
         save_file(state, rank_file(directory, dist.get_rank(), dist.get_world_size()))
         dist.barrier()
+
+    def _write_shards(self, directory: str) -> None:
+        frozen = self._adapter is not None
+        self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
 
     def load(self, directory: str) -> int:
         """Resume from what `save` wrote with the same ZeRO stage.
@@ -379,16 +382,20 @@ class TrainEngine:
             dist.barrier()  # after a failure too: the other ranks wait here, and train on
 
     def try_save(self, directory: str, source: ModelConfig) -> None:
-        """Write what `save` and `export` write, with one small tensor in place of the weights. Not collective.
+        """Write what `save` and `export` write, without the numbers: one small tensor stands for the weights.
 
-        What rank 0 exports is read again.
+        DeepSpeed's files and what rank 0 exports are read again.
 
         Raises:
             OSError: a file cannot be written.
-            ValueError: the model, its configuration or its tokenizer cannot be exported.
+            RuntimeError: DeepSpeed cannot write its state.
+            ValueError: the model, its configuration or its tokenizer cannot be exported, or DeepSpeed's state has what
+                a resume does not read.
         """
         folder = Path(directory) / "export"
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with empty_writes(self._engine):
+            self._write_shards(directory)
         save_file({"updates": torch.tensor([self._updates])}, rank_file(directory, self.rank, dist.get_world_size()))
         if self.rank == 0:
             name, dtype, shape = min(self.weight_shapes(), key=lambda weight: math.prod(weight[2]))
