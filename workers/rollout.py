@@ -106,7 +106,7 @@ class RolloutWorker:
     is recomputed, so that every token is sampled from exactly the version it is recorded under. After a failed update
     the engine stays closed until an update succeeds.
 
-    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested.
+    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested on GPU.
     """
 
     def __init__(self, config: RolloutConfig, name: str) -> None:
@@ -529,7 +529,7 @@ class RolloutWorker:
         engine, started = self._live_engine(), time.monotonic()
         await self._closing_on_failure(engine.finish_weight_update(str(version)))
         await self._closing_on_failure(self._confirmed_digest(version, digest))
-        await self._resume(version)
+        await self._closing_on_failure(self._resume(version))
         return WeightAck(self._name, version, digest, time.monotonic() - started, peak=await self._peak())
 
     async def _closing_on_failure(

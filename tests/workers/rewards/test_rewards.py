@@ -53,7 +53,7 @@ def test_exact_match_options() -> None:
         ("3, 4", "4"),
         ("none", None),
         ("", None),
-        ("٣", None),
+        ("٣", "3"),
     ],
 )
 def test_last_number_of_a_text(text: str, number: str | None) -> None:
