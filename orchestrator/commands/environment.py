@@ -31,7 +31,7 @@ def check(
 
     With --say the policy's turns are these texts, and the last one is repeated; then it is played with random tokens.
     """
-    from troupe.orchestrator.spec.stages import plan_runs, read_document
+    from troupe.orchestrator.spec.load import plan_runs, read_document
 
     planned = [run.spec for run in plan_runs(read_document(spec, set_))]
     played: list[dict[str, Any]] = []

@@ -29,6 +29,7 @@ from troupe.workers.contract.config import (
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
 """Ray hides no GPU from an actor that asks for none."""
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
+_POOLS = "troupe.orchestrator.run_pools"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,16 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True)
+class Restarts:
+    """How many lost workers of a role a run replaces."""
+
+    name: str
+    """The number is the field `{name}_restarts` of `failures`."""
+    limit: Callable[[Any], int]
+    """Reads this field."""
+
+
+@dataclass(frozen=True)
 class Role:
     """One row: a class of workers, and how the rest of the orchestrator treats it."""
 
@@ -70,6 +81,11 @@ class Role:
     """Memory of one worker."""
     name: RoleName | None = None
     """Section of `roles` that has its workers; None: that of the same name as the row."""
+    restarts: Restarts | None = None
+    """How many lost workers are replaced; None: none is."""
+    pool: str | None = None
+    """Path of the function that makes the pool of the workers, each of which can be replaced, added and removed during
+    the run (see `run_pools.py`); None: they start once and stay."""
     group: str | None = None
     """Path of the class of group that calls the workers together; None: each is called alone."""
     trains: bool = False
@@ -152,6 +168,8 @@ def _trainer(config: Any, trainer: TrainerConfig, device: Device) -> WorkerSetti
     )
 
 
+_TRAINER_RESTARTS = Restarts("trainer", lambda failures: failures.trainer_restarts)
+
 ROLES: dict[str, Role] = {
     row.kind: row
     for row in (
@@ -161,6 +179,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.RolloutEngine,
             settings=_rollout,
             memory=memory.of_engine,
+            restarts=Restarts("engine", lambda failures: failures.engine_restarts),
+            pool=f"{_POOLS}:engine_pool",
             concurrent=True,
             engine=True,
             samples=True,
@@ -173,6 +193,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.EnvironmentServer,
             settings=_environment,
             memory=memory.of_process,
+            restarts=Restarts("environment", lambda failures: failures.environment_restarts),
+            pool=f"{_POOLS}:environment_pool",
             concurrent=True,
             behind=roles.RolloutEngine.generate.__name__,
             evaluates=True,
@@ -184,6 +206,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.JudgeEngine,
             settings=_judge,
             memory=memory.of_judge,
+            restarts=Restarts("judge", lambda failures: failures.judge_restarts),
+            pool=f"{_POOLS}:judge_pool",
             concurrent=True,
             engine=True,
             quantized=True,
@@ -196,6 +220,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.Reward,
             settings=_reward,
             memory=memory.of_reward,
+            restarts=Restarts("reward", lambda failures: failures.reward_restarts),
+            pool=f"{_POOLS}:reward_pool",
             evaluates=True,
         ),
         Role(
@@ -204,6 +230,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.Reference,
             settings=_reference,
             memory=memory.of_reference,
+            restarts=Restarts("reference", lambda failures: failures.reference_restarts),
+            pool=f"{_POOLS}:replica_pool",
             group=f"{_GROUPS}:ReferenceGroup",
         ),
         Role(
@@ -212,6 +240,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.Policy,
             settings=_policy,
             memory=memory.of_policy,
+            restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:PolicyGroup",
             trains=True,
             audited=True,
@@ -222,6 +251,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.Critic,
             settings=_critic,
             memory=memory.of_critic,
+            restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:CriticGroup",
             trains=True,
         ),
@@ -231,6 +261,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.ExampleTrainer,
             settings=_offline,
             memory=memory.of_offline_trainer,
+            restarts=_TRAINER_RESTARTS,
             name="policy",
             group=f"{_GROUPS}:ExampleGroup",
             trains=True,
@@ -241,6 +272,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.ExampleTrainer,
             settings=_offline,
             memory=memory.of_offline_trainer,
+            restarts=_TRAINER_RESTARTS,
             name="policy",
             group=f"{_GROUPS}:ExampleGroup",
             trains=True,
