@@ -15,7 +15,7 @@ from troupe.orchestrator.cluster.event_loop import rare_collections
 from troupe.orchestrator.errors import ExportFailed, StopRequested, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.held_out import held_out_lines
 from troupe.orchestrator.reporting.metrics import PhaseTimers, mean_of
@@ -29,8 +29,8 @@ from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.batch import (
     Batch,
     BatchSource,
-    HeldOut,
-    Snapshot,
+    HeldOutEvaluation,
+    SourceSnapshot,
     unless_failed,
     unless_stopped,
 )
@@ -68,9 +68,9 @@ class RunComponents:
     """Restarts the trainers in place when one of them is lost."""
     sync: WeightSync | None
     """None: no engine serves the trained weights."""
-    evaluator: HeldOut | None
+    evaluator: HeldOutEvaluation | None
     ledger: Ledger
-    keeper: StepKeeper
+    step_recorder: StepRecorder
     """Keeps what the last steps trained on, for `troupe replay`."""
     scaler: WorkerScaler | None = None
     """Scales roles while the run is running; None: the number of workers is fixed."""
@@ -223,7 +223,7 @@ class Controller:
             evaluation = spec.evaluation
             if evaluation is not None and evaluation.at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
-            await self.components.keeper.begin(self.version)
+            await self.components.step_recorder.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
@@ -231,11 +231,11 @@ class Controller:
             while self.version < spec.schedule.steps and not self._alarm_stops() and not self._has_no_gain():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             snapshot = await source.snapshot()  # before the groups in flight are cancelled
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             snapshot = await source.snapshot()
         except WorkerError as error:
             error.locate(self.version + 1, self._timers.failed)
@@ -250,7 +250,7 @@ class Controller:
             watch.cancel()
             await source.close()
             await self.components.recovery.close()
-            await self.components.keeper.close()
+            await self.components.step_recorder.close()
             await self._recorder.close()
         await source.flush()
         await self._settle_save()
@@ -316,7 +316,7 @@ class Controller:
         batch = await source.next_batch(self.version, timers)
         # 2. Policy and critic learn from it.
         with timers.phase("update"):
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             before = self.state
             updates, self.state = await self.components.recovery.train(step, batch, before)
         # 3. Every engine loads the new weights and verifies them.
@@ -325,7 +325,7 @@ class Controller:
                 self.console.phase("weight sync", 0, 1)
                 await self._push(step + 1)
             await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
-        self.components.keeper.keep(step + 1, batch, before, updates)
+        self.components.step_recorder.keep(step + 1, batch, before, updates)
         # 4. The ledger: these samples are trained; the next ones may start.
         self.version = step + 1
         source.mark_trained(self.version)
@@ -352,8 +352,8 @@ class Controller:
     def _record_weights(self, report: SyncReport) -> None:
         digests = dict(islice(report.engines.items(), _MOST_DIGESTS))
         fields = {"version": report.version, "digest": report.digest, "bytes": report.nbytes}
-        seconds = round(report.publish_s + report.apply_s, 4)
-        self._recorder.events.record("weights", **fields, seconds=seconds, loaded=len(report.engines), engines=digests)
+        fields |= {"to_nodes": report.to_nodes, "seconds": round(report.publish_s + report.apply_s, 4)}
+        self._recorder.events.record("weights", **fields, loaded=len(report.engines), engines=digests)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         evaluation = self._spec.evaluation
@@ -462,7 +462,7 @@ class Controller:
         """As `_save`, with what there is now."""
         await self._save(await self.components.source.snapshot())
 
-    async def _save(self, snapshot: Snapshot) -> None:
+    async def _save(self, snapshot: SourceSnapshot) -> None:
         """Writes one atomic checkpoint of everything a resumed run needs.
 
         A step that is saved already gets only the samples that have been finished since.

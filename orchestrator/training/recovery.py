@@ -93,7 +93,7 @@ class TrainerRecovery:
         self._interrupted: set[asyncio.Task[Any]] = set()
         """Those of them that a restart has ended."""
         self._restarts = 0
-        self.budget = RestartBudget("trainer", spec.failures.trainer_restarts, spec.failures.steps_per_restart)
+        self.budget = RestartBudget.of_role(spec, "policy")
         for group in updates.trainers:
             group.recovery = self
 

@@ -100,7 +100,9 @@ def resumed(folder: Path) -> Iterator[Run]:
         url = f"s3://runs?{options}"
         stored = (*overrides, f"checkpoint.path={url}")
         killed = folder / "killed"
-        with running(Run(folder, GRPO, *stored, "checkpoint.every_steps=1", name="resumed", out=killed, env=keys)) as first:
+        with running(
+            Run(folder, GRPO, *stored, "checkpoint.every_steps=1", name="resumed", out=killed, env=keys)
+        ) as first:
             copies = RemoteCheckpoints(url, first.name, 10)
             first.wait_until(lambda: copies.steps()[-1:] >= [3], "a copy of step 3")
             first.process.send_signal(signal.SIGKILL)
@@ -239,7 +241,9 @@ def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resume
     again = load_rollout_spec(GRPO).schedule.prompts_per_step
     assert [line["ledger/retries"] for line in resumed.metrics] == [again] * (RESUMED_STEPS - done)
     assert {line["ledger/dropped"] for line in resumed.metrics} == {0}
-    for line, other in zip(resumed.metrics[:-1], grpo.metrics[done:], strict=False):  # beside its last step, nothing in flight
+    for line, other in zip(
+        resumed.metrics[:-1], grpo.metrics[done:], strict=False
+    ):  # beside its last step, nothing in flight
         assert repeatable(line) | {"ledger/retries": 0} == repeatable(other)
     assert resumed.metrics[-1]["trainer_restarts"] == 1
 
