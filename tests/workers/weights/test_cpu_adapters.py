@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from vllm.lora.punica_wrapper import punica_cpu
 
 from troupe.workers.weights.cpu_adapters import multiply_at_once
 
+KERNELS: Any = punica_cpu
+"""The module that vLLM calls them in."""
 NAMES = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 TOKENS, RANK, INPUTS, OUTPUTS = 5, 8, 24, 12
 
@@ -19,7 +22,7 @@ TOKENS, RANK, INPUTS, OUTPUTS = 5, 8, 24, 12
 def replaced() -> Iterator[None]:
     """The kernels are replaced within the test."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (lora_ops, punica_cpu):
+        for module in (lora_ops, KERNELS):
             for name in NAMES:
                 patch.setattr(module, name, getattr(module, name))
         multiply_at_once()
@@ -38,14 +41,14 @@ def test_products_are_those_of_the_kernels(slots: int, dtype: torch.dtype, reque
 
     def run() -> list[torch.Tensor]:
         small, whole, part, set_to = torch.zeros(TOKENS, RANK), *(torch.ones(TOKENS, 30, dtype=dtype) for _ in "123")
-        punica_cpu.bgmv_shrink(states, a, small, indices, scaling=0.5)
-        punica_cpu.bgmv_expand(shrunk, b, whole, indices, add_inputs=True)
+        KERNELS.bgmv_shrink(states, a, small, indices, scaling=0.5)
+        KERNELS.bgmv_expand(shrunk, b, whole, indices, add_inputs=True)
         lora_ops.bgmv_expand_slice(shrunk, b, part, indices, 7, OUTPUTS, True)
-        punica_cpu.bgmv_expand_slice(shrunk, b, set_to, indices, 7, OUTPUTS, False)
+        KERNELS.bgmv_expand_slice(shrunk, b, set_to, indices, 7, OUTPUTS, False)
         return [small, whole, part, set_to]
 
     expected = run()
     request.getfixturevalue("replaced")
-    assert punica_cpu.bgmv_shrink is lora_ops.bgmv_shrink
+    assert KERNELS.bgmv_shrink is lora_ops.bgmv_shrink
     for found, kernel in zip(run(), expected, strict=True):
         torch.testing.assert_close(found, kernel, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
