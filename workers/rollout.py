@@ -379,7 +379,9 @@ class RolloutWorker:
         """
         if self._adapter is None:
             await self._call(engine.collective_rpc("troupe_use_probe"))
-            await self._call(engine.resume_generation())
+            self._memory.verified()  # a rest leaves the model below as it was, and the probe alone samples now
+            if not await self._memory.wake(engine):
+                await self._call(engine.resume_generation())
             probe = adapter_request(self._version, "probe")
             adapted, plain = [await probe_logprobs(engine, lora) for lora in (probe, None)]
             await self._call(engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
