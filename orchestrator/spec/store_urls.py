@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
+
+from troupe.workers.contract.urls import has_credentials
 
 _STORES = ("s3", "gs", "file")
 """Kinds of object stores, by the scheme of the URL."""
 _NO_CREDENTIALS = "a spec holds no credentials; give them to the nodes' environment"
-_SECRET = re.compile(r"secret|token|key|password|credential|^sig$", re.IGNORECASE)
-"""In the names of options that are credentials."""
 _WITH_AZURE = ("s3", "gs", "abfs", "file")
 
 
@@ -19,11 +18,7 @@ def url_problem(url: str, schemes: Sequence[str] = _STORES) -> str | None:
     parts = urlsplit(url)
     if parts.scheme not in schemes:
         return f"expected a URL of {', '.join(schemes[:-1])} or {schemes[-1]}, such as s3://bucket/folder, got {url!r}"
-    if parts.password is not None or ("@" in parts.netloc and parts.scheme != "abfs"):  # abfs://container@account/...
-        return _NO_CREDENTIALS
-    if any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
-        return _NO_CREDENTIALS
-    return None
+    return _NO_CREDENTIALS if has_credentials(url, names_container=parts.scheme == "abfs") else None
 
 
 def checkpoint_problems(url: str | None) -> Iterator[tuple[str, str]]:

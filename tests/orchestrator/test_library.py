@@ -132,6 +132,13 @@ def test_a_model_to_evaluate_is_named_by_itself_a_checkpoint_a_run_or_the_hub(tm
     assert library.is_endpoint("https://host/v1") and not library.is_endpoint("host/v1")
 
 
+@pytest.mark.parametrize("url", ["https://me:pass@host/v1", "http://key@host/v1", "https://host/v1?api_key=x"])
+def test_the_url_of_an_endpoint_holds_no_credentials(url: str) -> None:
+    with pytest.raises(troupe.TroupeError, match="the URL holds credentials") as raised:
+        troupe.evaluate(GRPO, url)
+    assert url not in str(raised.value)
+
+
 def test_the_run_of_a_folder_has_its_records(tmp_path: Path) -> None:
     shutil.copy(RECORDED / "sick-never-solved.jsonl", tmp_path / "metrics.jsonl")
     outcome = troupe.Outcome(tmp_path)

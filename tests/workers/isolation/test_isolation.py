@@ -167,7 +167,9 @@ def test_secrets_are_not_passed_on_unless_they_are_named(
     [
         *(("HF_TOKEN", True), ("WANDB_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True), ("PGPASSWORD", True)),
         *(("GITHUB_TOKEN", True), ("token", True), ("GOOGLE_APPLICATION_CREDENTIALS", True)),
+        *(("AZURE_STORAGE_KEY", True), ("AZURE_STORAGE_CONNECTION_STRING", True), ("GITHUB_PAT", True)),
         *(("TOKENIZERS_PARALLELISM", False), ("PATH", False), ("OMP_NUM_THREADS", False), ("KEYBOARD", False)),
+        *(("MONKEY", False), ("KEY_REPEAT", False), ("PATTERN", False)),
     ],
 )
 def test_names_of_secrets(name: str, secret: bool) -> None:
