@@ -199,7 +199,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         launcher = WorkerLauncher(spec, cluster, classes={"rollout": MeasuredEpisodeRollout})
         workers = await launcher.open(frozenset({"rollout", "environment"}))
         engine = workers.engines[0]
-        await engine.connect_environments(cluster.environment_link(workers.environments, ""), TIMEOUT_S)
+        await engine.connect_environments(cluster.environment_link(workers.each("environment"), ""), TIMEOUT_S)
         pool, _ = load_pools(spec.data)
         tokenizer: Any = load_chat_tokenizer(spec.model)
         prompts = encode_prompts(Path(spec.model.path), pool.table, range(needed), longest)

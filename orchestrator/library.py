@@ -20,7 +20,8 @@ from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks import is_url
 from troupe.orchestrator.spec.errors import Source, SpecError
-from troupe.orchestrator.spec.stages import PlannedRun, read_document
+from troupe.orchestrator.spec.load import read_document
+from troupe.orchestrator.spec.stages import PlannedRun
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
-logger = logging.getLogger(__name__)
+from troupe.orchestrator.roles.table import row_of
+from troupe.orchestrator.spec.base import RunSpec
 
 
 class RestartBudget:
@@ -26,6 +25,14 @@ class RestartBudget:
         """Restarts in use."""
         self.total = 0
         """Restarts in the whole run."""
+
+    @classmethod
+    def of_role(cls, spec: RunSpec, role: str) -> RestartBudget:
+        """The restarts that a spec allows a role."""
+        restarts, failures = row_of(spec, role).restarts, spec.failures
+        if restarts is None:
+            return cls(role, 0)
+        return cls(restarts.name, restarts.limit(failures), failures.steps_per_restart)
 
     def take(self) -> bool:
         """Uses one restart; False if all are in use."""

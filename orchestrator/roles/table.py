@@ -17,11 +17,19 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import CPU_THREADS, Device, EngineConfig, TrainerConfig
+from troupe.workers.contract.config import (
+    CPU_THREADS,
+    Device,
+    EngineProcess,
+    JudgeConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
 """Ray hides no GPU from an actor that asks for none."""
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
+_POOLS = "troupe.orchestrator.run_pools"
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,23 @@ class WorkerSettings:
     """Constructor arguments after the worker's name."""
     sequence_parallel_size: int = 1
     """Adjacent workers that share each micro-batch."""
+    engine: EngineProcess | None = None
+    """The engine in its process, which imports vLLM before it is a worker of Ray; None: there is none on the CPU."""
 
     @property
     def env(self) -> dict[str, str]:
         """Environment variables of its process."""
         return worker_env(self.threads, self.device)
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How many lost workers of a role a run replaces."""
+
+    name: str
+    """The number is the field `{name}_restarts` of `failures`."""
+    limit: Callable[[Any], int]
+    """Reads this field."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,11 @@ class Role:
     """Memory of one worker."""
     name: RoleName | None = None
     """Section of `roles` that has its workers; None: that of the same name as the row."""
+    restarts: Restarts | None = None
+    """How many lost workers are replaced; None: none is."""
+    pool: str | None = None
+    """Path of the function that makes the pool of the workers, each of which can be replaced, added and removed during
+    the run (see `run_pools.py`); None: they start once and stay."""
     group: str | None = None
     """Path of the class of group that calls the workers together; None: each is called alone."""
     trains: bool = False
@@ -88,7 +113,7 @@ class Role:
 
 def _rollout(spec: RolloutSpec) -> WorkerSettings:
     config = spec.rollout_config()
-    return WorkerSettings(config, _engine_threads(config.engine, config.device), config.device)
+    return _engine(config)
 
 
 def _environment(spec: RolloutSpec) -> WorkerSettings | None:
@@ -98,14 +123,14 @@ def _environment(spec: RolloutSpec) -> WorkerSettings | None:
 
 def _judge(spec: RolloutSpec) -> WorkerSettings | None:
     config = spec.judge_config()
-    if config is None:
-        return None
-    return WorkerSettings(config, _engine_threads(config.engine, config.device), config.device)
+    return None if config is None else _engine(config)
 
 
-def _engine_threads(engine: EngineConfig, device: Device) -> int:
-    """Threads of an engine's process; 0: vLLM decides, which on a GPU takes one, because more would spin beside it."""
-    return 0 if device == "cuda" else engine.threads
+def _engine(config: RolloutConfig | JudgeConfig) -> WorkerSettings:
+    """On a GPU vLLM decides about threads (0): it takes one, because more would spin beside it."""
+    if config.device == "cuda":
+        return WorkerSettings(config, 0, "cuda")
+    return WorkerSettings(config, config.engine.threads, "cpu", engine=config.process)
 
 
 def _reward(spec: RolloutSpec) -> WorkerSettings:
@@ -143,6 +168,8 @@ def _trainer(config: Any, trainer: TrainerConfig, device: Device) -> WorkerSetti
     )
 
 
+_TRAINER_RESTARTS = Restarts("trainer", lambda failures: failures.trainer_restarts)
+
 ROLES: dict[str, Role] = {
     row.kind: row
     for row in (
@@ -152,6 +179,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.RolloutEngine,
             settings=_rollout,
             memory=memory.of_engine,
+            restarts=Restarts("engine", lambda failures: failures.engine_restarts),
+            pool=f"{_POOLS}:engine_pool",
             concurrent=True,
             engine=True,
             samples=True,
@@ -164,6 +193,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.EnvironmentServer,
             settings=_environment,
             memory=memory.of_process,
+            restarts=Restarts("environment", lambda failures: failures.environment_restarts),
+            pool=f"{_POOLS}:environment_pool",
             concurrent=True,
             behind=roles.RolloutEngine.generate.__name__,
             evaluates=True,
@@ -175,6 +206,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.JudgeEngine,
             settings=_judge,
             memory=memory.of_judge,
+            restarts=Restarts("judge", lambda failures: failures.judge_restarts),
+            pool=f"{_POOLS}:judge_pool",
             concurrent=True,
             engine=True,
             quantized=True,
@@ -187,6 +220,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.Reward,
             settings=_reward,
             memory=memory.of_reward,
+            restarts=Restarts("reward", lambda failures: failures.reward_restarts),
+            pool=f"{_POOLS}:reward_pool",
             evaluates=True,
         ),
         Role(
@@ -195,6 +230,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.Reference,
             settings=_reference,
             memory=memory.of_reference,
+            restarts=Restarts("reference", lambda failures: failures.reference_restarts),
+            pool=f"{_POOLS}:replica_pool",
             group=f"{_GROUPS}:ReferenceGroup",
         ),
         Role(
@@ -203,6 +240,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.Policy,
             settings=_policy,
             memory=memory.of_policy,
+            restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:PolicyGroup",
             trains=True,
             audited=True,
@@ -213,6 +251,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.Critic,
             settings=_critic,
             memory=memory.of_critic,
+            restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:CriticGroup",
             trains=True,
         ),
@@ -222,6 +261,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.ExampleTrainer,
             settings=_offline,
             memory=memory.of_offline_trainer,
+            restarts=_TRAINER_RESTARTS,
             name="policy",
             group=f"{_GROUPS}:ExampleGroup",
             trains=True,
@@ -232,6 +272,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.ExampleTrainer,
             settings=_offline,
             memory=memory.of_offline_trainer,
+            restarts=_TRAINER_RESTARTS,
             name="policy",
             group=f"{_GROUPS}:ExampleGroup",
             trains=True,

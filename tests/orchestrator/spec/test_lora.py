@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec
+from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import LoraConfig
 
 ROOT = Path(__file__).resolve().parents[3]

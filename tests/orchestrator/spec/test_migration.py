@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from troupe.orchestrator.spec.errors import SpecError, known_paths
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.migration import settings
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 SPEC = """\
 name: run

@@ -23,7 +23,7 @@ from troupe.orchestrator.data.summary import read_pools
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm
 from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.command import InitFlags, complete, text_of, write

@@ -19,7 +19,7 @@ from troupe.workers.isolation.descendants import end_marked, marked, new_mark
 from troupe.workers.isolation.environment import MARK, child_environment, is_secret
 from troupe.workers.isolation.output import LIMIT, BoundedOutput
 from troupe.workers.isolation.text import LONGEST, one_line
-from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 
 HERE = "tests.workers.isolation.misbehaving"
 
@@ -34,7 +34,7 @@ def process(request: pytest.FixtureRequest) -> Iterator[RewardProcess]:
     running.close()
 
 
-def score(process: RewardProcess, response: str = "x") -> Outcome:
+def score(process: RewardProcess, response: str = "x") -> RewardResult:
     """The outcome of one sample."""
     return process.score([Sample(response, "", "{}", 1, "stop")])[0]
 
@@ -65,7 +65,7 @@ def test_endless_output_is_cut_and_the_function_goes_on(process: RewardProcess, 
         finally:
             os.dup2(here, 2)
             os.close(here)
-    assert outcomes == [Outcome(1.0)] * 2
+    assert outcomes == [RewardResult(1.0)] * 2
     assert LIMIT <= (tmp_path / "log").stat().st_size < LIMIT + 4096
 
 
