@@ -116,7 +116,7 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: there is none.
+        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: the store has none.
 
         Raises:
             CheckpointError: The store cannot be reached, or the folder cannot be written.

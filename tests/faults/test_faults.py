@@ -48,7 +48,7 @@ def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @pytest.mark.parametrize("fault", SIGNALS, ids=lambda fault: fault.name)
-def test_a_worker_is_lost_and_the_run_trains_on(ppo: Run, fault: Signalled) -> None:
+def test_a_worker_is_lost_and_the_run_continues(ppo: Run, fault: Signalled) -> None:
     outcome = fault.inject(ppo)
     record(outcome)
     assert outcome.ok, ppo.output[-4000:]
@@ -228,7 +228,7 @@ def test_the_ledger_of_the_runs_balances(ppo: Run) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with 256 MiB."""
+    """A separate file system with 256 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder], check=False).returncode:
@@ -369,7 +369,7 @@ _NO_REAPER = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:]); time
 
 
 def test_nothing_is_left_of_a_killed_driver_where_nobody_reaps(tmp_path: Path) -> None:
-    """In a PID namespace of its own, as in a container without an init."""
+    """In a separate PID namespace, as in a container without an init."""
     within = ("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", _NO_REAPER)
     with running(Run(tmp_path, GRPO, *ENDLESS, name="unreaped", within=within)) as run:
         run.wait_for_step(1)
