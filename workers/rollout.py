@@ -40,7 +40,7 @@ from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep, engine_dead
 from troupe.workers.engine.finished import Rows, RunningGroup, merged
 from troupe.workers.engine.probe import apart, probe_logprobs
-from troupe.workers.engine.process import engine_processes
+from troupe.workers.engine.process import engine_processes, import_ahead
 from troupe.workers.engine.rest import EngineMemory
 from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
 from troupe.workers.engine.settings import (
@@ -150,9 +150,11 @@ class RolloutWorker:
             Exception: vLLM cannot load the model.
         """
         announce(Activity.IMPORT)
-        set_environment(self._config)
+        set_environment(self._config.process)
+        if self._config.device == "cpu":
+            import_ahead()
         # Blocked from here on, the event loop would hold back the answer to the call before this one, by which the
-        # node's watch finds this process. Another process imports vLLM meanwhile.
+        # node's watch finds this process.
         await asyncio.sleep(_TURN_S)
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -118,6 +118,8 @@ def _alternatives(spec: RunSpec, misfit: Misfit) -> Iterator[Iterator[Changes]]:
     if misfit.kind == "parallel":
         yield _fewer_ranks(spec, misfit.roles[0])
         return
+    if misfit.kind == "host" and spec.checkpoint.async_save:
+        yield iter([{"checkpoint.async_save": False}])
     for role in misfit.roles:
         if role in spec.roles.trainers() and misfit.kind != "placement":
             yield from _of_trainer(spec, role, misfit.kind == "gpu")

@@ -25,6 +25,7 @@ from troupe.workers.contract.messages import (
     KeptFile,
     PrepareRequest,
     RankPlan,
+    SaveStatus,
     TextSummary,
     TrainSummary,
     UpdateMetrics,
@@ -274,6 +275,20 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     async def save(self, directory: str, *, timeout_s: float) -> None:
         """Writes a checkpoint of model, optimizer and schedule."""
         await self._broadcast(Trainer.save, timeout_s, directory)
+
+    async def begin_save(self, directory: str, model: str = "", average: str = "", *, timeout_s: float) -> None:
+        """Copies what `save` writes, and the exports into folders that are named, which are written in the
+        background."""
+        await self._broadcast(Trainer.begin_save, timeout_s, directory, model, average)
+
+    async def save_status(self, directory: str, *, timeout_s: float) -> SaveStatus:
+        """How far the ranks have written it: done once all of them are; the first failure of each kind."""
+        ranks = await self._broadcast(Trainer.save_status, timeout_s, directory)
+        return SaveStatus(
+            all(rank.done for rank in ranks),
+            next((rank.failed for rank in ranks if rank.failed), ""),
+            next((rank.export_failed for rank in ranks if rank.export_failed), ""),
+        )
 
     async def try_save(self, directory: str, *, timeout_s: float) -> None:
         """Writes what a checkpoint and an export consist of, with a small part of the weights."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from troupe.orchestrator.commands.options import JsonOption, echo_json
 from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def check(
     say: Annotated[list[str], typer.Option("--say", help="Text of a turn; repeat for further turns.")] = [],  # noqa: B006
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, each with a row of data.train.")] = 1,
     set_: Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")] = [],  # noqa: B006
+    as_json: JsonOption = False,
 ) -> None:
     """Play episodes without a model and print the conversation with its tokens and loss mask.
 
@@ -32,20 +34,27 @@ def check(
     from troupe.orchestrator.spec.load import plan_runs, read_document
 
     planned = [run.spec for run in plan_runs(read_document(spec, set_))]
+    played: list[dict[str, Any]] = []
     for one in planned:
         # A stage's model may not be trained yet; its tokenizer is that of the first stage.
         model = one.model if Path(one.model.path).is_dir() else planned[0].model
         if one.rollouts is not None:
-            _check(one.rollouts, model, say, episodes)
+            found = _play(one.rollouts, model, say, episodes)
+            if not as_json:
+                for episode in found:
+                    typer.echo("\n".join(episode["lines"]))
+            played += found
     if not any("environment" in one.roles.present() for one in planned):
         raise UsageError(f"{spec}: there is no roles.environment to check")
+    if as_json:
+        echo_json([{name: value for name, value in episode.items() if name != "lines"} for episode in played])
 
 
-def _check(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int) -> None:
-    """Play the episodes of one spec and print them."""
+def _play(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int) -> list[dict[str, Any]]:
+    """Play the episodes of one spec; none without an environment."""
     config = spec.environment_config()
     if config is None:
-        return
+        return []
     from troupe.orchestrator.data.mixture import group_settings
     from troupe.orchestrator.data.prompts import load_train_pool
     from troupe.workers.isolation.probe import ProbeFailed, ask
@@ -62,10 +71,8 @@ def _check(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int)
         "said": say,
         "seed": spec.seed,
     }
+    timeout_s = _START_S + episodes * 2 * config.episode_timeout_s
     try:
-        for text in ask(
-            "troupe.workers.engine.episode_check:report", request, _START_S + episodes * 2 * config.episode_timeout_s
-        ):
-            typer.echo(text)
+        return ask("troupe.workers.engine.episode_check:report", request, timeout_s)
     except ProbeFailed as error:
         raise UsageError(error.raised or f"the check failed: {error}") from None

@@ -27,6 +27,11 @@ class RoleTime:
     """Length of the windows."""
 
     @property
+    def idle_s(self) -> float:
+        """Mean time in which none was."""
+        return max(0.0, self.wall_s - self.busy_s)
+
+    @property
     def share(self) -> float:
         """Fraction of the windows in which a worker was busy."""
         return self.busy_s / self.wall_s if self.wall_s > 0 else 0.0

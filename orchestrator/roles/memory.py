@@ -223,6 +223,7 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
         values=values,
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
+        copies_saves=spec.checkpoint.async_save,
         adapters=_adapters(size, config.lora, values=spec.trains == "reward_model"),
     )
     return training(seat.worker, rank), None
@@ -243,6 +244,8 @@ def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         longest=spec.longest_sequence,
         values=True,
         process=TRAINER_PROCESS,
+        copies_saves=spec.checkpoint.async_save,
+        exported=False,
         adapters=_adapters(size, config.lora, values=True),
     )
     return training(seat.worker, rank), None
@@ -271,6 +274,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
+        copies_saves=spec.checkpoint.async_save,
         adapters=_adapters(size, config.lora, values=False),
     )
     memories = training(seat.worker, rank)

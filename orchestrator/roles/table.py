@@ -17,7 +17,14 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import CPU_THREADS, Device, EngineConfig, TrainerConfig
+from troupe.workers.contract.config import (
+    CPU_THREADS,
+    Device,
+    EngineProcess,
+    JudgeConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
 """Ray hides no GPU from an actor that asks for none."""
@@ -39,6 +46,8 @@ class WorkerSettings:
     """Constructor arguments after the worker's name."""
     sequence_parallel_size: int = 1
     """Adjacent workers that share each micro-batch."""
+    engine: EngineProcess | None = None
+    """The engine in its process, which imports vLLM before it is a worker of Ray; None: on the CPU."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -104,7 +113,7 @@ class Role:
 
 def _rollout(spec: RolloutSpec) -> WorkerSettings:
     config = spec.rollout_config()
-    return WorkerSettings(config, _engine_threads(config.engine, config.device), config.device)
+    return _engine(config)
 
 
 def _environment(spec: RolloutSpec) -> WorkerSettings | None:
@@ -114,14 +123,14 @@ def _environment(spec: RolloutSpec) -> WorkerSettings | None:
 
 def _judge(spec: RolloutSpec) -> WorkerSettings | None:
     config = spec.judge_config()
-    if config is None:
-        return None
-    return WorkerSettings(config, _engine_threads(config.engine, config.device), config.device)
+    return None if config is None else _engine(config)
 
 
-def _engine_threads(engine: EngineConfig, device: Device) -> int:
-    """Threads of an engine's process; 0: vLLM decides, which on a GPU takes one, because more would spin beside it."""
-    return 0 if device == "cuda" else engine.threads
+def _engine(config: RolloutConfig | JudgeConfig) -> WorkerSettings:
+    """On a GPU vLLM decides about threads (0): it takes one, because more would spin beside it."""
+    if config.device == "cuda":
+        return WorkerSettings(config, 0, "cuda")
+    return WorkerSettings(config, config.engine.threads, "cpu", engine=config.process)
 
 
 def _reward(spec: RolloutSpec) -> WorkerSettings:

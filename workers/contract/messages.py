@@ -543,6 +543,17 @@ class WeightsSent:
 
 
 @dataclass(frozen=True)
+class SaveStatus:
+    """State of what a rank writes in the background."""
+
+    done: bool
+    failed: str = ""
+    """Why its state is not written."""
+    export_failed: str = ""
+    """Why the model is not written, although its state is."""
+
+
+@dataclass(frozen=True)
 class WorkerHealth(Answer):
     """Health of a worker."""
 

@@ -7,8 +7,11 @@ unpickler, which builds tensors, plain containers and the few types listed below
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,18 +42,52 @@ def read_shard(file: Path, *, mapped: bool = False) -> dict[str, Any]:
     return found
 
 
-def restrict_loading(engine: Any) -> None:
-    """Let a DeepSpeed engine read its checkpoints with `read_shard` only."""
+Copy = Callable[[dict[str, Any]], dict[str, Any]]
+"""Copies a state, so that the original may change."""
+
+
+class ShardFiles(Protocol):
+    """How a DeepSpeed engine reads and writes the files of its checkpoints."""
+
+    def held(self, copy: Copy) -> AbstractContextManager[list[Callable[[], None]]]:
+        """Inside the block what DeepSpeed saves is copied instead of written; yields what writes the copies."""
+        ...
+
+
+def restrict_loading(engine: Any) -> ShardFiles:
+    """Let a DeepSpeed engine read its checkpoints with `read_shard` only; returns how it reads and writes them."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     class RestrictedCheckpointEngine(TorchCheckpointEngine):
-        """DeepSpeed's files, read without unpickling."""
+        """DeepSpeed's files, read without unpickling, and written at once or later."""
+
+        _held: tuple[Copy, list[Callable[[], None]]] | None = None
 
         def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
             """Contents of one file, on the CPU: DeepSpeed copies what it needs to its device."""
             return read_shard(Path(path))
 
-    engine.checkpoint_engine = RestrictedCheckpointEngine(engine._config)
+        def save(self, state_dict: dict[str, Any], path: str) -> None:
+            """Write one file, or keep a copy of its contents."""
+            if self._held is None:
+                super().save(state_dict, path)
+            else:
+                copy, writes = self._held
+                writes.append(partial(super().save, copy(state_dict), path))
+
+        @contextmanager
+        def held(self, copy: Copy) -> Iterator[list[Callable[[], None]]]:
+            """See `ShardFiles.held`."""
+            writes: list[Callable[[], None]] = []
+            self._held = copy, writes
+            try:
+                yield writes
+            finally:
+                self._held = None
+
+    files = RestrictedCheckpointEngine(engine._config)
+    engine.checkpoint_engine = files
+    return files
 
 
 def save_trained_only(engine: Any) -> None:
