@@ -130,7 +130,7 @@ class RolloutWorker:
         """The policy's adapters that the engine has loaded, if the policy trains adapters."""
         self._files_written: set[str] = set()
         self._kept = ("", "")
-        """Path and digest of the weight file that this worker wrote whole; empty: there is none."""
+        """Path and digest of the weight file that this worker wrote whole; empty: no file."""
         self._environments: EnvironmentLink | None = None
         self._reader: TurnReader | None = None
         # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.

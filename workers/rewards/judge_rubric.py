@@ -161,7 +161,7 @@ def _played(messages: str, conversation: str) -> str:
 
 
 def _behind(turn: Message, asked: Message) -> str | None:
-    """What a message says behind one of the prompt, in paragraphs of its own; None if it does not begin with it."""
+    """What a message says behind one of the prompt, in separate paragraphs; None if it does not begin with it."""
     content, known = str(turn["content"]).strip(), str(asked["content"]).strip()
     if turn["role"] != asked["role"] or not content.startswith(known):
         return None
