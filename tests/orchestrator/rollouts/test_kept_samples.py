@@ -150,7 +150,7 @@ def killed_and_resumed(out: Path, seed: int, **checkpoint: Any) -> tuple[int, in
         Samples that were finished and sampled again, and those that the checkpoint had kept; checks both.
     """
     steps, fields = 20, {"every_steps": 1, **checkpoint}
-    schedule, per_step = SLOW["schedule"] | {"steps": steps}, 3 * GROUP_SIZE
+    schedule, per_step = {**SLOW["schedule"], "steps": steps}, 3 * GROUP_SIZE
     first = slow_run(out, seed, checkpoint=fields, schedule=schedule)
     for policy in first.policies:  # updates take longer than sampling: groups wait for their batch
         policy.update_s = 0.03
