@@ -207,7 +207,7 @@ def is_endpoint(model: str | Path | None) -> bool:
 
 
 def evaluated_model(model: str | Path, *, best: bool = False, whole: bool = True) -> Path:
-    """The folder, or the name on the hub, of a model that is named by itself, by a checkpoint or by a run.
+    """The folder, or the name on the hub, of a model that is named directly, by a checkpoint or by a run.
 
     Args:
         model: The name.

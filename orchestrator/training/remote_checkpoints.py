@@ -56,7 +56,7 @@ class RemoteCheckpoints:
         """Opens the store.
 
         Args:
-            url: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///...`, with pyarrow's options as a query.
+            url: `s3://bucket/folder`, `gs://...` or `file:///...`, with pyarrow's options as a query.
             name: Name of the run, a folder there.
             keep: Number of checkpoints that `upload` keeps.
 
@@ -118,7 +118,7 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: there is none.
+        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: the store has none.
 
         Raises:
             CheckpointError: The store cannot be reached, or the folder cannot be written.
@@ -259,7 +259,7 @@ class Uploads:
         self._failed = 0
         self._running: asyncio.Task[None] | None = None
         self._newest: Path | None = None
-        """The checkpoint that is being uploaded, or whose upload failed; None: there is none."""
+        """The checkpoint that is being uploaded, or whose upload failed; None: no such checkpoint."""
         self._protected: frozenset[int] = frozenset()
 
     def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:

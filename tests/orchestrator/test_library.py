@@ -110,7 +110,7 @@ def test_the_guide_has_every_function_with_all_of_its_parameters() -> None:
         assert documented[name] == [*others, *(["*"] if keywords else []), *keywords], name
 
 
-def test_a_model_to_evaluate_is_named_by_itself_a_checkpoint_a_run_or_the_hub(tmp_path: Path) -> None:
+def test_a_model_to_evaluate_is_named_directly_by_a_checkpoint_a_run_or_the_hub(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=9)
     for step in (2, 4):
         saving = store.begin(step)

@@ -50,6 +50,9 @@ data/ptx_bad_rows
 trainer_restarts
 data/ptx_rows
 data/train_refused_rows
+seconds/save_copy
+seconds/save_wait
+seconds/save_write
 environment/solved
 episodes/cut_observations
 episodes/failed

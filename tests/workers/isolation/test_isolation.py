@@ -108,7 +108,7 @@ def test_what_a_function_has_started_ends_with_the_worker_that_is_killed() -> No
 
 
 def test_a_function_that_kills_its_parent_fails_its_sample_and_nothing_else() -> None:
-    """The worker, in a process group of its own, is not that parent: it scores the next sample, and nothing is left."""
+    """The worker, in a separate process group, is not that parent: it scores the next sample, and nothing is left."""
     killed = "died with signal 9 (Killed)"
     expected = {"parent 9": killed, "group 9": killed, "parent 15": "ok", "group 1": "ok"}
     worker = subprocess.run(
