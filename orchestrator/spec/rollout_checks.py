@@ -315,7 +315,7 @@ def _functions(
     """Reward functions of one list that cannot work; `labels`: those of components before them."""
     for index, function in enumerate(functions):
         path = f"{section}.{index}"
-        label = _label(function)
+        label = function.component
         if label in labels:
             yield f"{path}.label", f"two components have the label '{label}'; set another label for one of them"
         labels.append(label)
@@ -353,18 +353,15 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.judge.max_tokens", f"leaves no room for a question: must be less than {limit}"
 
 
-def _label(function: RewardFunctionConfig) -> str:
-    """Name of the function's component."""
-    return function.label or function.name.rpartition(":")[2]
-
-
 def _component(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
     """A field that names a reward component which the spec, or one of its sources, does not have."""
     reward = spec.roles.reward
-    of_role = [_label(function) for function in reward.functions]
+    of_role = [function.component for function in reward.functions]
     of_role += ["reward_model"] if reward.model is not None else []
     of_sources = {
-        f" in the rewards of {one.name}": of_role if one.rewards is None else list(map(_label, one.rewards))
+        f" in the rewards of {one.name}": of_role
+        if one.rewards is None
+        else [function.component for function in one.rewards]
         for one in spec.data.mixture
     }
     for where, labels in (of_sources or {"": of_role}).items():
