@@ -397,9 +397,10 @@ class Controller:
         """
         if self._saving is None:
             return
-        started = asyncio.get_running_loop().time()
-        await asyncio.wait({self._saving})
-        self._time_save("wait", started)
+        if not self._saving.done():
+            started = asyncio.get_running_loop().time()
+            await asyncio.wait({self._saving})
+            self._time_save("wait", started)
         saving, self._saving = self._saving, None
         saving.result()
 
