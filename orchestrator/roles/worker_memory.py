@@ -177,8 +177,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
 def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int:
     """Bytes of the copy from which a rank writes its part of a checkpoint.
 
-    It holds what DeepSpeed saves (optimizer, and below ZeRO-3 all weights, which rank 0 alone does), the moving average,
-    and the whole weights of each export.
+    It holds what DeepSpeed saves (optimizer, and below ZeRO-3 all weights, which rank 0 alone does), the moving
+    average, and the whole weights of each export.
     """
     whole = trained.parameters
     share = math.ceil(whole / rank.ranks) if stage else whole
