@@ -52,7 +52,7 @@ def ppo(container: Container, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.mark.parametrize("fault", SIGNALS, ids=lambda fault: fault.name)
-def test_a_worker_is_lost_and_the_run_trains_on(container: Container, ppo: Run, fault: Signalled) -> None:
+def test_a_worker_is_lost_and_the_run_continues(container: Container, ppo: Run, fault: Signalled) -> None:
     outcome = fault.inject(ppo)
     record(container, outcome)
     assert outcome.ok, ppo.output[-4000:]

@@ -250,6 +250,7 @@ class Scenario:
         numbers = sum(weight.numel() for weight in before.values())
         released = [worker.offload_states() / numbers, worker.offload_states()]
         self.record(f"offloaded-{name}", [*released, worker.digest() == digest_before])
+        worker.try_save(f"{checkpoint}-trial")  # which changes nothing
         worker.save(checkpoint)  # from host memory
         worker.export(f"{checkpoint}-model")
         worker.export_average(f"{checkpoint}-average")

@@ -36,9 +36,6 @@ WRITTEN = _WRITTEN.split()
 
 _CONFIGURED = """
 alarm/reward_hacking
-seconds/save_copy
-seconds/save_wait
-seconds/save_write
 candidates/chosen
 candidates/failed
 candidates/reward
@@ -53,6 +50,9 @@ data/ptx_bad_rows
 trainer_restarts
 data/ptx_rows
 data/train_refused_rows
+seconds/save_copy
+seconds/save_wait
+seconds/save_write
 environment/solved
 episodes/cut_observations
 episodes/failed
