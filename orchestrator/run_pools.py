@@ -15,8 +15,7 @@ from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.spec.rollout import RolloutSpec, environment_role
 from troupe.workers.contract import roles
 from troupe.workers.contract.judges import Judge
 
@@ -44,18 +43,19 @@ class RunPools:
             budget=self._budget("reward", spec.failures.reward_restarts),
             judge_start_s=spec.schedule.start_timeout_s,
         )
-        self.environments = self._environment_pool()
+        self.environments = {environment_role(name): self._environment_pool(name) for name in spec.roles.environments()}
+        """Those of each environment, by its role."""
         self.engines.on_loss = self._end_episodes
         self.judges = self._judge_pool()
         self.reference = self._reference_pool()
 
-    def by_role(self) -> dict[RoleName, ReplicaPool[Any]]:
+    def by_role(self) -> dict[str, ReplicaPool[Any]]:
         """The pools that the run has."""
-        pools: dict[RoleName, ReplicaPool[Any] | None] = {
+        pools: dict[str, ReplicaPool[Any] | None] = {
             "rollout": self.engines,
             "reward": self.rewards,
             "reference": self.reference,
-            "environment": self.environments,
+            **self.environments,
             "judge": self.judges,
         }
         return {role: pool for role, pool in pools.items() if pool is not None}
@@ -79,7 +79,7 @@ class RunPools:
 
     async def start(self) -> None:
         """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
-        for pool in (self.environments, self.judges):
+        for pool in (*self.environments.values(), self.judges):
             if pool is not None:
                 await pool.start()
 
@@ -91,14 +91,12 @@ class RunPools:
     async def _start_engine(self, name: str) -> Engine:
         """Starts an engine, to replace one or to add one."""
         engine = await self._context.launcher.engine(name)
-        if self.environments is not None:
-            await self.environments.connect(engine)
+        for pool in self.environments.values():
+            await pool.connect(engine)
         return engine
 
     async def _end_episodes(self, engine: str) -> None:
         """Ends the episodes of a lost engine, whose seats those of other engines need."""
-        if self.environments is None:
-            return
 
         async def end(worker: WorkerHandle[roles.EnvironmentServer]) -> None:
             try:
@@ -106,7 +104,7 @@ class RunPools:
             except WorkerError as error:  # the worker's own pool notices what is wrong with it
                 logger.warning("%s", error)
 
-        await gather_all(end(worker) for worker in list(self.environments.workers))
+        await gather_all(end(worker) for pool in self.environments.values() for worker in list(pool.workers))
 
     async def _start_reward_worker(self, name: str) -> WorkerHandle[roles.Reward]:
         """Starts a reward worker, to replace one or to add one."""
@@ -126,20 +124,19 @@ class RunPools:
         budget = self._budget("reference", self._spec.failures.reference_restarts)
         return ReplicaPool(group.workers, self._context.launcher.replica, budget)
 
-    def _environment_pool(self) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink] | None:
-        failures = self._spec.failures
-        if self._spec.roles.environment is None:
-            return None
+    def _environment_pool(self, name: str) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]:
+        """The pool of one environment, by its name."""
+        failures, role = self._spec.failures, environment_role(name)
 
         async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
-            await engine.connect_environments(link, _CONNECT_TIMEOUT_S)
+            await engine.connect_environments(name, link, _CONNECT_TIMEOUT_S)
 
         return LinkedPool(
-            self._workers.environments,
+            self._workers.environments(role),
             callers=Callers(lambda: self.engines.engines, connect),
             make_link=self._context.cluster.environment_link,
             launch=self._context.launcher.replica,
-            budget=self._budget("environment", failures.environment_restarts),
+            budget=self._budget(role, failures.environment_restarts),
             watch_s=failures.health_interval_s,
         )
 

@@ -303,7 +303,7 @@ class FakeEngine:
     async def close(self) -> None:
         """Nothing to close."""
 
-    async def connect_environments(self, link: EnvironmentLink) -> None:
+    async def connect_environments(self, name: str, link: EnvironmentLink) -> None:
         """There is no environment."""
 
     async def reset_prefix_cache(self) -> bool:

@@ -11,8 +11,10 @@ import typer
 from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from troupe.orchestrator.spec.rollout import RolloutSpec
-    from troupe.workers.contract.config import ModelConfig
+    from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 
 _START_S = 120.0
 env_app = typer.Typer(no_args_is_help=True, help="Check environments.")
@@ -25,7 +27,7 @@ def check(
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, each with a row of data.train.")] = 1,
     set_: Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")] = [],  # noqa: B006
 ) -> None:
-    """Play episodes without a model and print the conversation with its tokens and loss mask.
+    """Play episodes in each environment without a model and print the conversations with their tokens and loss masks.
 
     With --say the policy's turns are these texts, and the last one is repeated; then it is played with random tokens.
     """
@@ -37,34 +39,46 @@ def check(
         model = one.model if Path(one.model.path).is_dir() else planned[0].model
         if one.rollouts is not None:
             _check(one.rollouts, model, say, episodes)
-    if not any("environment" in one.roles.present() for one in planned):
+    if not any(one.rollouts is not None and one.rollouts.roles.environments() for one in planned):
         raise UsageError(f"{spec}: there is no roles.environment to check")
 
 
 def _check(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int) -> None:
-    """Play the episodes of one spec and print them."""
-    config = spec.environment_config()
-    if config is None:
+    """Play episodes in each environment of a spec and print them."""
+    environments = spec.roles.environments()
+    if not environments:
         return
     from troupe.orchestrator.data.mixture import group_settings
     from troupe.orchestrator.data.prompts import load_train_pool
-    from troupe.workers.isolation.probe import ProbeFailed, ask
+    from troupe.orchestrator.spec.rollout import environment_role
+    from troupe.workers.contract.config import EnvironmentConfig
 
     pool = load_train_pool(spec.data, spec.failures.on_bad_row, plain=spec.model.plain)
     settings = group_settings(spec, pool)
-    rows = list(islice((row for row in range(pool.rows) if settings[row].episodes), episodes))
+    for name, role in environments.items():
+        rows = list(islice((row for row in range(pool.rows) if settings[row].environment == name), episodes))
+        if name:
+            typer.echo(f"# {environment_role(name)}" + ("" if rows else ": no source of data.train plays in it"))
+        if rows:
+            _play(spec, model, role.part(EnvironmentConfig), pool.table.take(rows), say)
+
+
+def _play(spec: RolloutSpec, model: ModelConfig, config: EnvironmentConfig, rows: pa.Table, say: list[str]) -> None:
+    """Play an episode with each of these rows of a PROMPTS table, and print them."""
+    from troupe.workers.isolation.probe import ProbeFailed, ask
+
     request = {
         "config": config.model_dump(),
         "model": model.model_dump(),
         "max_tokens": spec.sampling.max_tokens,
         "max_model_len": spec.roles.rollout.max_model_len,
-        "rows": pool.table.take(rows).select(["messages", "answer", "metadata"]).to_pylist(),
+        "rows": rows.select(["messages", "answer", "metadata"]).to_pylist(),
         "said": say,
         "seed": spec.seed,
     }
     try:
         for text in ask(
-            "troupe.workers.engine.episode_check:report", request, _START_S + episodes * 2 * config.episode_timeout_s
+            "troupe.workers.engine.episode_check:report", request, _START_S + len(rows) * 2 * config.episode_timeout_s
         ):
             typer.echo(text)
     except ProbeFailed as error:

@@ -76,10 +76,9 @@ class Workers:
         """The reward workers."""
         return self.each("reward")
 
-    @property
-    def environments(self) -> tuple[ActorWorker[roles.EnvironmentServer], ...]:
-        """The environment workers."""
-        return self.each("environment")
+    def environments(self, role: str) -> tuple[ActorWorker[roles.EnvironmentServer], ...]:
+        """The workers of one environment, by its role: `environment`, or `environment.NAME`."""
+        return self.each(role)
 
     @property
     def judges(self) -> tuple[ActorWorker[roles.JudgeEngine], ...]:

@@ -430,7 +430,7 @@ class RolloutScheduler:
                 seed=sampling_seed(self._seed, group.pick.prompt_uid),
                 candidates=True,
                 max_tokens=settings.max_tokens,
-                episodes=settings.episodes,
+                environment=settings.environment,
                 finished=done,
             )
             rows = None if group.finished is None else group.finished.rollouts

@@ -446,8 +446,6 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
         path = f"data.train.{number}"
         if source.group_size is not None and source.group_size < least:
             yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
-        if source.environment is not None and spec.roles.environment is None:
-            yield f"{path}.environment", "has no effect: there is no role environment; remove it"
         if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
             limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
             yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"
@@ -490,14 +488,17 @@ def _evaluation(spec: RolloutSpec) -> Iterator[Finding]:
     if evaluation is None:
         return
     yield from evaluation_problems(evaluation, spec.data.eval is not None)
-    samplings = {"evaluation.sampling": evaluation.sampling}
-    samplings |= {
-        f"data.{section}.sampling": source.sampling
-        for section, source in spec.data.held_out_sets().items()
-        if isinstance(source, HeldOut) and source.sampling is not None
-    }
-    for path, sampling in samplings.items():
-        yield from _eval_sampling(spec, path, sampling)
+    yield from _eval_sampling(spec, "evaluation.sampling", evaluation.sampling)
+    sources = spec.data.held_out_sets()
+    for held_out in spec.held_out_sets():
+        source, path = sources[held_out.section], "evaluation.sampling"
+        if isinstance(source, HeldOut) and source.sampling is not None:
+            path = f"data.{held_out.section}.sampling"
+            yield from _eval_sampling(spec, path, source.sampling)
+        longest = held_out.sampling.max_tokens
+        if held_out.environment is not None and longest is not None and longest > spec.sampling.max_tokens:
+            limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
+            yield f"{path}.max_tokens", f"turns of episodes have at most {limit}"
 
 
 def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iterator[Finding]:
@@ -507,13 +508,9 @@ def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iter
         if sampling.top_k:
             yield f"{path}.top_k", "has no effect on greedy decoding; set a temperature above 0"
     longest = sampling.max_tokens
-    if longest is None:
-        return
-    if longest >= spec.roles.rollout.max_model_len:
+    if longest is not None and longest >= spec.roles.rollout.max_model_len:
         room = f"roles.rollout.max_model_len, {spec.roles.rollout.max_model_len}"
         yield f"{path}.max_tokens", f"{longest} leaves no room for a prompt in {room}"
-    elif spec.roles.environment is not None and longest > spec.sampling.max_tokens:
-        yield f"{path}.max_tokens", f"turns of episodes have at most sampling.max_tokens, {spec.sampling.max_tokens}"
 
 
 def _alarm(spec: RolloutSpec) -> Iterator[Finding]:

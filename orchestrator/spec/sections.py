@@ -182,6 +182,18 @@ class EnvironmentRole(EnvironmentConfig, ScaledRole):
     """Workers that hold the episodes of an environment."""
 
 
+SECTION, LIST, MAP = "section", "list", "map"
+"""The forms of data and environments: one section, a list of sections, or sections by name."""
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
+
+
+def environment_form(role: Any) -> str:
+    """The form that `roles.environment` is written in: a map has a section that is no field of an environment."""
+    fields = EnvironmentRole.model_fields
+    named = isinstance(role, dict) and any(isinstance(part, dict) for key, part in role.items() if key not in fields)
+    return MAP if named else SECTION
+
+
 class JudgeRole(EngineRole):
     """Workers that answer the reward function `judge`: one vLLM engine with a frozen model each."""
 
@@ -198,16 +210,20 @@ class JudgeRole(EngineRole):
 class Roles(Frozen):
     """The worker roles: a field for each."""
 
-    def present(self) -> dict[RoleName, RoleResources]:
-        """The roles this spec has, by name."""
-        return {name: role for name, role in self if isinstance(role, RoleResources)}  # pyright: ignore
+    def present(self) -> dict[str, RoleResources]:
+        """The roles this spec has, by name: by `environment.NAME` those of a map."""
+        found: dict[str, RoleResources] = {}
+        for name, role in self:
+            sections: Any = {f"{name}.{key}": one for key, one in role.items()} if isinstance(role, dict) else {}
+            found |= {name: role} if isinstance(role, RoleResources) else sections
+        return found
 
-    def scaled(self) -> dict[RoleName, ScaledRole]:
+    def scaled(self) -> dict[str, ScaledRole]:
         """The roles whose number of workers can change, by name: those that are not colocated with another."""
         roles = self.present().items()
         return {name: role for name, role in roles if isinstance(role, ScaledRole) and role.colocate_with is None}
 
-    def trainers(self) -> dict[RoleName, TrainerRole]:
+    def trainers(self) -> dict[str, TrainerRole]:
         """The roles that train, by name."""
         return {name: role for name, role in self.present().items() if isinstance(role, TrainerRole)}
 
@@ -225,11 +241,25 @@ class RolesConfig(Roles):
     """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
     reward: RewardRole
     """Workers that score responses."""
-    environment: EnvironmentRole | None = None
-    """The environment that the policy acts in over several turns; null: a sample is one response to its prompt."""
+    environment: (
+        Annotated[
+            Annotated[EnvironmentRole, Tag(SECTION)]
+            | Annotated[dict[Name, EnvironmentRole], Field(min_length=1), Tag(MAP)],
+            Discriminator(environment_form),
+        ]
+        | None
+    ) = None
+    """The environment that the policy acts in over several turns, or several by name (`{tools: {...}, games: {...}}`),
+    of which each source of `data.train` and each set of `data.eval` names its own; null: a sample is one response to
+    its prompt."""
     judge: JudgeRole | None = None
     """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
     used."""
+
+    def environments(self) -> dict[str, EnvironmentRole]:
+        """The environments by name: empty for one without a name."""
+        role = self.environment
+        return role if isinstance(role, dict) else {} if role is None else {"": role}
 
 
 class BaseSchedule(Frozen):
@@ -441,6 +471,10 @@ class HeldOut(Frozen):
     its reward model."""
     solved_at: float | None = None
     """As `evaluation.solved_at`, for this set; null: by the rule that stands there, applied to the set's rewards."""
+    environment: str | None = None
+    """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
+    `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
+    it."""
     level: str = "level"
     """Key of the metadata (`metadata`) by whose values the results are also reported, where rows have it; tasks of
     reasoning_gym have `recipe`."""
@@ -466,7 +500,6 @@ HeldOutSet = Annotated[
     FileSet | DatasetsSet | HubSet | ReasoningGymSet,
     Field(discriminator="kind"),
 ]
-SetName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
 
 
 class SourceShare(Frozen):
@@ -493,9 +526,10 @@ class MixedPrompts(SourceShare):
     """Samples per prompt; null: `algorithm.group_size`."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest response (of an episode: longest turn), in tokens, at most `sampling.max_tokens`; null: that."""
-    environment: Literal["none"] | None = None
-    """`none`: a sample is one response to its prompt, although the run has the role `environment`; null: it is an
-    episode there, if the run has that role."""
+    environment: str | None = None
+    """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
+    `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
+    it."""
 
 
 class MixedFile(MixedPrompts, FileSource):
@@ -530,9 +564,6 @@ MixedSource = Annotated[
     MixedFile | MixedDatasets | MixedHub | MixedReasoningGym,
     Field(discriminator="kind"),
 ]
-
-SECTION, LIST, MAP = "section", "list", "map"
-"""The forms of data: one source, a list of sources, or sources by name."""
 
 
 def form_of(data: Any) -> str:
@@ -572,7 +603,7 @@ class DataConfig(Frozen):
     """Prompts to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
     eval: (
         Annotated[
-            Annotated[DataSource, Tag(SECTION)] | Annotated[dict[SetName, HeldOutSet], Tag(MAP)],
+            Annotated[DataSource, Tag(SECTION)] | Annotated[dict[Name, HeldOutSet], Tag(MAP)],
             Discriminator(form_of),
         ]
         | None
@@ -742,7 +773,7 @@ class FailureConfig(BaseFailures):
     engine_restarts: int = Field(default=3, ge=0)
     """Restarts of rollout engines that are tolerated."""
     environment_restarts: int = Field(default=10, ge=0)
-    """Restarts of environment workers that are tolerated."""
+    """Restarts of environment workers that are tolerated, of each environment."""
     judge_restarts: int = Field(default=3, ge=0)
     """Restarts of judge workers that are tolerated."""
     reward_restarts: int = Field(default=3, ge=0)

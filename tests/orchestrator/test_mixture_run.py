@@ -107,8 +107,8 @@ def test_samples_of_a_source_are_episodes_unless_it_says_otherwise(tmp_path: Pat
     run.change(roles={**run.spec.roles.model_dump(), "environment": {"name": "guess_number"}})
     run.run()
     requests = [request for engine in run.engines for request in engine.served]
-    asked = {(request.prompt_uid.partition("-")[0], request.episodes) for request in requests}
-    assert asked == {("math", True), ("chat", False)}
+    asked = {(request.prompt_uid.partition("-")[0], request.environment) for request in requests}
+    assert asked == {("math", ""), ("chat", None)}
 
 
 def test_metrics_are_reported_by_source(tmp_path: Path) -> None:

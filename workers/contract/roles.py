@@ -152,8 +152,8 @@ class EnvironmentServer(Watched, Protocol):
 class RolloutEngine(Replica, Protocol):
     """A rollout worker: one vLLM engine."""
 
-    def connect_environments(self, link: EnvironmentLink) -> Reply[None]:
-        """Uses these environment workers for new episodes."""
+    def connect_environments(self, name: str, link: EnvironmentLink) -> Reply[None]:
+        """Uses these environment workers for new episodes in the environment of this name."""
         ...
 
     def generate(self, request: GroupRequest, prompts: TableRef) -> Reply[tuple[GroupSummary, TableRef]]:

@@ -50,7 +50,15 @@ data/ptx_bad_rows
 trainer_restarts
 data/ptx_rows
 data/train_refused_rows
+environment/games/solved
 environment/solved
+episodes/games/failed
+episodes/games/max_turns
+episodes/games/restarted
+episodes/games/turns
+memory/environment.games
+seconds/environment/games
+workers/environment.games
 episodes/cut_observations
 episodes/failed
 episodes/forked
