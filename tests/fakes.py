@@ -49,6 +49,7 @@ from troupe.workers.contract.messages import (
     RankPlan,
     RewardSummary,
     SampleSummary,
+    TextCut,
     TextSummary,
     TrainRow,
     TrainSummary,
@@ -585,9 +586,9 @@ class FakePolicy(FakeTrainer):
         """Keeps none."""
         return 0, FakeTable("records", ())
 
-    async def cut_texts(self, texts: FakeTable, max_tokens: int) -> tuple[TextSummary, FakeTable]:
+    async def cut_texts(self, texts: FakeTable, cuts: Sequence[TextCut]) -> tuple[tuple[TextSummary, ...], FakeTable]:
         """No text."""
-        return TextSummary(()), texts
+        return tuple(TextSummary(()) for _ in cuts), texts
 
     async def hold_distributions(self, plan: RankPlan, batch: FakeTable, stride: int, weights: bool = False) -> None:
         """Records the request."""

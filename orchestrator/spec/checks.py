@@ -19,6 +19,7 @@ from troupe.orchestrator.spec.sections import (
     PromptText,
     ReasoningGymSource,
     ReferenceRole,
+    SourceName,
     SourceShare,
     TrainerRole,
 )
@@ -93,12 +94,17 @@ def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[
         yield "evaluation", "never runs: set every_steps, at_start or at_end, or remove the section"
 
 
-def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
-    """Shares of the sources of `data.train` that cannot work together."""
+def name_problems(path: str, sources: Sequence[SourceName]) -> Iterator[Finding]:
+    """Names that several sources of the list at this path have."""
     names = [source.name for source in sources]
     for number, name in enumerate(names):
         if name in names[:number]:
-            yield f"data.train.{number}.name", f"two sources have the name '{name}'"
+            yield f"{path}.{number}.name", f"two sources have the name '{name}'"
+
+
+def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
+    """Shares of the sources of `data.train` that cannot work together."""
+    yield from name_problems("data.train", sources)
     if sources and all(source.repeats for source in sources):
         yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
 

@@ -512,8 +512,9 @@ class RolloutSpec(RunSpec, frozen=True):
     def sequence_lengths(self) -> dict[str, int]:
         """Every limit on the length of a sequence in tokens, by the dotted path of its field."""
         lengths = {"roles.rollout.max_model_len": self.roles.rollout.max_model_len}
-        return lengths if self.data.ptx is None else lengths | {"data.ptx.max_tokens": self.data.ptx.max_tokens}
+        texts = self.data.text_sources().items()
+        return lengths | {f"data.{section}.max_tokens": source.max_tokens for section, source in texts}
 
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
-        return {**self.data.prompt_sources(), **({} if self.data.ptx is None else {"ptx": self.data.ptx})}
+        return {**self.data.prompt_sources(), **self.data.text_sources()}

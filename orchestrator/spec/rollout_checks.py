@@ -14,6 +14,7 @@ from troupe.orchestrator.spec.checks import (
     environment_problems,
     evaluation_problems,
     mixture_problems,
+    name_problems,
     output_problems,
     shard_problems,
     shares_of,
@@ -462,19 +463,24 @@ def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:
 
 
 def _texts(spec: RolloutSpec) -> Iterator[Finding]:
-    coef, texts = spec.algorithm.ptx_coef, spec.data.ptx
-    if texts is None:
+    coef, sources = spec.algorithm.ptx_coef, spec.data.text_sources()
+    if not sources:
         if coef > 0:
             yield "data.ptx", f"is required: algorithm.ptx_coef is {coef:g}"
         return
     if coef == 0:
         yield "data.ptx", "has no effect without algorithm.ptx_coef above 0"
-    if texts.texts_per_step < spec.schedule.minibatches:
-        why = f"{texts.texts_per_step} texts are too few for {spec.schedule.minibatches} minibatches"
-        yield "data.ptx.texts_per_step", why
+    if isinstance(spec.data.ptx, tuple):
+        yield from name_problems("data.ptx", spec.data.ptx)
+    pieces = sum(source.texts_per_step for source in sources.values())
+    if pieces < spec.schedule.minibatches:
+        why = f"{pieces} texts are too few for {spec.schedule.minibatches} minibatches"
+        yield f"data.{next(iter(sources))}.texts_per_step", why
     budget = spec.roles.policy.micro_batch_tokens
-    if budget < texts.max_tokens:
-        yield "data.ptx.max_tokens", f"{texts.max_tokens} is more than roles.policy.micro_batch_tokens, {budget}"
+    for section, texts in sources.items():
+        if budget < texts.max_tokens:
+            why = f"{texts.max_tokens} is more than roles.policy.micro_batch_tokens, {budget}"
+            yield f"data.{section}.max_tokens", why
 
 
 def _output(spec: RolloutSpec) -> Iterator[Finding]:

@@ -190,8 +190,10 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_leng
 def environment_form(role: Any) -> str:
     """The form that `roles.environment` is written in: a map has a section that is no field of an environment."""
     fields = EnvironmentRole.model_fields
-    named = isinstance(role, dict) and any(isinstance(part, dict) for key, part in role.items() if key not in fields)
-    return MAP if named else SECTION
+    is_map = isinstance(role, dict) and any(
+        isinstance(one, dict | Frozen) for key, one in role.items() if key not in fields
+    )
+    return MAP if is_map else SECTION
 
 
 class JudgeRole(EngineRole):
@@ -431,6 +433,43 @@ TextSource = Annotated[
 ]
 
 
+class SourceName(Frozen):
+    """One of several sources."""
+
+    name: str = Field(max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
+    """Name of the source in metrics, samples and messages."""
+
+
+class NamedHubFiles(SourceName, HubFiles):
+    """Files of a dataset on the Hugging Face hub, as one of several sources, where `name` is that of the source."""
+
+    dataset: str = Field(pattern=HUB_NAME)
+    """Name of the dataset, `org/name`."""
+
+    @property
+    def dataset_field(self) -> str:
+        """The field with the name of the dataset."""
+        return "dataset"
+
+
+class NamedFileTexts(SourceName, FileTexts):
+    """A file of texts, as one of several sources."""
+
+
+class NamedDatasetsTexts(SourceName, DatasetsTexts):
+    """A folder written by `save_to_disk` of the `datasets` library, as one of several sources."""
+
+
+class NamedHubTexts(NamedHubFiles, HubTexts):
+    """Files of a dataset on the Hugging Face hub, as one of several sources, where `name` is that of the source."""
+
+
+NamedTexts = Annotated[
+    NamedFileTexts | NamedDatasetsTexts | NamedHubTexts,
+    Field(discriminator="kind"),
+]
+
+
 class RecipeConfig(Frozen):
     """One task family of reasoning-gym."""
 
@@ -502,11 +541,9 @@ HeldOutSet = Annotated[
 ]
 
 
-class SourceShare(Frozen):
+class SourceShare(SourceName):
     """The part of one source in a mixture."""
 
-    name: str = Field(max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
-    """Name of the source in metrics, samples and messages."""
     weight: float = Field(default=1.0, gt=0.0)
     """Prompts or examples that are drawn from this source, relative to the other sources."""
     repeats: int = Field(default=0, ge=0)
@@ -540,16 +577,8 @@ class MixedDatasets(MixedPrompts, DatasetsSource):
     """A folder written by `save_to_disk` of the `datasets` library, in a mixture."""
 
 
-class MixedHubFiles(SourceShare, HubFiles):
+class MixedHubFiles(SourceShare, NamedHubFiles):
     """Files of a dataset on the Hugging Face hub, in a mixture, where `name` is that of the source."""
-
-    dataset: str = Field(pattern=HUB_NAME)
-    """Name of the dataset, `org/name`."""
-
-    @property
-    def dataset_field(self) -> str:
-        """The field with the name of the dataset."""
-        return "dataset"
 
 
 class MixedHub(MixedPrompts, MixedHubFiles, HubSource):
@@ -612,8 +641,15 @@ class DataConfig(Frozen):
     and rewards. A name has lowercase letters, digits and `-`."""
     held_out: bool = True
     """Exclude every prompt of `train` from `eval`."""
-    ptx: TextSource | None = None
-    """Plain texts that every update of the policy also trains on (`algorithm.ptx_coef`)."""
+    ptx: (
+        Annotated[
+            Annotated[TextSource, Tag(SECTION)] | Annotated[tuple[NamedTexts, ...], Field(min_length=1), Tag(LIST)],
+            Discriminator(form_of),
+        ]
+        | None
+    ) = None
+    """Plain texts that every update of the policy also trains on (`algorithm.ptx_coef`): one source, or a list of named
+    sources, of each of which a step trains on its `texts_per_step`."""
     curriculum: CurriculumConfig | None = None
     """Draw prompts by how often they were solved; null: every pass over the data draws each of them once."""
 
@@ -635,6 +671,12 @@ class DataConfig(Frozen):
         if isinstance(self.train, tuple):
             return {f"train.{number}": source for number, source in enumerate(self.train)}
         return {"train": self.train}
+
+    def text_sources(self) -> dict[str, TextSource]:
+        """The sources of `ptx` by their path in the section `data`: `ptx`, or `ptx.0`, `ptx.1`, ..."""
+        if isinstance(self.ptx, tuple):
+            return {f"ptx.{number}": source for number, source in enumerate(self.ptx)}
+        return {} if self.ptx is None else {"ptx": self.ptx}
 
     def prompt_sources(self) -> dict[str, DataSource]:
         """The sources of prompts by their path in the section `data`."""

@@ -475,6 +475,16 @@ class KeptFile:
 
 
 @dataclass(frozen=True)
+class TextCut:
+    """How the next texts of a table are cut."""
+
+    rows: int
+    """Number of texts."""
+    max_tokens: int
+    """Longest piece, in tokens."""
+
+
+@dataclass(frozen=True)
 class TextSummary:
     """Scalars of a TEXTS table."""
 

@@ -26,6 +26,7 @@ from troupe.workers.contract.messages import (
     PrepareRequest,
     RankPlan,
     RewardSummary,
+    TextCut,
     TextSummary,
     TrainSummary,
     UpdateMetrics,
@@ -333,7 +334,7 @@ class Policy(Trainer, Protocol):
         """Joins rollouts, rewards and token scores into a TRAIN table with advantages. Not collective."""
         ...
 
-    def cut_texts(self, texts: TableRef, max_tokens: int) -> Reply[tuple[TextSummary, TableRef]]:
+    def cut_texts(self, texts: TableRef, cuts: Sequence[TextCut]) -> Reply[tuple[tuple[TextSummary, ...], TableRef]]:
         """Tokenizes plain texts and splits them into pieces (PPO-ptx). Not collective."""
         ...
 

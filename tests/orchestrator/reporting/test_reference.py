@@ -49,6 +49,7 @@ data/eval_removed_rows
 data/ptx_bad_rows
 trainer_restarts
 data/ptx_rows
+data/ptx.books_rows
 data/train_refused_rows
 environment/games/solved
 environment/solved

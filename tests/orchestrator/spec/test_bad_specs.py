@@ -555,6 +555,28 @@ CPU_CASES = [
         ("  eval:", "  ptx: {kind: jsonl, path: texts.jsonl, texts_per_step: 2}\n  eval:"),
     ),
     case(
+        "texts_of_one_name",
+        "33: data.ptx.1.name: two sources have the name 'news'",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+        (
+            "  eval:",
+            "  ptx:\n    - {name: news, kind: jsonl, path: a.jsonl}\n    - name: news\n      kind: jsonl\n"
+            "      path: b.jsonl\n  eval:",
+        ),
+    ),
+    case(
+        "texts_longer_than_the_budget_in_a_list",
+        "32: data.ptx.0.max_tokens: 4096 is more than roles.policy.micro_batch_tokens, 2048",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+        ("  eval:", "  ptx:\n    - {name: news, kind: jsonl, path: a.jsonl, max_tokens: 4096}\n  eval:"),
+    ),
+    case(
+        "texts_without_name",
+        "32: data.ptx.0.name: is required",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+        ("  eval:", "  ptx:\n    - {kind: jsonl, path: a.jsonl}\n  eval:"),
+    ),
+    case(
         "texts_of_no_kind",
         "30: data.ptx.kind: is required (for example jsonl)",
         ("  eval:", "  ptx: {path: texts.jsonl}\n  eval:"),
