@@ -42,7 +42,7 @@ _NOT_OF_SAMPLES = frozenset(ScaledRole.model_fields)
 """Fields of a role that say where and how often it runs."""
 _SCORE = frozenset({"reward", "reference", "environment", "judge"})
 """Roles that samples and their scores depend on."""
-_OF_SOURCE = {"name", "group_size", "max_tokens", "rewards", "environment"}
+_OF_SOURCE = {"name", "group_size", "max_tokens", "rewards", "environment", "mask_truncated", "dynamic_sampling_on"}
 """Fields of a mixture's source that its samples depend on."""
 
 

@@ -113,7 +113,7 @@ class RolloutScheduler:
         """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
         self._replaceable = algorithms.dynamic_sampling(spec.algorithm) * spec.schedule.prompts_per_step
         """Groups without signal that may be replaced in a step."""
-        self._signal = SignalTest(spec.algorithm, group_filter(spec.algorithm))
+        self._signal = SignalTest(group_filter(spec.algorithm))
         self.version = version
         self._pool = pool
         self._scorer = scorer
@@ -471,7 +471,8 @@ class RolloutScheduler:
             reason = status if failed_before else f"reward: {status}"
             self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, reason)
         self._count_failures(len(failures))
-        if self._without_signal < self._replaceable and (why := self._signal.problem(scored)):
+        settings = self.settings[scored.row]
+        if self._without_signal < self._replaceable and (why := self._signal.problem(scored, settings)):
             self._without_signal += 1
             self._drop(group, f"no signal: {why}")
             if self._observe is not None:

@@ -128,7 +128,7 @@ class RolloutSource:
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
         metrics |= episode_metrics(self._groups, self._components.scheduler.settings) | self._source_metrics()
         metrics["rollout/tokens_per_s"] = self._components.pool.meter.read()
-        if self._spec.algorithm.mask_truncated:
+        if any(one.mask_truncated for one in self._components.scheduler.settings.entries):
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum
         return metrics if curriculum is None else metrics | curriculum.metrics()
@@ -250,7 +250,8 @@ class RolloutSource:
 
     def _masked(self, group: ScoredGroup) -> list[int]:
         """Indices of the samples that have a reward and carry no loss."""
-        truncated = group.truncated if self._spec.algorithm.mask_truncated else frozenset()
+        masks = self._components.scheduler.settings[group.row].mask_truncated
+        truncated = group.truncated if masks else frozenset()
         return [i for i in group.rewarded if i in truncated]
 
     def _check_staleness(self, version: int, groups: Sequence[ScoredGroup]) -> None:

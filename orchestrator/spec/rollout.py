@@ -76,6 +76,10 @@ class GroupSettings:
     response to its prompt."""
     solved_at: float | None = None
     """A sample with at least this reward counts as solved; None: the reward does not say."""
+    mask_truncated: bool = False
+    """Whether responses that were cut carry no loss."""
+    signal_in: str | None = None
+    """Reward component that must differ within a group (dynamic sampling); None: the reward."""
 
 
 def environment_role(name: str) -> str:
@@ -118,7 +122,14 @@ class RolloutSpec(RunSpec, frozen=True):
     def group_settings(self) -> tuple[GroupSettings, ...]:
         """How groups are sampled and scored, for each source of `data.train`."""
         if not self.data.mixture:
-            return (GroupSettings(self.group_size, environment=self._environment_of(None)),)
+            return (
+                GroupSettings(
+                    self.group_size,
+                    environment=self._environment_of(None),
+                    mask_truncated=self.algorithm.mask_truncated,
+                    signal_in=self.algorithm.dynamic_sampling_on,
+                ),
+            )
         return tuple(self._of_source(number, source) for number, source in enumerate(self.data.mixture))
 
     def _of_source(self, number: int, source: MixedSource) -> GroupSettings:
@@ -134,6 +145,8 @@ class RolloutSpec(RunSpec, frozen=True):
             rewards=own,
             solved_at=solved_at,
             environment=self._environment_of(source.environment),
+            mask_truncated=self.algorithm.mask_truncated if source.mask_truncated is None else source.mask_truncated,
+            signal_in=source.dynamic_sampling_on or self.algorithm.dynamic_sampling_on,
         )
 
     def _environment_of(self, name: str | None) -> str | None:

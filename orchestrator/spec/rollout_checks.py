@@ -25,7 +25,7 @@ from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import DataSource, EngineRole, HeldOut, ReasoningGymSource
+from troupe.orchestrator.spec.sections import DataSource, EngineRole, HeldOut, MixedSource, ReasoningGymSource
 from troupe.orchestrator.spec.store_urls import checkpoint_problems, url_problem
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
@@ -64,8 +64,10 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
         yield "algorithm.group_size", f"{row.name} compares samples of a group: needs at least {row.min_group_size}"
     for name in algorithms.unused_options(config):
         yield f"algorithm.{name}", f"{row.name} does not use it; remove it"
-    if config.mask_truncated and row.advantage.estimator == "best_of_group":
-        yield "algorithm.mask_truncated", f"{row.name} trains on one sample of a group and does not use it; remove it"
+    masking = ["algorithm"] if config.mask_truncated else []
+    masking += [f"data.train.{n}" for n, source in enumerate(spec.data.mixture) if source.mask_truncated]
+    for path in masking if row.advantage.estimator == "best_of_group" else ():
+        yield f"{path}.mask_truncated", f"{row.name} trains on one sample of a group and does not use it; remove it"
     for name in ("clip_low", "clip_high"):
         if config.clip_range is not None and dict(config)[name] is not None:
             yield f"algorithm.{name}", "clip_range is set too; give either clip_range or clip_low and clip_high"
@@ -87,10 +89,7 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
             f"{row.name} trains on the whole distribution, but the reference is scored among the tokens that were left"
         )
         yield "algorithm.kl.coef", f"{why} by sampling.top_p, top_k or min_p; set it to 0 or remove these"
-    if config.dynamic_sampling_on is not None:
-        if not algorithms.dynamic_sampling(config):
-            yield "algorithm.dynamic_sampling_on", "has no effect without algorithm.dynamic_sampling above 0"
-        yield from _component(spec, "algorithm.dynamic_sampling_on", config.dynamic_sampling_on)
+    yield from _signals(spec)
     uncorrected = row.loss.has_ratio and not algorithms.corrects_sampler(config)
     if spec.sampling.structured is not None and uncorrected and not spec.sampling.truncates:
         why = "samples come from the permitted tokens (sampling.structured), and only the correction accounts for that"
@@ -106,6 +105,25 @@ def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:
         yield "algorithm.kl_states", f"must be above 0: {spec.algorithm.name} follows the divergence measured there"
     if limited and spec.roles.policy.ema_decay > 0:
         yield "roles.policy.ema_decay", f"{spec.algorithm.name} shortens steps after they are averaged; set it to 0"
+
+
+def _signals(spec: RolloutSpec) -> Iterator[Finding]:
+    """Components that dynamic sampling is to compare, and that are not there, or are not compared."""
+    config, sources = spec.algorithm, spec.data.mixture
+    shared = [number for number, source in enumerate(sources) if source.dynamic_sampling_on is None]
+    own = {
+        f"data.train.{number}.dynamic_sampling_on": (source.dynamic_sampling_on, [number])
+        for number, source in enumerate(sources)
+    }
+    named = {"algorithm.dynamic_sampling_on": (config.dynamic_sampling_on, shared), **own}
+    for path, (component, numbers) in named.items():
+        if component is None:
+            continue
+        if not algorithms.dynamic_sampling(config):
+            yield path, "has no effect without algorithm.dynamic_sampling above 0"
+        elif sources and not numbers:
+            yield path, "has no effect: every source of data.train sets its own; remove it"
+        yield from _component(spec, path, component, [sources[number] for number in numbers])
 
 
 def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
@@ -359,16 +377,16 @@ def _label(function: RewardFunctionConfig) -> str:
     return function.label or function.name.rpartition(":")[2]
 
 
-def _component(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
-    """A field that names a reward component which the spec, or one of its sources, does not have."""
+def _component(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:
+    """A field that names a reward component which the spec, or one of these sources, does not have."""
     reward = spec.roles.reward
     of_role = [_label(function) for function in reward.functions]
     of_role += ["reward_model"] if reward.model is not None else []
     of_sources = {
         f" in the rewards of {one.name}": of_role if one.rewards is None else list(map(_label, one.rewards))
-        for one in spec.data.mixture
+        for one in sources
     }
-    for where, labels in (of_sources or {"": of_role}).items():
+    for where, labels in (of_sources if spec.data.mixture else {"": of_role}).items():
         if name not in labels:
             known = f"there are: {', '.join(labels)}"
             yield path, f"no reward component '{name[:60]}'{where} ({nearest(name, labels) or known})"
@@ -425,7 +443,7 @@ def _data(spec: RolloutSpec) -> Iterator[Finding]:
             yield from _candidates(spec, split)
     curriculum = spec.data.curriculum
     if curriculum is not None and curriculum.component is not None:
-        yield from _component(spec, "data.curriculum.component", curriculum.component)
+        yield from _component(spec, "data.curriculum.component", curriculum.component, spec.data.mixture)
     if curriculum is not None and curriculum.over_sources and len(spec.data.mixture) < 2:
         yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
     prompts = {f"data.{split}": source for split, source in sources.items()}

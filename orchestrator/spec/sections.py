@@ -567,6 +567,10 @@ class MixedPrompts(SourceShare):
     """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
     it."""
+    mask_truncated: bool | None = None
+    """As `algorithm.mask_truncated`, for this source; null: that."""
+    dynamic_sampling_on: str | None = None
+    """As `algorithm.dynamic_sampling_on`, for this source, whose rewards may have other components; null: that."""
 
 
 class MixedFile(MixedPrompts, FileSource):

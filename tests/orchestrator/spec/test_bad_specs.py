@@ -808,7 +808,7 @@ CPU_CASES = [
     ),
     case(
         "component_without_dynamic_sampling",
-        "21: algorithm.dynamic_sampling_on: has no effect without algorithm.dynamic_sampling above 0",
+        "22: algorithm.dynamic_sampling_on: has no effect without algorithm.dynamic_sampling above 0",
         ("  group_size: 4", "  group_size: 4\n  dynamic_sampling_on: exact_match"),
     ),
     case(
@@ -1074,6 +1074,35 @@ CPU_CASES += [
         "rewards: [{name: length}]",
         "environment: none\n      rewards: [{name: environment}]",
         ("  reward:\n", "  environment: {name: guess_number}\n  reward:\n"),
+    ),
+    mixed_case(
+        "mixed_signal_of_another_source",
+        "37: data.train.1.dynamic_sampling_on: no reward component 'exact_match' in the rewards of code (there are: "
+        "length)",
+        "rewards: [{name: length}]",
+        "rewards: [{name: length}]\n      dynamic_sampling_on: exact_match",
+        ("  group_size: 4", "  group_size: 4\n  dynamic_sampling: 2"),
+    ),
+    mixed_case(
+        "mixed_signal_without_dynamic_sampling",
+        "36: data.train.1.dynamic_sampling_on: has no effect without algorithm.dynamic_sampling above 0",
+        "rewards: [{name: length}]",
+        "rewards: [{name: length}]\n      dynamic_sampling_on: length",
+    ),
+    mixed_case(
+        "mixed_signal_of_nobody",
+        "22: algorithm.dynamic_sampling_on: has no effect: every source of data.train sets its own; remove it",
+        "repeats: 2",
+        "dynamic_sampling_on: exact_match",
+        ("rewards: [{name: length}]", "rewards: [{name: length}]\n      dynamic_sampling_on: length"),
+        ("  group_size: 4", "  group_size: 4\n  dynamic_sampling: 2\n  dynamic_sampling_on: exact_match"),
+    ),
+    mixed_case(
+        "mixed_mask_of_one_sample",
+        "32: data.train.0.mask_truncated: raft trains on one sample of a group and does not use it; remove it",
+        "repeats: 2",
+        "repeats: 2\n      mask_truncated: true",
+        ("name: grpo", "name: raft"),
     ),
     mixed_case(
         "environment_unknown",
