@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from troupe.orchestrator.roles.names import section_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -14,7 +16,7 @@ class RestartBudget:
         """Nothing is used yet.
 
         Args:
-            role: `failures.{role}_restarts` is the limit.
+            role: Its restarts are bounded by the field of its section in `failures`.
             limit: Restarts that can be in use at once.
             steps_per_restart: Steps without a lost worker after which one restart is refunded; 0: never.
         """
@@ -44,4 +46,4 @@ class RestartBudget:
             self._steps = 0
 
     def __str__(self) -> str:
-        return f"{self.used} of {self._limit} restarts used: failures.{self.role}_restarts"
+        return f"{self.used} of {self._limit} restarts used: failures.{section_of(self.role)}_restarts"
