@@ -193,9 +193,8 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         launcher = WorkerLauncher(spec, cluster, classes={"rollout": MeasuredEpisodeRollout})
         workers = await launcher.open(frozenset({"rollout", "environment"}))
         engine = workers.engines[0]
-        await engine.connect_environments(
-            "", cluster.environment_link(workers.environments("environment"), ""), TIMEOUT_S
-        )
+        link = cluster.environment_link(workers.each("environment"), "")
+        await engine.connect_environments("", link, TIMEOUT_S)
         pool, _ = load_pools(spec.data)
         tokenizer: Any = load_chat_tokenizer(spec.model)
         prompts = encode_prompts(Path(spec.model.path), pool.table, range(needed), longest)

@@ -52,9 +52,9 @@ class Figures:
     """Median seconds of a step."""
     update_s: float
     """Median seconds of the policy's update in a step."""
-    peak: float
-    """Peak resident bytes of the policy."""
-    planned: int
+    peak_gib: float
+    """Peak resident memory of the policy."""
+    planned_gib: float
     """What `troupe plan` says of it."""
     evaluated: tuple[float, float]
     """Reward of greedy held-out samples, before and after."""
@@ -101,8 +101,8 @@ def figures(arm: str, seed: int, steps: int, out: Path) -> Figures:
         update_bytes=max(event["bytes"] for event in RunFolder(out).events("weights")),
         step_s=median(line["seconds/step"] for line in lines),
         update_s=median(line["seconds/update"] for line in lines),
-        peak=max(line["memory/policy"] for line in lines),
-        planned=policy,
+        peak_gib=max(line["memory/policy"] for line in lines),
+        planned_gib=policy / 2**30,
         evaluated=(rewards[0], rewards[-1]),
     )
 
@@ -120,8 +120,8 @@ def costs(found: Mapping[str, Figures]) -> str:
                 f"{one.update_bytes / 1e6:.1f}",
                 f"{one.step_s:.1f}",
                 f"{one.update_s:.1f}",
-                f"{one.peak / 2**30:.2f}",
-                f"{one.planned / 2**30:.2f}",
+                f"{one.peak_gib:.2f}",
+                f"{one.planned_gib:.2f}",
                 f"{one.evaluated[0]:.2f} -> {one.evaluated[1]:.2f}",
             )
         )

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
+from benchmarks.support.policy_worker import policy_worker
 from benchmarks.support.processes import Meter
 from troupe.orchestrator.bench.sequences import GroupLengths, train_batch
 from troupe.orchestrator.training.micro_batches import plan_update
@@ -41,7 +42,6 @@ LAYOUTS: dict[str, dict[str, bool]] = {
 SHORTEST, LONGEST = 8, 1024
 VOCABULARY = 4000
 """Token ids are below it."""
-LEARNING_RATE = 1e-12
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Largest relative difference of the norm of the gradient."""
 
@@ -123,7 +123,7 @@ class PackingContenders:
 
 async def measure(given: argparse.Namespace) -> Report:
     """Build the worker, alternate the layouts, check each turn. Raises NotCorrect."""
-    worker = _worker(given)
+    worker = policy_worker(given, "packing", LONGEST)
     if not worker.packs():
         raise NotCorrect(f"{given.model} does not pack")
     contenders = PackingContenders(worker, work(given), TOLERANCE[given.dtype])
@@ -134,38 +134,6 @@ async def measure(given: argparse.Namespace) -> Report:
         worker.close()
     arguments = {name: value for name, value in vars(given).items() if name != "json"}
     return Report("packing", arguments, taken, "padded", contenders.checks())
-
-
-def _worker(given: argparse.Namespace) -> PolicyWorker:
-    from troupe.workers.contract.config import (
-        AdvantageConfig,
-        ModelConfig,
-        PolicyConfig,
-        PolicyLossConfig,
-        Rendezvous,
-        SamplingConfig,
-        TrainerConfig,
-    )
-    from troupe.workers.policy import PolicyWorker
-
-    config = PolicyConfig(
-        model=ModelConfig(path=str(given.model), dtype=given.dtype),
-        trainer=TrainerConfig(
-            micro_batch_tokens=given.micro_batch_tokens, learning_rate=LEARNING_RATE, threads=given.threads
-        ),
-        loss=PolicyLossConfig(),
-        advantage=AdvantageConfig(estimator="group"),
-        sampling=SamplingConfig(max_tokens=LONGEST),
-        run_id="packing",
-        reference_model=None,
-        total_updates=1000,
-        seed=given.seed,
-        device=given.device,
-    )
-    worker = PolicyWorker(config, "policy-0")
-    address, port = worker.rendezvous()
-    worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
-    return worker
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

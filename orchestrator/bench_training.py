@@ -32,8 +32,8 @@ from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.roles.table import TRAINERS
-from troupe.orchestrator.rollout_run import weight_sync
 from troupe.orchestrator.rollouts.handover import MemoryHandover
+from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import rare_collections
-from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import ExportFailed, StopRequested, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.held_out import held_out_lines
 from troupe.orchestrator.reporting.metrics import PhaseTimers, mean_of
@@ -30,23 +29,21 @@ from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.batch import (
     Batch,
     BatchSource,
-    HeldOut,
-    Snapshot,
+    HeldOutEvaluation,
+    SourceSnapshot,
     unless_failed,
     unless_stopped,
 )
 from troupe.orchestrator.training.checkpoint import (
-    AVERAGE,
-    MODEL,
     CheckpointError,
     CheckpointStore,
-    require_files,
     trainer_layouts,
 )
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
-from troupe.orchestrator.training.state import BestState, ControllerState
+from troupe.orchestrator.training.state import BestState, ControllerState, SavedStep
+from troupe.orchestrator.training.trainer_saves import TrainerSaves, TrainersLost, Written
 from troupe.orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)
@@ -71,9 +68,9 @@ class RunComponents:
     """Restarts the trainers in place when one of them is lost."""
     sync: WeightSync | None
     """None: no engine serves the trained weights."""
-    evaluator: HeldOut | None
+    evaluator: HeldOutEvaluation | None
     ledger: Ledger
-    keeper: StepKeeper
+    step_recorder: StepRecorder
     """Keeps what the last steps trained on, for `troupe replay`."""
     scaler: WorkerScaler | None = None
     """Scales roles while the run is running; None: the number of workers is fixed."""
@@ -85,6 +82,19 @@ class RunComponents:
     """Counts of the data's rows, a metric of every step."""
     recorder: RunRecorder = field(default_factory=lambda: RunRecorder(CallLog(), EventLog()))
     """Records events and the timeline."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written: what it holds besides the trainers' files, all of one moment."""
+
+    step: int
+    started: float
+    """Time of the event loop, in seconds."""
+    snapshot: SourceSnapshot
+    state: ControllerState
+    best_before: tuple[SavedStep, ...]
+    """The best steps before its evaluation."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +181,13 @@ class Controller:
         self._saved_at = done if store.has_model(done) else None
         """Step of the last complete checkpoint."""
         self._failed_saves = 0
+        self._saves = TrainerSaves(spec, components.updates.trainers, store, console)
+        self._saving: asyncio.Task[None] | None = None
+        """Writes a checkpoint in the background."""
+        self._overdue = False
+        """Whether a checkpoint was given up with its trainers: the next step is saved."""
+        self._save_times: dict[str, float] = {}
+        """Metrics of saves since the last report."""
         self._uploads = Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s)
         self._alarm = ""
         best = spec.checkpoint.best
@@ -184,6 +201,9 @@ class Controller:
             async with rare_collections():
                 return await self._run()
         finally:
+            if self._saving is not None:  # the run has failed
+                self._saving.cancel()
+                await asyncio.gather(self._saving, return_exceptions=True)
             self.sinks.close()
 
     async def _run(self) -> RunOutcome:
@@ -197,13 +217,13 @@ class Controller:
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}
         try:
-            await self.components.recovery.retry(self._try_save)
+            await self.components.recovery.retry(self._saves.try_all)
             if self.version:
                 await self._push(self.version)
             evaluation = spec.evaluation
             if evaluation is not None and evaluation.at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
-            await self.components.keeper.begin(self.version)
+            await self.components.step_recorder.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
@@ -211,11 +231,11 @@ class Controller:
             while self.version < spec.schedule.steps and not self._alarm_stops() and not self._has_no_gain():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             snapshot = await source.snapshot()  # before the groups in flight are cancelled
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             snapshot = await source.snapshot()
         except WorkerError as error:
             error.locate(self.version + 1, self._timers.failed)
@@ -230,9 +250,10 @@ class Controller:
             watch.cancel()
             await source.close()
             await self.components.recovery.close()
-            await self.components.keeper.close()
+            await self.components.step_recorder.close()
             await self._recorder.close()
         await source.flush()
+        await self._settle_save()
         await self._save(snapshot)
         await self._uploads.settle(last=True)
         await self._recorder.close()
@@ -295,7 +316,7 @@ class Controller:
         batch = await source.next_batch(self.version, timers)
         # 2. Policy and critic learn from it.
         with timers.phase("update"):
-            await self.components.keeper.settle()
+            await self.components.step_recorder.settle()
             before = self.state
             updates, self.state = await self.components.recovery.train(step, batch, before)
         # 3. Every engine loads the new weights and verifies them.
@@ -304,7 +325,7 @@ class Controller:
                 self.console.phase("weight sync", 0, 1)
                 await self._push(step + 1)
             await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
-        self.components.keeper.keep(step + 1, batch, before, updates)
+        self.components.step_recorder.keep(step + 1, batch, before, updates)
         # 4. The ledger: these samples are trained; the next ones may start.
         self.version = step + 1
         source.mark_trained(self.version)
@@ -331,8 +352,8 @@ class Controller:
     def _record_weights(self, report: SyncReport) -> None:
         digests = dict(islice(report.engines.items(), _MOST_DIGESTS))
         fields = {"version": report.version, "digest": report.digest, "bytes": report.nbytes}
-        seconds = round(report.publish_s + report.apply_s, 4)
-        self._recorder.events.record("weights", **fields, seconds=seconds, loaded=len(report.engines), engines=digests)
+        fields |= {"to_nodes": report.to_nodes, "seconds": round(report.publish_s + report.apply_s, 4)}
+        self._recorder.events.record("weights", **fields, loaded=len(report.engines), engines=digests)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         evaluation = self._spec.evaluation
@@ -350,6 +371,8 @@ class Controller:
         )
         if not self.version:
             self.sinks.write(0, metrics)
+        if self._spec.checkpoint.best is not None:
+            await self._settle_save()  # it may turn out not to be there to be the best one
         self._note_best(metrics)
         shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if _is_shown(k) and (v or not _is_quiet(k)))
         self.console.message(f"held-out after step {self.version}: {shown}")
@@ -357,25 +380,89 @@ class Controller:
 
     async def _save_if_due(self) -> None:
         every, best = self._spec.checkpoint.every_steps, self.state.best
-        if (not every or self.version % every) and self.version not in best.saved:
+        if self._saving is not None and self._saving.done():
+            await self._settle_save()
+        if (not every or self.version % every) and self.version not in best.saved and not self._overdue:
             return
+        await self._settle_save()
+        self._overdue = False
+        save = self._begin_save if self._spec.checkpoint.async_save else self._save_now
+        await self._tolerate(save(), self.version)
+
+    async def _settle_save(self) -> None:
+        """Waits for the checkpoint that is written in the background; one that failed counts as any other.
+
+        Raises:
+            TroupeError: Too many in a row have failed.
+        """
+        if self._saving is None:
+            return
+        started = asyncio.get_running_loop().time()
+        await asyncio.wait({self._saving})
+        self._time_save("wait", started)
+        saving, self._saving = self._saving, None
+        saving.result()
+
+    def _time_save(self, part: str, started: float) -> None:
+        seconds = asyncio.get_running_loop().time() - started
+        name = f"seconds/save_{part}"
+        self._save_times[name] = self._save_times.get(name, 0.0) + seconds
+
+    async def _tolerate(self, save: Coroutine[Any, Any, None], step: int) -> None:
+        """Awaits the save of a step, which may fail. Raises TroupeError where too many in a row have failed."""
         try:
-            await self._save(await self.components.source.snapshot())
+            await save
+        except TrainersLost as error:
+            self._overdue = True
+            self._note_failure(error, step)
+            logger.warning("checkpoint of step %d given up: %s; saving after the next step", step, error)
         except (OSError, WorkerRaised, ExportFailed) as error:
             self._failed_saves += 1
-            self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
-            if self.version in best.saved:
-                self._keep_best(self.state.best.keeping(self._best_before))
+            self._note_failure(error, step)
             limit = self._spec.failures.failed_saves
             if self._failed_saves > limit:
                 why = f"{error} ({self.store.free_space()})"
                 raise TroupeError(f"{self._failed_saves} checkpoints in a row were not written: {why}") from error
             failed = f"{self._failed_saves} of {limit} tolerated (failures.failed_saves)"
-            logger.warning("checkpoint of step %d failed: %s; continuing (%s)", self.version, error, failed)
-        else:
-            self._failed_saves = 0
+            logger.warning("checkpoint of step %d failed: %s; continuing (%s)", step, error, failed)
 
-    async def _save(self, snapshot: Snapshot) -> None:
+    def _note_failure(self, error: Exception, step: int) -> None:
+        self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
+        if step in self.state.best.saved:
+            self._keep_best(self.state.best.keeping(self._best_before))
+
+    async def _begin_save(self) -> None:
+        """Has the trainers copy their state, and writes the checkpoint in the background.
+
+        Raises:
+            OSError: Its folder cannot be created.
+            WorkerError: The trainers cannot copy their state.
+        """
+        saving = self._new_saving(await self.components.source.snapshot())
+        folder = await self.components.recovery.retry(lambda: self._saves.begin(self.version))
+        self.components.recovery.begin_save()
+        self._time_save("copy", saving.started)
+        self._saving = asyncio.create_task(self._finish_save(saving, folder), name=f"save step {self.version}")
+
+    async def _finish_save(self, saving: _Saving, folder: Path) -> None:
+        """Waits for the trainers, writes the rest of the checkpoint and publishes it. Raises TroupeError."""
+
+        async def finish() -> None:
+            started = asyncio.get_running_loop().time()
+            await self._commit(saving, await self._saves.written(folder))
+            self._time_save("write", started)
+
+        await self._tolerate(finish(), saving.step)
+
+    def _new_saving(self, snapshot: SourceSnapshot) -> _Saving:
+        now = asyncio.get_running_loop().time()
+        return _Saving(self.version, now, snapshot, self.state, self._best_before)
+
+    async def _save_now(self) -> None:
+        """As `_save`, with what there is now."""
+        await self._save(await self.components.source.snapshot())
+
+    async def _save(self, snapshot: SourceSnapshot) -> None:
         """Writes one atomic checkpoint of everything a resumed run needs.
 
         A step that is saved already gets only the samples that have been finished since.
@@ -388,31 +475,44 @@ class Controller:
         again = self._saved_at == self.version
         if again and snapshot.write is None:
             return
+        saving, recovery = self._new_saving(snapshot), self.components.recovery
+        if not again:
+            written = await recovery.retry(lambda: self._saves.write(self.version))
+            recovery.begin_save()
+            await self._commit(saving, written)
+            return
+        await self._uploads.settle()  # the commit replaces the folder that is being uploaded
+        if (folder := await self._saved_files()) is not None:
+            await self._commit(saving, Written(folder))
+
+    async def _commit(self, saving: _Saving, written: Written) -> None:
+        """Adds to the trainers' files what else a resumed run needs, and publishes the checkpoint.
+
+        Raises:
+            ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
+            OSError: It is not written.
+        """
         await self._uploads.settle()  # a commit may remove the folder that is being uploaded
-        components = self.components
-        state = {"step": self.version, "source": snapshot.state, "ledger": snapshot.ledger}
+        best = saving.state.best
+        if written.without_model and saving.step in best.saved:
+            # Before the commit removes what is not kept.
+            best = best.keeping(saving.best_before)
+            self._keep_best(self.state.best.keeping(saving.best_before))
+        state = {"step": saving.step, "source": saving.snapshot.state, "ledger": saving.snapshot.ledger}
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
-        started = asyncio.get_running_loop().time()
-        if again:
-            folder, failed = await self._saved_files(), None
-            if folder is None:
-                return
-        else:
-            folder, failed = await components.recovery.retry(self._save_trainers)
-        if failed is not None and self.version in self.state.best.saved:
-            self._keep_best(self.state.best.keeping(self._best_before))  # before the commit removes what is not kept
-        state["memory"] = self.state.model_dump(mode="json")
-        samples = 0 if snapshot.write is None else await snapshot.write(folder)
-        saved = await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
-        seconds = round(asyncio.get_running_loop().time() - started, 4)
+        state["memory"] = saving.state.model_copy(update={"best": best}).model_dump(mode="json")
+        write, folder = saving.snapshot.write, written.folder
+        samples = 0 if write is None else await write(folder)
+        saved = await self.components.recovery.commit(saving.step, lambda: self.store.commit(folder, state))
+        seconds = round(asyncio.get_running_loop().time() - saving.started, 4)
         self._uploads.start(saved.path, self.store.protected)
-        if failed is not None:
+        if written.without_model:
             raise ExportFailed(
-                f"the model cannot be exported: {failed.detail}; {saved.path} holds the trainers' state: "
+                f"the model cannot be exported: {written.without_model}; {saved.path} holds the trainers' state: "
                 "`--resume` continues from it and exports again"
-            ) from failed
+            )
         self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds, samples=samples)
-        self._saved_at = self.version
+        self._saved_at, self._failed_saves = saving.step, 0
 
     async def _saved_files(self) -> Path | None:
         """A folder with the files of this step's checkpoint; None where samples cannot be added to them."""
@@ -421,49 +521,6 @@ class Controller:
         except CheckpointError as error:
             logger.warning("samples finished since the checkpoint of step %d are not kept: %s", self.version, error)
             return None
-
-    async def _try_save(self) -> None:
-        """Has every trainer write a small part of what the run saves, so that what cannot be saved is known now.
-
-        Raises:
-            WorkerError: A trainer cannot write, or the model cannot be exported.
-            CheckpointError: Files of a trainer do not arrive where this process reads them.
-        """
-        folder, bound = self.store.begin_trial(), self._spec.schedule.train_timeout_s
-        try:
-            for group in self.components.updates.trainers:
-                await group.try_save(str(folder / group.role), timeout_s=bound)
-                require_files(folder / group.role, group.ranks)
-        finally:
-            self.store.discard(folder)
-
-    async def _save_trainers(self) -> tuple[Path, WorkerRaised | None]:
-        """Writes the trainers' part of a checkpoint; returns its folder, and why it has no exported model."""
-        folder, bound = self.store.begin(self.version), self._spec.schedule.train_timeout_s
-        trainers = self.components.updates.trainers
-        try:
-            for number, group in enumerate(trainers):
-                self.console.phase("checkpoint", number, len(trainers))
-                await group.save(str(folder / group.role), timeout_s=bound)
-            return folder, await self._export(trainers[0], folder)
-        except (WorkerError, asyncio.CancelledError):
-            self.store.discard(folder)
-            raise
-
-    async def _export(self, trainer: TrainerGroup[Any], folder: Path) -> WorkerRaised | None:
-        """Writes the model as Hugging Face folders; why that failed, or None. Raises WorkerError for a lost trainer."""
-        bound = self._spec.schedule.train_timeout_s
-        try:
-            await trainer.export(str(folder / MODEL), timeout_s=bound)
-            if self._spec.roles.policy.ema_decay > 0:
-                await trainer.export_average(str(folder / AVERAGE), timeout_s=bound)
-        except WorkerRaised as error:
-            if await trainer.find_dead() is not None:  # the other ranks say so first
-                raise
-            for name in (MODEL, AVERAGE):
-                self.store.discard(folder / name)
-            return error
-        return None
 
     async def _report(
         self, batch: Batch, updates: Sequence[dict[str, float]], timers: PhaseTimers, evaluation: dict[str, float]
@@ -481,6 +538,8 @@ class Controller:
         metrics |= components.peaks.metrics()
         metrics |= components.data
         metrics |= evaluation
+        metrics |= self._save_times
+        self._save_times = {}
         metrics |= self._check_alarm(metrics)
         if components.scaler is not None:
             metrics |= components.scaler.after_step(timers.shares().get("generate", 0.0))

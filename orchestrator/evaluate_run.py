@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from troupe.orchestrator.data.run_data import RunData, load_data
 from troupe.orchestrator.data.summary import describe
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
@@ -17,7 +18,7 @@ from troupe.orchestrator.reporting.evaluation_cache import cache_folder, cached,
 from troupe.orchestrator.reporting.evaluation_log import as_json, described_sets, evaluation_as_json
 from troupe.orchestrator.reporting.held_out import SetResult
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.rollout_run import RolloutRun, RunData, load_data
+from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.rollouts.endpoint import Endpoint, endpoint_sampler
 from troupe.orchestrator.rollouts.evaluation import metrics_of
 from troupe.orchestrator.run import RunRequest, open_run, say

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
 from troupe.orchestrator.cluster.seats import Seats
@@ -15,19 +16,15 @@ from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
-from troupe.orchestrator.roles.table import row_of, settings_of, worker_env
+from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.run_actors import RunActors
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
-from troupe.workers.contract.audit import ScoreRequest, TokenScores
 from troupe.workers.contract.messages import WorkerHealth
 from troupe.workers.contract.naming import resolve
 
 logger = logging.getLogger(__name__)
-
-_AUDIT_SCORER = "troupe.workers.audit.scorer:score_tokens"
-"""Scores sampled tokens in plain transformers, in a separate process."""
 
 
 class WorkerLauncher:
@@ -60,7 +57,7 @@ class WorkerLauncher:
 
         Args:
             only: Sections of `roles` to start; None: all.
-            progress: Is told how far the start is.
+            progress: Called with how far the start is.
 
         Raises:
             DoesNotFit: The cluster has no room.
@@ -99,7 +96,7 @@ class WorkerLauncher:
         if row.trains:
             workers = [self._actors.spawn(name) for name in names]
         else:
-            start = self.engine if role == "rollout" else self.replica
+            start = self.engine if row.samples else self.replica
             workers = await asyncio.gather(*(start(name) for name in names))
         if row.group is None:
             return workers
@@ -166,15 +163,9 @@ class WorkerLauncher:
         names = [worker.name for group in groups for worker in group.workers]
         self._cluster.events.record("trainer_restarted", workers=names)
 
-    async def score_tokens(self, request: ScoreRequest, *tables: roles.TableRef) -> TokenScores:
-        """Runs the scorer of an audit in a separate process on the node of the policy's first worker.
-
-        Raises:
-            WorkerError: It failed, or did not answer in time.
-        """
-        place, env = self._seats["policy-0"], worker_env(request.threads or 1, "cpu")
-        timeout_s = self._spec.schedule.score_timeout_s
-        return await self._cluster.run_beside(*place, env, resolve(_AUDIT_SCORER), timeout_s, request, *tables)
+    def seat(self, name: str) -> tuple[Placement, Seat]:
+        """Where the worker of this name runs."""
+        return self._seats[name]
 
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.

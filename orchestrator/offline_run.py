@@ -11,7 +11,7 @@ from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.prompts import DataError, PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics, named_examples
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.run_context import RunContext
@@ -93,7 +93,7 @@ class OfflineRun:
             updates=updates,
             recovery=recovery,
             sync=None,
-            keeper=StepKeeper(spec, self._out, updates.trainers),
+            step_recorder=StepRecorder(spec, self._out, updates.trainers),
             evaluator=evaluator,
             ledger=ledger,
             peaks=cluster.peaks,

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.row_table import RowTable
+from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.pools.engines import EnginePool
@@ -24,8 +25,8 @@ from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare
 from troupe.orchestrator.replay.step_recorder import software
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.roles.table import TRAINERS
-from troupe.orchestrator.rollout_run import load_data, weight_sync
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.base import RunSpec

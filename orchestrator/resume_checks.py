@@ -15,7 +15,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import FieldDifference, field_changes
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, stage_problem, trainer_layouts
 
 _REFUSED = {

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.audit.report import AuditReport
-from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.audit.scorer import AuditScorer
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
-from troupe.orchestrator.data.prompts import DataError, PromptOrder, PromptPool, evaluation_picks, load_pools
+from troupe.orchestrator.data.prompts import DataError, PromptOrder, evaluation_picks
 from troupe.orchestrator.data.row_table import RowTable
-from troupe.orchestrator.data.summary import Pools, data_metrics, named
-from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder, TextPool, load_texts
+from troupe.orchestrator.data.run_data import RunData
+from troupe.orchestrator.data.summary import data_metrics
+from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -31,7 +30,7 @@ from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
-from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, WeightSync
+from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -47,31 +46,6 @@ from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.orchestrator.why.facts import EngineQueue, Queues
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import TextCut
-from troupe.workers.contract.weight_backends import BACKENDS
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The data sets of a run."""
-
-    train: PromptPool
-    held_out: Mapping[str, PromptPool]
-    """By the name of their section in `data`."""
-    texts: TextPool | None
-    refused: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that do not fit the model, of those that were rendered before the start, by the name of their section."""
-
-    @property
-    def pools(self) -> Pools:
-        """The pools by the name of their section."""
-        return named(self.train, self.held_out, self.texts)
-
-
-def load_data(spec: RolloutSpec) -> RunData:
-    """Reads the data sets of the spec. Raises DataError."""
-    on_bad_row = spec.failures.on_bad_row
-    texts = load_texts(spec.data, on_bad_row)
-    return RunData(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)
 
 
 class RolloutRun:
@@ -94,7 +68,7 @@ class RolloutRun:
         file = out / RESOLVED_SPEC
         self._scaler = WorkerScaler(
             spec,
-            pools=self._pools.by_role(),
+            pools=self._pools.by_role,
             seats=context.launcher,
             console=context.console,
             save=lambda changed: changed.write(file),
@@ -164,14 +138,14 @@ class RolloutRun:
             updates=updates,
             recovery=recovery,
             sync=sync,
-            keeper=StepKeeper(spec, self._out, updates.trainers),
+            step_recorder=StepRecorder(spec, self._out, updates.trainers),
             evaluator=self.evaluator(
                 self._out / "evaluation" if spec.output.trajectories else None,
                 EvaluationLog(self._out / EVALUATIONS, described_sets(spec, self._data.held_out), done),
             ),
             ledger=ledger,
             scaler=self._scaler,
-            budgets=[pool.budget for pool in self._pools.by_role().values()],
+            budgets=[pool.budget for pool in self._pools.by_role.values()],
             peaks=cluster.peaks,
             recorder=recorder,
             data=data_metrics(self._data.pools, self._data.refused),
@@ -192,7 +166,8 @@ class RolloutRun:
         """
         policy, model = self._workers.require_policy(), Path(spec.model.path)
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
-        auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.score_tokens)
+        scorer = AuditScorer(spec, self._context.cluster, self._context.launcher.seat("policy-0"))
+        auditor = Auditor(spec, self._pool, policy, prompts, scorer.score)
         self._context.console.phase("audit", 0, 1)
         adapter = None if spec.model.adapter is None else Path(spec.model.adapter)
         if controller is None and spec.trains_adapters:
@@ -321,12 +296,3 @@ class RolloutRun:
             lines = await load_checkpoint(found, groups, self._spec.schedule.train_timeout_s)
         for line in lines:
             self._context.console.message(line)
-
-
-def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluster: Cluster) -> WeightSync:
-    """The weight sync for the spec's back-end."""
-    timeout_s = spec.schedule.sync_timeout_s
-    if BACKENDS[spec.resolved_backend()].writes_file:
-        return FileSync(policy, pool, timeout_s, delta=spec.weight_sync.delta == "auto")
-    ranks = spec.roles.rollout.tensor_parallel_size
-    return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, timeout_s), timeout_s)

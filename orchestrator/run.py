@@ -22,6 +22,7 @@ from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.data.mixture import drawn_rows
 from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
+from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.data.summary import Pools, describe, named_examples
 from troupe.orchestrator.errors import UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
@@ -31,7 +32,7 @@ from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.rollout_run import RolloutRun, load_data
+from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_lock import kept, locked
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken

@@ -1,10 +1,10 @@
-"""The pools of an RL run: engines, reward workers, reference, environments and judges, and how they are connected."""
+"""The pools of an RL run, one for each role whose row names a function of this module, and how they are connected."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
@@ -13,11 +13,13 @@ from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.rollout import RolloutSpec, environment_role
 from troupe.workers.contract import roles
 from troupe.workers.contract.judges import Judge
+from troupe.workers.contract.naming import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -32,42 +34,43 @@ class RunPools:
 
     def __init__(self, spec: RolloutSpec, context: RunContext) -> None:
         """Connects and watches nothing yet."""
-        self._spec = spec
-        self._context = context
-        self._workers = context.workers
-        self.engines = EnginePool(context.workers.engines, self._start_engine, spec)
-        self.rewards = RewardPool(
-            context.workers.reward,
-            timeout_s=spec.schedule.score_timeout_s,
-            launch=self._start_reward_worker,
-            budget=self._budget("reward", spec.failures.reward_restarts),
-            judge_start_s=spec.schedule.start_timeout_s,
-        )
-        self.environments = {environment_role(name): self._environment_pool(name) for name in spec.roles.environments()}
-        """Those of each environment, by its role."""
-        self.engines.on_loss = self._end_episodes
-        self.judges = self._judge_pool()
-        self.reference = self._reference_pool()
-
-    def by_role(self) -> dict[str, ReplicaPool[Any]]:
-        """The pools that the run has."""
-        pools: dict[str, ReplicaPool[Any] | None] = {
-            "rollout": self.engines,
-            "reward": self.rewards,
-            "reference": self.reference,
-            **self.environments,
-            "judge": self.judges,
+        self.spec = spec
+        self.context = context
+        self.by_role: dict[str, ReplicaPool[Any]] = {
+            role: resolve(path)(self, role)
+            for role in spec.roles.present()
+            if (path := row_of(spec, role).pool) is not None
         }
-        return {role: pool for role, pool in pools.items() if pool is not None}
+        """The pools that the run has."""
+
+    @property
+    def engines(self) -> EnginePool:
+        """The rollout engines."""
+        return cast("EnginePool", self.by_role["rollout"])
+
+    @property
+    def rewards(self) -> RewardPool:
+        """The reward workers."""
+        return cast("RewardPool", self.by_role["reward"])
+
+    @property
+    def environments(self) -> list[LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]]:
+        """The workers of each environment."""
+        return [cast("Any", self.by_role[environment_role(name)]) for name in self.spec.roles.environments()]
+
+    @property
+    def judges(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
+        """The judge workers, if the run has them."""
+        return cast("Any", self.by_role.get("judge"))
 
     def token_scorers(self) -> list[TokenScorer]:
         """The models that score tokens of every group during generation."""
-        spec, workers = self._spec, self._workers
+        spec, workers = self.spec, self.context.workers
         reference, policy, critic = workers.reference, workers.policy, workers.critic
         timeout_s = spec.schedule.score_timeout_s
         scorers: list[TokenScorer] = []
         if reference is not None:
-            scorers.append(TokenScorer(reference, reference.score, timeout_s, self.reference))
+            scorers.append(TokenScorer(reference, reference.score, timeout_s, self.by_role["reference"]))
         if critic is not None:
             scorers.append(TokenScorer(critic, critic.compute_values, timeout_s))
         if policy is not None and spec.reference_in_policy:
@@ -79,23 +82,32 @@ class RunPools:
 
     async def start(self) -> None:
         """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
-        for pool in (*self.environments.values(), self.judges):
+        for pool in (*self.environments, self.judges):
             if pool is not None:
                 await pool.start()
 
     async def close(self) -> None:
         """Starts no more workers."""
-        for pool in reversed(self.by_role().values()):
+        for pool in reversed(self.by_role.values()):
             await pool.close()
 
-    async def _start_engine(self, name: str) -> Engine:
-        """Starts an engine, to replace one or to add one."""
-        engine = await self._context.launcher.engine(name)
-        for pool in self.environments.values():
-            await pool.connect(engine)
+
+def replica_pool(run: RunPools, role: str) -> ReplicaPool[Any]:
+    """A pool of workers that have nothing to do with those of other roles."""
+    workers, launch = run.context.workers.each(role), run.context.launcher.replica
+    return ReplicaPool(workers, launch, RestartBudget.of_role(run.spec, role))
+
+
+def engine_pool(run: RunPools, role: str) -> EnginePool:
+    """The rollout engines, each connected to the environments."""
+
+    async def start(name: str) -> Engine:
+        engine = await run.context.launcher.engine(name)
+        for environments in run.environments:
+            await environments.connect(engine)
         return engine
 
-    async def _end_episodes(self, engine: str) -> None:
+    async def end_episodes(engine: str) -> None:
         """Ends the episodes of a lost engine, whose seats those of other engines need."""
 
         async def end(worker: WorkerHandle[roles.EnvironmentServer]) -> None:
@@ -104,60 +116,66 @@ class RunPools:
             except WorkerError as error:  # the worker's own pool notices what is wrong with it
                 logger.warning("%s", error)
 
-        await gather_all(end(worker) for pool in self.environments.values() for worker in list(pool.workers))
+        await gather_all(end(worker) for environments in run.environments for worker in list(environments.workers))
 
-    async def _start_reward_worker(self, name: str) -> WorkerHandle[roles.Reward]:
-        """Starts a reward worker, to replace one or to add one."""
-        worker: WorkerHandle[roles.Reward] = await self._context.launcher.replica(name)
-        if self.judges is not None:
-            await self.judges.connect(worker)
+    pool = EnginePool(run.context.workers.each(role), start, run.spec)
+    pool.on_loss = end_episodes
+    return pool
+
+
+def reward_pool(run: RunPools, role: str) -> RewardPool:
+    """The reward workers, each connected to the judges."""
+
+    async def start(name: str) -> WorkerHandle[roles.Reward]:
+        worker: WorkerHandle[roles.Reward] = await run.context.launcher.replica(name)
+        if run.judges is not None:
+            await run.judges.connect(worker)
         return worker
 
-    def _budget(self, role: str, restarts: int) -> RestartBudget:
-        """The restarts of a role."""
-        return RestartBudget(role, restarts, self._spec.failures.steps_per_restart)
+    return RewardPool(
+        run.context.workers.each(role),
+        timeout_s=run.spec.schedule.score_timeout_s,
+        launch=start,
+        budget=RestartBudget.of_role(run.spec, role),
+        judge_start_s=run.spec.schedule.start_timeout_s,
+    )
 
-    def _reference_pool(self) -> ReplicaPool[WorkerHandle[roles.Reference]] | None:
-        group = self._workers.reference
-        if group is None:
-            return None
-        budget = self._budget("reference", self._spec.failures.reference_restarts)
-        return ReplicaPool(group.workers, self._context.launcher.replica, budget)
 
-    def _environment_pool(self, name: str) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]:
-        """The pool of one environment, by its name."""
-        failures, role = self._spec.failures, environment_role(name)
+def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]:
+    """The workers of one environment, which engines call through a link."""
+    name = next(name for name in run.spec.roles.environments() if environment_role(name) == role)
 
-        async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
-            await engine.connect_environments(name, link, _CONNECT_TIMEOUT_S)
+    async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
+        await engine.connect_environments(name, link, _CONNECT_TIMEOUT_S)
 
-        return LinkedPool(
-            self._workers.environments(role),
-            callers=Callers(lambda: self.engines.engines, connect),
-            make_link=self._context.cluster.environment_link,
-            launch=self._context.launcher.replica,
-            budget=self._budget(role, failures.environment_restarts),
-            watch_s=failures.health_interval_s,
-        )
+    return LinkedPool(
+        role,
+        run.context.workers.each(role),
+        callers=Callers(lambda: run.engines.engines, connect),
+        make_link=run.context.cluster.environment_link,
+        launch=run.context.launcher.replica,
+        budget=RestartBudget.of_role(run.spec, role),
+        watch_s=run.spec.failures.health_interval_s,
+    )
 
-    def _judge_pool(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
-        failures, cluster, config = self._spec.failures, self._context.cluster, self._spec.judge_config()
-        if config is None:
-            return None
-        name = config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
 
-        async def connect(worker: WorkerHandle[roles.Reward], judge: Judge) -> None:
-            # A worker that scores a group answers when it has finished.
-            await worker.call(roles.Reward.connect_judge, self._spec.schedule.score_timeout_s, judge)
+def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge]:
+    """The judge workers, which reward workers call through a link."""
+    name = settings_of(run.spec, role).config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
 
-        def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
-            return cluster.judge_link(name, workers, lost)
+    async def connect(worker: WorkerHandle[roles.Reward], judge: Judge) -> None:
+        # A worker that scores a group answers when it has finished.
+        await worker.call(roles.Reward.connect_judge, run.spec.schedule.score_timeout_s, judge)
 
-        return LinkedPool(
-            self._workers.judges,
-            callers=Callers(lambda: self.rewards.workers, connect),
-            make_link=make_link,
-            launch=self._context.launcher.replica,
-            budget=self._budget("judge", failures.judge_restarts),
-            watch_s=failures.health_interval_s,
-        )
+    def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
+        return run.context.cluster.judge_link(name, workers, lost)
+
+    return LinkedPool(
+        role,
+        run.context.workers.each(role),
+        callers=Callers(lambda: run.rewards.workers, connect),
+        make_link=make_link,
+        launch=run.context.launcher.replica,
+        budget=RestartBudget.of_role(run.spec, role),
+        watch_s=run.spec.failures.health_interval_s,
+    )

@@ -25,7 +25,7 @@ import pyarrow as pa
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.controller import Controller, RunOutcome
-from troupe.orchestrator.errors import WorkerDied, WorkerTimeout
+from troupe.orchestrator.errors import WorkerDied, WorkerRaised, WorkerTimeout
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.base import RunSpec
@@ -49,6 +49,7 @@ from troupe.workers.contract.messages import (
     RankPlan,
     RewardSummary,
     SampleSummary,
+    SaveStatus,
     TextCut,
     TextSummary,
     TrainRow,
@@ -459,6 +460,9 @@ class FakeTrainer:
         self.updates: list[RankPlan] = []
         self.learned: list[str] = []
         """What its weights consist of: every update since the initial model, with its batch."""
+        self.write_s = 0.0
+        """Time in which it writes a save in the background."""
+        self.saving: tuple[str, asyncio.Task[SaveStatus]] | None = None
 
     async def rendezvous(self) -> tuple[str, int]:
         """An address nobody connects to."""
@@ -476,6 +480,26 @@ class FakeTrainer:
         """Writes one file, so that the checkpoint has something to verify."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / f"rank-{self.rank}").write_text(json.dumps(self.learned))
+
+    async def begin_save(self, directory: str, model: str = "", average: str = "") -> None:
+        """As `save` and the exports, later, with what was learned until now. One at a time."""
+        if self.saving is not None and not self.saving[1].done():
+            raise RuntimeError(f"{self.saving[0]} is still being written")
+        copy = FakeTrainer(self.rank)
+        copy.learned = list(self.learned)
+        self.saving = directory, asyncio.create_task(self._write(copy, [directory, *filter(None, (model, average))]))
+
+    async def _write(self, copy: FakeTrainer, folders: Sequence[str]) -> SaveStatus:
+        await asyncio.sleep(self.write_s)
+        for folder in folders:
+            await copy.save(folder)
+        return SaveStatus(done=True)
+
+    async def save_status(self, directory: str) -> SaveStatus:
+        """Whether it is written."""
+        if self.saving is None or self.saving[0] != directory:
+            raise WorkerRaised(f"rank-{self.rank}", "save_status", f"{directory} is not being written")
+        return self.saving[1].result() if self.saving[1].done() else SaveStatus(done=False)
 
     async def offload_states(self) -> int:
         """Has nothing to move."""

@@ -39,9 +39,9 @@ from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.preflight import model_folder, too_long, unsupported_head_size, wrong_kinds
 from troupe.orchestrator.spec.sections import DataSource
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
 from troupe.orchestrator.training.ledger import Ledger
@@ -502,7 +502,7 @@ class _ConnectedChild(Child):
 
     def __init__(self, connection: socket.socket) -> None:
         self.mark, self.connection, self._buffer = new_mark(), connection, b""
-        self._lifeline = os.open(os.devnull, os.O_RDONLY)
+        self._owner_pipe = os.open(os.devnull, os.O_RDONLY)
         self._process = _Ended()
         self._output = BoundedOutput("child")
         self._output.started()

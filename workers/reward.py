@@ -37,7 +37,7 @@ from troupe.workers.data.trajectories import write_evaluation, write_trajectorie
 from troupe.workers.data.turn_ends import without_end
 from troupe.workers.rewards.environment import EnvironmentReward
 from troupe.workers.rewards.judge import JudgeReward
-from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 from troupe.workers.rewards.steps import Step, token_counts
 from troupe.workers.rewards.thoughts import VOTES, with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import resident_peak
@@ -84,7 +84,7 @@ def function_label(function: RewardFunctionConfig) -> str:
     return function.label or function.name.rpartition(":")[2]
 
 
-def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[Outcome]) -> SampleReward:
+def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[RewardResult]) -> SampleReward:
     """Weighted sum of one sample's components. A failed component fails the reward; the status names it."""
     failures = [f"{label}: {o.status}" for label, o in zip(labels, outcomes, strict=True) if o.value is None]
     if failures:
@@ -99,7 +99,7 @@ def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[
 
 def reward_spans(
     weights: Sequence[float],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RewardResult],
     tokens: int,
     counts: Callable[[Sequence[int]], Sequence[int]],
 ) -> tuple[Step, ...]:
@@ -109,7 +109,7 @@ def reward_spans(
 
     Args:
         weights: Weight of each component.
-        outcomes: Outcome of each component.
+        outcomes: Result of each component.
         tokens: Number of tokens of the response.
         counts: From character positions, where steps end, to the number of tokens up to there.
 
@@ -130,7 +130,7 @@ def reward_spans(
     return tuple(sorted(at_end.items()))
 
 
-def find_faults(labels: Sequence[str], components: Sequence[Sequence[Outcome]]) -> tuple[Fault, ...]:
+def find_faults(labels: Sequence[str], components: Sequence[Sequence[RewardResult]]) -> tuple[Fault, ...]:
     """The causes for which samples failed, by component (outcomes by component, then by sample)."""
     return _counted(
         (f"{label}: {outcome.cause or outcome.status}", outcome.status)
@@ -326,7 +326,7 @@ class RewardWorker:
         functions = [process.pid for process in self._processes if process.pid is not None]
         return Peak(resident_peak(functions), 0 if self._model is None else self._model.gpu_peak())
 
-    def _outcomes(self, asked: _Rewards, rollouts: pa.Table) -> list[list[Outcome]]:
+    def _outcomes(self, asked: _Rewards, rollouts: pa.Table) -> list[list[RewardResult]]:
         """Outcomes by component, then by sample. Functions run concurrently, the model on this thread."""
         samples = _samples(rollouts)
         with contextlib.ExitStack() as stack:
@@ -347,7 +347,7 @@ class RewardWorker:
         return tuple(None if outcome.value is None else int(outcome.value) for outcome in outcomes)
 
     def _with_spans(
-        self, weights: Sequence[float], reward: SampleReward, outcomes: Sequence[Outcome], row: dict[str, Any]
+        self, weights: Sequence[float], reward: SampleReward, outcomes: Sequence[RewardResult], row: dict[str, Any]
     ) -> SampleReward:
         """The reward with its process rewards, or a failed reward that says why there are none."""
         if reward.reward is None:
@@ -410,7 +410,7 @@ def _rewards_table(
     identities: Sequence[dict[str, Any]],
     labels: Sequence[str],
     rewards: Sequence[SampleReward],
-    per_sample: Sequence[tuple[Outcome, ...]],
+    per_sample: Sequence[tuple[RewardResult, ...]],
 ) -> pa.Table:
     rows = [
         {
@@ -447,10 +447,10 @@ def _samples_of(rollouts: pa.Table) -> pa.Table:
     return table.append_column("tokens", pa.array(tokens.values(), pa.int64()))
 
 
-def _with_failed(outcomes: Sequence[Outcome], statuses: Sequence[str]) -> list[Outcome]:
+def _with_failed(outcomes: Sequence[RewardResult], statuses: Sequence[str]) -> list[RewardResult]:
     """The outcomes of the episodes that were scored, in place among those that have failed."""
     scored = iter(outcomes)
-    return [next(scored) if status == OK else Outcome(None, status) for status in statuses]
+    return [next(scored) if status == OK else RewardResult(None, status) for status in statuses]
 
 
 def _samples(rollouts: pa.Table) -> list[Sample]:

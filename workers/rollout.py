@@ -41,7 +41,7 @@ from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep, engine_dead
 from troupe.workers.engine.finished import Rows, RunningGroup, merged
 from troupe.workers.engine.probe import apart, probe_logprobs
-from troupe.workers.engine.process import engine_processes
+from troupe.workers.engine.process import engine_processes, import_ahead
 from troupe.workers.engine.rest import EngineMemory
 from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
 from troupe.workers.engine.settings import (
@@ -107,7 +107,7 @@ class RolloutWorker:
     is recomputed, so that every token is sampled from exactly the version it is recorded under. After a failed update
     the engine stays closed until an update succeeds.
 
-    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested.
+    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested on GPU.
     """
 
     def __init__(self, config: RolloutConfig, name: str) -> None:
@@ -131,7 +131,7 @@ class RolloutWorker:
         """The policy's adapters that the engine has loaded, if the policy trains adapters."""
         self._files_written: set[str] = set()
         self._kept = ("", "")
-        """Path and digest of the weight file that this worker wrote whole; empty: there is none."""
+        """Path and digest of the weight file that this worker wrote whole; empty: no file."""
         self._environments: dict[str, EnvironmentLink] = {}
         self._readers: dict[str, TurnReader] = {}
         """Those of episodes, by the name of their environment; so are `_long`."""
@@ -152,9 +152,11 @@ class RolloutWorker:
             Exception: vLLM cannot load the model.
         """
         announce(Activity.IMPORT)
-        set_environment(self._config)
+        set_environment(self._config.process)
+        if self._config.device == "cpu":
+            import_ahead()
         # Blocked from here on, the event loop would hold back the answer to the call before this one, by which the
-        # node's watch finds this process. Another process imports vLLM meanwhile.
+        # node's watch finds this process.
         await asyncio.sleep(_TURN_S)
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -380,7 +382,9 @@ class RolloutWorker:
         """
         if self._adapter is None:
             await self._call(engine.collective_rpc("troupe_use_probe"))
-            await self._call(engine.resume_generation())
+            self._memory.verified()  # a rest leaves the model below as it was, and the probe alone samples now
+            if not await self._memory.wake(engine):
+                await self._call(engine.resume_generation())
             probe = adapter_request(self._version, "probe")
             adapted, plain = [await probe_logprobs(engine, lora) for lora in (probe, None)]
             await self._call(engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
@@ -530,7 +534,7 @@ class RolloutWorker:
         engine, started = self._live_engine(), time.monotonic()
         await self._closing_on_failure(engine.finish_weight_update(str(version)))
         await self._closing_on_failure(self._confirmed_digest(version, digest))
-        await self._resume(version)
+        await self._closing_on_failure(self._resume(version))
         return WeightAck(self._name, version, digest, time.monotonic() - started, peak=await self._peak())
 
     async def _closing_on_failure(

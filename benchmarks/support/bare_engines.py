@@ -13,7 +13,7 @@ from benchmarks.support.workload import Group
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.data.tokenizer import load_chat_tokenizer
-from troupe.workers.engine.process import engine_processes
+from troupe.workers.engine.process import engine_processes, import_ahead
 from troupe.workers.engine.settings import engine_args, set_environment
 from troupe.workers.rollout import RolloutWorker
 
@@ -40,7 +40,9 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
 
     Also sets vLLM's environment variables, so it must be called before vLLM is imported.
     """
-    set_environment(config)
+    set_environment(config.process)
+    if config.device == "cpu":
+        import_ahead()
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
     product, default = engine_args(config), AsyncEngineArgs(model=config.model.path)

@@ -20,10 +20,11 @@ from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptSource
+from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers
-from troupe.orchestrator.rollout_run import RolloutRun, load_data
+from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutSource

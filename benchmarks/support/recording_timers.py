@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.replay import step_recorder as keeper
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay import step_recorder
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.telemetry.call_log import CallLog
@@ -35,13 +35,13 @@ def time_driver() -> Parts:
         (CallLog, "drain", "calls"),
         (EventLog, "record", "events"),
         (RunRecorder, "_write", "timeline"),
-        (keeper, "_fresh", "replay"),
-        (keeper, "_publish", "replay"),
+        (step_recorder, "_fresh", "replay"),
+        (step_recorder, "_publish", "replay"),
     )
     coroutines: tuple[tuple[type, str, str], ...] = (
         (RunRecorder, "end_step", "timeline"),
         (RolloutSource, "_write_samples", "samples"),
-        (StepKeeper, "_keep", "replay"),
+        (StepRecorder, "_keep", "replay"),
     )
     for owner, name, part in functions:
         parts.watch(owner, name, f"driver: {part}")

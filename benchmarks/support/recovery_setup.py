@@ -29,10 +29,9 @@ from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.rollout_run import weight_sync
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import TokenScorer
-from troupe.orchestrator.rollouts.weight_sync import WeightSync
+from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
 

@@ -35,7 +35,7 @@ from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -219,8 +219,8 @@ class Simulation:
         sinks = MetricSinks.open(LoggedRun(out))
         store, sync = CheckpointStore(out / "checkpoints", 1), FileSync(policy, pool, TIMEOUT_S)
         recovery = TrainerRecovery(spec, updates, sync.push, store, _restart, self.clock)
-        keeper = StepKeeper(spec, out, updates.trainers)
-        components = RunComponents(source, updates, recovery, sync, None, ledger, keeper)
+        recorder = StepRecorder(spec, out, updates.trainers)
+        components = RunComponents(source, updates, recovery, sync, None, ledger, recorder)
         return Controller(spec, components, store, sinks, self.clock, self.stop), pool
 
     def _drawn(self, prompts: PromptSource) -> NextPrompt:

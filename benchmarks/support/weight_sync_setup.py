@@ -19,9 +19,8 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.rollout_run import weight_sync
 from troupe.orchestrator.rollouts.scoring import TokenScorer
-from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync
+from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import Reply, TableRef

@@ -20,17 +20,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.support.harness import machine, versions
-from deploy.gpu_check.figures import figures
+from deploy.gpu_check.measurements import measurements
 from deploy.gpu_check.pieces import PIECES, Decision, arguments, decide
 from deploy.gpu_check.processes import last_lines, run_commands
-from deploy.gpu_check.record import Record, Result, read
+from deploy.gpu_check.record import PieceResult, Record, read
 from troupe.orchestrator.doctor.nvidia import graphics
 from troupe.workers.contract.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_piece(decision: Decision, out: Path) -> Result:
+def run_piece(decision: Decision, out: Path) -> PieceResult:
     """Run a piece in a fresh folder; returns its result."""
     piece, folder = decision.piece, out / decision.piece.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -38,12 +38,12 @@ def run_piece(decision: Decision, out: Path) -> Result:
     log = out / f"{piece.name}.log"
     ended = run_commands([arguments(command, folder) for command in decision.commands], piece.bound_s, log, ROOT)
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    result = Result(piece.name, piece.what, "failed", ended.failure, round(ended.seconds, 1), time)
+    result = PieceResult(piece.name, piece.what, "failed", ended.failure, round(ended.seconds, 1), time)
     if not ended.failure:
         try:
-            return replace(result, status="passed", figures=figures(piece.kind, folder))
+            return replace(result, status="passed", measurements=measurements(piece.kind, folder))
         except (OSError, ValueError, KeyError) as error:
-            result = replace(result, reason=f"no figures: {error!r}")
+            result = replace(result, reason=f"no measurements: {error!r}")
     return replace(result, error=last_lines(log))
 
 
@@ -55,7 +55,7 @@ def check(decisions: Sequence[Decision], record: Record, path: Path) -> Record:
             print(f"{name}: at most {decision.piece.bound_s:g} s, log in {path.parent / name}.log", flush=True)
             result = run_piece(decision, path.parent)
         elif decision.skipped:
-            result = Result(name, decision.piece.what, "skipped", decision.skipped)
+            result = PieceResult(name, decision.piece.what, "skipped", decision.skipped)
         else:
             print(f"{name}: passed before (--again runs it again)")
             continue

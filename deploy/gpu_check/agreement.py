@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import torch
 
-from deploy.gpu_check.outcome import NotRight, write_figures
+from deploy.gpu_check.outcome import NotRight, write_measurements
 from troupe.workers.contract.config import Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import TRAIN
 from troupe.workers.models.capabilities import adapt
@@ -29,7 +29,7 @@ _ROWS, _PROMPT, _RESPONSE = 6, 16, 112
 
 
 @dataclass(frozen=True)
-class Limits:
+class Tolerance:
     """What rounding explains."""
 
     logprobs: float
@@ -38,11 +38,11 @@ class Limits:
     """Least cosine of the gradients."""
 
 
-LIMITS: Mapping[Dtype, Limits] = {"float32": Limits(1e-3, 0.9999), "bfloat16": Limits(0.1, 0.9)}
+TOLERANCES: Mapping[Dtype, Tolerance] = {"float32": Tolerance(1e-3, 0.9999), "bfloat16": Tolerance(0.1, 0.9)}
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModelOutputs:
     """What one device and type computes."""
 
     logprobs: torch.Tensor
@@ -76,7 +76,7 @@ def _rows(ids: Iterator[int]) -> Iterator[dict[str, object]]:
         }
 
 
-def compute(model: Path, rows: TokenTable, device: Device, dtype: Dtype, *, packed: bool) -> Measured | None:
+def compute(model: Path, rows: TokenTable, device: Device, dtype: Dtype, *, packed: bool) -> ModelOutputs | None:
     """Log-probs and gradients; None: the model does not pack its rows."""
     loaded = load_causal(ModelConfig(path=str(model), dtype=dtype))
     chunks = head_chunks(loaded.config.get_text_config().vocab_size, _ROWS * (_PROMPT + _RESPONSE), device)
@@ -89,7 +89,7 @@ def compute(model: Path, rows: TokenTable, device: Device, dtype: Dtype, *, pack
     weights = torch.linspace(-1.0, 2.0, len(logprobs), device=device)
     (logprobs * weights).sum().backward()
     gradients = {name: p.grad.float().cpu() for name, p in module.named_parameters() if p.grad is not None}
-    return Measured(logprobs.detach().double().cpu(), gradients)
+    return ModelOutputs(logprobs.detach().double().cpu(), gradients)
 
 
 def cosine(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
@@ -101,7 +101,7 @@ def cosine(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
     return product(one, other) / (product(one, one) * product(other, other)) ** 0.5
 
 
-def check(name: str, found: Measured, exact: Measured, limits: Limits) -> str:
+def check(name: str, found: ModelOutputs, exact: ModelOutputs, limits: Tolerance) -> str:
     """The differences as text. Raises NotRight."""
     gap = float((found.logprobs - exact.logprobs).abs().mean())
     if found.gradients.keys() != exact.gradients.keys():
@@ -114,13 +114,13 @@ def check(name: str, found: Measured, exact: Measured, limits: Limits) -> str:
 
 
 def measure(model: Path, device: Device) -> dict[str, float | str]:
-    """Compare; returns the figures. Raises NotRight."""
+    """Compare; returns the measurements. Raises NotRight."""
     rows = table(model)
     exact = compute(model, rows, "cpu", "float32", packed=False)
     if exact is None:
         raise NotRight("the model packs rows that were padded")
     found: dict[str, float | str] = {"tokens": float(len(exact.logprobs))}
-    for dtype, limits in LIMITS.items():
+    for dtype, limits in TOLERANCES.items():
         for packed in (False, True):
             name = f"{dtype}, {'packed' if packed else 'padded'}"
             computed = compute(model, rows, device, dtype, packed=packed)
@@ -130,13 +130,13 @@ def measure(model: Path, device: Device) -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Compare and write the figures; exits with code 1 where they differ."""
+    """Compare and write the measurements; exits with code 1 where they differ."""
     parser = argparse.ArgumentParser(prog="python -m deploy.gpu_check.agreement", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
-    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
+    parser.add_argument("--json", type=Path, required=True, help="file for the measurements")
     given = parser.parse_args()
-    write_figures(given.json, lambda: measure(given.model, given.device))
+    write_measurements(given.json, lambda: measure(given.model, given.device))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Literal
 Kind = Literal["probe", "run", "benchmark"]
 Command = tuple[str, ...]
 """Arguments of the Python interpreter. `{folder}` stands for the piece's folder."""
-RUN, FIGURES = "run", "figures.json"
-"""Names, in the piece's folder, of a run's folder and of the file of figures that a probe or a benchmark writes."""
+RUN, MEASUREMENTS = "run", "measurements.json"
+"""Names, in the piece's folder, of a run's folder and of the measurements that a probe or a benchmark writes."""
 
 _TINY_MODEL = ("--model", ".cache/models/tiny-llama")
 _TINY = (*_TINY_MODEL, "--dtype", "float32")
@@ -55,11 +55,11 @@ def _run(spec: str, *overrides: str) -> Command:
 
 
 def _benchmark(module: str, *arguments: str) -> Command:
-    return ("-m", f"benchmarks.{module}", *arguments, "--json", f"{{folder}}/{FIGURES}")
+    return ("-m", f"benchmarks.{module}", *arguments, "--json", f"{{folder}}/{MEASUREMENTS}")
 
 
 def _probe(module: str, *arguments: str) -> Command:
-    return ("-m", f"deploy.gpu_check.{module}", *arguments, "--json", f"{{folder}}/{FIGURES}")
+    return ("-m", f"deploy.gpu_check.{module}", *arguments, "--json", f"{{folder}}/{MEASUREMENTS}")
 
 
 def _install(device: str) -> tuple[Command, ...]:

@@ -11,11 +11,11 @@ from typing import Any, Literal
 from troupe.workers.contract.atomic_file import write_atomic
 
 Status = Literal["passed", "failed", "skipped"]
-Figure = float | str
+Measurement = float | str
 
 
 @dataclass(frozen=True)
-class Result:
+class PieceResult:
     """How a piece ended."""
 
     name: str
@@ -26,7 +26,7 @@ class Result:
     seconds: float = 0.0
     time: str = ""
     """When it ended (UTC); empty where it did not run."""
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    measurements: Mapping[str, Measurement] = field(default_factory=dict)
     error: tuple[str, ...] = ()
     """Last lines of the log of a piece that failed."""
 
@@ -38,7 +38,7 @@ class Record:
     mode: Literal["gpu", "cpu"]
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
-    results: Mapping[str, Result] = field(default_factory=dict)
+    results: Mapping[str, PieceResult] = field(default_factory=dict)
     """By the name of the piece."""
 
     @property
@@ -77,12 +77,19 @@ def read(path: Path) -> Record | None:
         return None
     try:
         document = json.loads(path.read_text())
-        results = {name: Result(**one | {"error": tuple(one["error"])}) for name, one in document["results"].items()}
+        results = {name: _result(entry) for name, entry in document["results"].items()}
         return Record(**document | {"results": results})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a result of the GPU check ({error}): remove it, or choose another --out"
         ) from None
+
+
+def _result(entry: dict[str, Any]) -> PieceResult:
+    if "figures" in entry:  # the name in records of earlier versions
+        entry["measurements"] = entry.pop("figures")
+    entry["error"] = tuple(entry["error"])
+    return PieceResult(**entry)
 
 
 def page(record: Record) -> str:
@@ -93,11 +100,11 @@ def page(record: Record) -> str:
     machine = "; ".join(f"{name} {_plain(value)}" for name, value in record.machine.items())
     packages = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     lines = [f"# {title}", "", f"- Machine: {machine}", f"- Versions: {packages}", ""]
-    lines += ["| piece | status | seconds | what | figures or reason |", "|---|---|---:|---|---|"]
+    lines += ["| piece | status | seconds | what | measurements or reason |", "|---|---|---:|---|---|"]
     for result in record.results.values():
-        figures = ", ".join(f"{name}: {_plain(value)}" for name, value in result.figures.items())
+        measurements = ", ".join(f"{name}: {_plain(value)}" for name, value in result.measurements.items())
         seconds = f"{result.seconds:.0f}" if result.time else ""
-        cells = (result.name, result.status, seconds, result.what, result.reason or figures)
+        cells = (result.name, result.status, seconds, result.what, result.reason or measurements)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     for result in record.results.values():
         if result.error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from deploy.gpu_check.outcome import NotRight, write_figures
+from deploy.gpu_check.outcome import NotRight, write_measurements
 from deploy.gpu_check.transfer import TransferCheck
 from troupe.workers.contract.config import RolloutConfig, Sleep
 from troupe.workers.contract.units import GIB
@@ -42,9 +42,9 @@ class SleepCheck(TransferCheck):
         awake = _free_bytes()
         began = time.monotonic()
         await self.engines[0].rest()
-        self.figures["rest, s"] = time.monotonic() - began
+        self.measurements["rest, s"] = time.monotonic() - began
         freed, held = _free_bytes() - awake, max(1, before - awake)
-        self.figures |= {"GiB freed": freed / GIB, "share freed": freed / held}
+        self.measurements |= {"GiB freed": freed / GIB, "share freed": freed / held}
         if freed < LEAST_SHARE[self._level] * held:
             raise NotRight(f"{self._level}: a rest freed {freed / held:.0%} of the engine's memory")
         await (self._wake() if self._level == "kv_cache" else self._wake_refused())
@@ -55,8 +55,8 @@ class SleepCheck(TransferCheck):
         """The cache comes back, and the weights are those from before."""
         began = time.monotonic()
         await self.engines[0].wake()
-        self.figures["wake, s"] = time.monotonic() - began
-        self.figures["nats per token after waking"] = await self.gap(self.engines[0])
+        self.measurements["wake, s"] = time.monotonic() - began
+        self.measurements["nats per token after waking"] = await self.gap(self.engines[0])
 
     async def _wake_refused(self) -> None:
         """Weights that were discarded are not sampled from."""
@@ -73,7 +73,7 @@ def _free_bytes() -> int:
 
 
 async def measure(model: Path) -> dict[str, float | str]:
-    """Check both levels; returns the figures. Raises NotRight."""
+    """Check both levels; returns the measurements. Raises NotRight."""
     found: dict[str, float | str] = {}
     levels: tuple[Sleep, ...] = ("kv_cache", "weights")
     for level in levels:
@@ -82,17 +82,17 @@ async def measure(model: Path) -> dict[str, float | str]:
             await check.run()
         finally:
             await check.close()
-        found |= {f"{level}: {name}": value for name, value in check.figures.items()}
+        found |= {f"{level}: {name}": value for name, value in check.measurements.items()}
     return found
 
 
 def main() -> None:
-    """Check and write the figures; exits with code 1 where the check fails."""
+    """Check and write the measurements; exits with code 1 where the check fails."""
     parser = argparse.ArgumentParser(prog="python -m deploy.gpu_check.sleep", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
-    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
+    parser.add_argument("--json", type=Path, required=True, help="file for the measurements")
     given = parser.parse_args()
-    write_figures(given.json, lambda: asyncio.run(measure(given.model)))
+    write_measurements(given.json, lambda: asyncio.run(measure(given.model)))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from deploy.gpu_check.outcome import NotRight, write_figures
+from deploy.gpu_check.outcome import NotRight, write_measurements
 from troupe.orchestrator.data.examples import load_examples
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.micro_batches import plan_ranks, plan_units
 from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.units import GIB
@@ -166,7 +166,7 @@ def _agree(found: tuple[float, ...], expected: tuple[float, ...], tolerance: flo
 
 
 def measure(device: str, overrides: tuple[str, ...]) -> dict[str, float | str]:
-    """Train every variant; returns the figures. Raises NotRight."""
+    """Train every variant; returns the measurements. Raises NotRight."""
     from troupe.workers.offline import ExamplePolicyWorker
 
     variants = [variant for variant in VARIANTS if variant.on_cpu or device == "cuda"]
@@ -193,13 +193,13 @@ def measure(device: str, overrides: tuple[str, ...]) -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Train and write the figures; exits with code 1 where a variant trains wrongly."""
+    """Train and write the measurements; exits with code 1 where a variant trains wrongly."""
     parser = argparse.ArgumentParser(prog="python -m deploy.gpu_check.training", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override of the specs")
-    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
+    parser.add_argument("--json", type=Path, required=True, help="file for the measurements")
     given = parser.parse_args()
-    write_figures(given.json, lambda: measure(given.device, tuple(given.set)))
+    write_measurements(given.json, lambda: measure(given.device, tuple(given.set)))
 
 
 if __name__ == "__main__":

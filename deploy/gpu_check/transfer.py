@@ -23,7 +23,7 @@ import psutil
 import pyarrow as pa
 import torch
 
-from deploy.gpu_check.outcome import NotRight, write_figures
+from deploy.gpu_check.outcome import NotRight, write_measurements
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
 from troupe.workers.contract.messages import PROMPTS, GroupRequest, WeightAck
 from troupe.workers.contract.weight_backends import TransferBackend
@@ -105,7 +105,7 @@ class TransferCheck:
         torch.nn.Module.to(self._model, self._device)
         self.engines: list[RolloutWorker] = []
         self._version = 0
-        self.figures: dict[str, float | str] = {"backend": backend}
+        self.measurements: dict[str, float | str] = {"backend": backend}
 
     def rollout_config(self) -> RolloutConfig:
         """Configuration of an engine."""
@@ -149,7 +149,7 @@ class TransferCheck:
         lost = self.engines.pop()
         await lost.close()
         self.engines.append(await self.start(ENGINES - 1))
-        self.figures["replacing an engine, s"] = time.monotonic() - began
+        self.measurements["replacing an engine, s"] = time.monotonic() - began
         await self.send_and_check("after the engine's loss, s")
 
     async def close(self) -> None:
@@ -161,7 +161,7 @@ class TransferCheck:
         """Record how the engines capture CUDA graphs. Raises NotRight where they should and do not."""
         engine: Any = self.engines[0]._engine
         mode = engine.vllm_config.compilation_config.cudagraph_mode.name
-        self.figures["CUDA graphs"] = mode
+        self.measurements["CUDA graphs"] = mode
         if mode == "NONE" and self._device.type == "cuda" and not self._eager:
             raise NotRight("vLLM captures no CUDA graphs on this GPU")
 
@@ -198,14 +198,14 @@ class TransferCheck:
         began = time.monotonic()
         sender = await self._connect()
         sent = await asyncio.to_thread(sender.send, self._version, self._weights())
-        self.figures[label] = time.monotonic() - began
+        self.measurements[label] = time.monotonic() - began
         sender.close()
         if sent is None or {(ack.version, ack.digest) for ack in sent.acks} != {(self._version, sent.digest)}:
             raise NotRight(f"{label}: not every engine has acknowledged the weights")
         gaps = [await self.gap(worker) for worker in self.engines]
         if not max(gaps) <= MAX_GAP:
             raise NotRight(f"{label}: samples differ from the weights that were sent by {max(gaps):.4f} nats per token")
-        self.figures["nats per token"] = max(gaps)
+        self.measurements["nats per token"] = max(gaps)
 
     async def _fails(self, who: str, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         """A transfer that must fail."""
@@ -215,7 +215,7 @@ class TransferCheck:
         try:
             await asyncio.to_thread(sender.send, self._version, tensors())
         except Exception as error:
-            self.figures[f"failure of the {who} noticed, s"] = time.monotonic() - began
+            self.measurements[f"failure of the {who} noticed, s"] = time.monotonic() - began
             print(f"{who}: {type(error).__name__}: {error}", flush=True)
         else:
             raise NotRight(f"a transfer in which the {who} failed was acknowledged")
@@ -239,24 +239,24 @@ class TransferCheck:
 
 
 async def measure(model: Path, backend: TransferBackend, *, eager: bool) -> dict[str, float | str]:
-    """Run the check; returns the figures. Raises NotRight."""
+    """Run the check; returns the measurements. Raises NotRight."""
     check = TransferCheck(model, backend, eager=eager)
     try:
         await check.run()
     finally:
         await check.close()
-    return check.figures
+    return check.measurements
 
 
 def main() -> None:
-    """Run the check and write the figures; exits with code 1 where it fails."""
+    """Run the check and write the measurements; exits with code 1 where it fails."""
     parser = argparse.ArgumentParser(prog="python -m deploy.gpu_check.transfer", description=__doc__)
     parser.add_argument("--backend", choices=("gloo", "ipc", "nccl"), required=True)
     parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
     parser.add_argument("--compiled", action="store_true", help="engines that compile, with CUDA graphs on a GPU")
-    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
+    parser.add_argument("--json", type=Path, required=True, help="file for the measurements")
     given = parser.parse_args()
-    write_figures(given.json, lambda: asyncio.run(measure(given.model, given.backend, eager=not given.compiled)))
+    write_measurements(given.json, lambda: asyncio.run(measure(given.model, given.backend, eager=not given.compiled)))
 
 
 if __name__ == "__main__":

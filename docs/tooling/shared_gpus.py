@@ -18,8 +18,8 @@ from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
 from troupe.orchestrator.model_facts.model_size import ModelSize, read_size
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Period, WorkerMemory
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "explanation" / "shared-gpus.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ from troupe.orchestrator.processes.inspection import NodeReport
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
+from troupe.workers.contract.config import EngineProcess
 from troupe.workers.contract.judges import JudgeGone
 from troupe.workers.contract.messages import (
     GroupRequest,
@@ -49,11 +51,13 @@ from troupe.workers.contract.messages import (
     WorkerGone,
 )
 from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, Reply, RolloutEngine, TableRef, Worker
+from troupe.workers.isolation.child import python_command
 
 logger = logging.getLogger(__name__)
 
 _OWN_ROOM_TIMEOUT_S = 60.0
 """Longest wait for resources in a cluster started by the run, which does not grow."""
+_PRELOADED = "troupe.workers.engine.preloaded:run_worker"
 _ASYNC_CALLS = 100_000
 """Concurrent calls of an asynchronous actor; the engine pool enforces the effective limit."""
 
@@ -271,6 +275,8 @@ class ActorSpec:
     env: dict[str, str]
     concurrent: bool = False
     """Whether the class is asynchronous and serves calls concurrently."""
+    engine: EngineProcess | None = None
+    """The engine for which its process imports vLLM ahead, in a cluster that was started for the run."""
 
 
 @dataclass(frozen=True)
@@ -500,7 +506,7 @@ class Cluster:
             "num_cpus": seat.cpus,
             "num_gpus": seat.gpus,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": ray_nodes.TABLE_SETTINGS | spec.env},
+            "runtime_env": {"env_vars": ray_nodes.TABLE_SETTINGS | spec.env} | self._python(spec.engine),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._reserved[placement.name].group, placement_group_bundle_index=seat.bundle
             ),
@@ -513,6 +519,15 @@ class Cluster:
         if self._watch is not None:
             self._watch.add(worker)
         return worker
+
+    def _python(self, engine: EngineProcess | None) -> dict[str, str]:
+        """The command of a worker's interpreter, where it is another one than Ray's.
+
+        Other nodes may have Python elsewhere, and Ray may give up a process there before it has imported vLLM.
+        """
+        if engine is None or not self._owned:
+            return {}
+        return {"py_executable": shlex.join(python_command(_PRELOADED, engine.model_dump_json()))}
 
     def _lost(self, worker: str, detail: str) -> None:
         self.events.record("worker_lost", worker=worker, detail=detail)

@@ -33,8 +33,8 @@ def audit(
     from troupe.orchestrator.run import audit as audit_run
     from troupe.orchestrator.spec.errors import SpecError
     from troupe.orchestrator.spec.hub import uses_hub
+    from troupe.orchestrator.spec.load import plan_runs, read_document
     from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-    from troupe.orchestrator.spec.stages import plan_runs, read_document
 
     is_run = target.is_dir()
     runs = plan_runs(read_document(target / RESOLVED_SPEC if is_run else target, set_), target if is_run else None)

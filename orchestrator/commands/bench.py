@@ -26,7 +26,7 @@ from troupe.orchestrator.prepare import single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks import is_url
-from troupe.orchestrator.spec.stages import read_document
+from troupe.orchestrator.spec.load import read_document
 
 if TYPE_CHECKING:
     from troupe.orchestrator.bench.results import Result

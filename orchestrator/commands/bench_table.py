@@ -17,7 +17,7 @@ from troupe.workers.contract.units import GIB
 
 
 @dataclass(frozen=True)
-class Column:
+class MeasureColumn:
     """A column of the table; it is left out where no point has a value."""
 
     title: str
@@ -25,24 +25,24 @@ class Column:
 
 
 COLUMNS = (
-    Column("tok/s", lambda m: f"{m.tokens_per_s:.0f}"),
-    Column("± %", lambda m: _spread(m)),
-    Column("/engine", lambda m: f"{m.per_engine:.0f}"),
-    Column("/GPU", lambda m: "" if m.per_gpu is None else f"{m.per_gpu:.0f}"),
-    Column("scaling", lambda m: "" if m.efficiency is None else f"{m.efficiency:.0%}"),
-    Column("bare tok/s", lambda m: "" if m.bare_tokens_per_s is None else f"{m.bare_tokens_per_s:.0f}"),
-    Column("of bare", lambda m: "" if m.against_bare is None else f"{m.against_bare:.3f}"),
-    Column("prefill/s", lambda m: f"{m.prefill_per_s:.0f}"),
-    Column("decode/s", lambda m: f"{m.decode_per_s:.0f}"),
-    Column("seq p50 s", lambda m: f"{m.latency_s.p50:.2f}"),
-    Column("p99 s", lambda m: f"{m.latency_s.p99:.2f}"),
-    Column("first p50 s", lambda m: f"{m.first_token_s.p50:.2f}"),
-    Column("queued p99 s", lambda m: f"{m.queued_s.p99:.2f}"),
-    Column("cached", lambda m: f"{m.cached:.0%}"),
-    Column("KV max", lambda m: f"{m.most_kv_use:.0%}"),
-    Column("preempted", lambda m: str(m.preemptions)),
-    Column("running", lambda m: f"{m.running:.1f}"),
-    Column("busy", lambda m: f"{m.busy:.0%}"),
+    MeasureColumn("tok/s", lambda m: f"{m.tokens_per_s:.0f}"),
+    MeasureColumn("± %", lambda m: _spread(m)),
+    MeasureColumn("/engine", lambda m: f"{m.per_engine:.0f}"),
+    MeasureColumn("/GPU", lambda m: "" if m.per_gpu is None else f"{m.per_gpu:.0f}"),
+    MeasureColumn("scaling", lambda m: "" if m.efficiency is None else f"{m.efficiency:.0%}"),
+    MeasureColumn("bare tok/s", lambda m: "" if m.bare_tokens_per_s is None else f"{m.bare_tokens_per_s:.0f}"),
+    MeasureColumn("of bare", lambda m: "" if m.against_bare is None else f"{m.against_bare:.3f}"),
+    MeasureColumn("prefill/s", lambda m: f"{m.prefill_per_s:.0f}"),
+    MeasureColumn("decode/s", lambda m: f"{m.decode_per_s:.0f}"),
+    MeasureColumn("seq p50 s", lambda m: f"{m.latency_s.p50:.2f}"),
+    MeasureColumn("p99 s", lambda m: f"{m.latency_s.p99:.2f}"),
+    MeasureColumn("first p50 s", lambda m: f"{m.first_token_s.p50:.2f}"),
+    MeasureColumn("queued p99 s", lambda m: f"{m.queued_s.p99:.2f}"),
+    MeasureColumn("cached", lambda m: f"{m.cached:.0%}"),
+    MeasureColumn("KV max", lambda m: f"{m.most_kv_use:.0%}"),
+    MeasureColumn("preempted", lambda m: str(m.preemptions)),
+    MeasureColumn("running", lambda m: f"{m.running:.1f}"),
+    MeasureColumn("busy", lambda m: f"{m.busy:.0%}"),
 )
 
 

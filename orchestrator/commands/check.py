@@ -23,8 +23,8 @@ from troupe.orchestrator.commands.options import (
 )
 from troupe.orchestrator.commands.runs import checked, create_models, models_to_create, read_data
 from troupe.orchestrator.spec.hub import uses_hub
-from troupe.orchestrator.spec.load import spec_schema
-from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
+from troupe.orchestrator.spec.stages import PlannedRun
 
 if TYPE_CHECKING:
     from troupe.orchestrator.capacity.placement import Node

@@ -17,7 +17,7 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     exit_with,
 )
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 
 if TYPE_CHECKING:
     from troupe.orchestrator.spec.rollout import RolloutSpec

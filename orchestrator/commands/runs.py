@@ -12,7 +12,8 @@ from troupe.orchestrator.prepare import checked as checked
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.hub import uses_hub
-from troupe.orchestrator.spec.stages import PlannedRun, read_document
+from troupe.orchestrator.spec.load import read_document
+from troupe.orchestrator.spec.stages import PlannedRun
 
 
 def ready(path: Path, overrides: list[str], out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:

@@ -187,8 +187,7 @@ class EnginePool(ReplicaPool[Engine]):
     """
 
     def __init__(self, engines: Sequence[Engine], spawn: Spawn, spec: RolloutSpec) -> None:
-        budget = RestartBudget("engine", spec.failures.engine_restarts, spec.failures.steps_per_restart)
-        super().__init__(engines, spawn, budget, _RETRY_S)
+        super().__init__(engines, spawn, RestartBudget.of_role(spec, "rollout"), _RETRY_S)
         self.spec = spec
         self.max_load = spec.engine_load
         """Most unfinished samples of one engine, running and queued."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
-from troupe.orchestrator.roles.names import section_of
-
-logger = logging.getLogger(__name__)
+from troupe.orchestrator.roles.table import row_of
+from troupe.orchestrator.spec.base import RunSpec
 
 
 class RestartBudget:
@@ -16,7 +13,7 @@ class RestartBudget:
         """Nothing is used yet.
 
         Args:
-            role: Its restarts are bounded by the field of its section in `failures`.
+            role: `failures.{role}_restarts` is the limit.
             limit: Restarts that can be in use at once.
             steps_per_restart: Steps without a lost worker after which one restart is refunded; 0: never.
         """
@@ -28,6 +25,14 @@ class RestartBudget:
         """Restarts in use."""
         self.total = 0
         """Restarts in the whole run."""
+
+    @classmethod
+    def of_role(cls, spec: RunSpec, role: str) -> RestartBudget:
+        """The restarts that a spec allows a role."""
+        restarts, failures = row_of(spec, role).restarts, spec.failures
+        if restarts is None:
+            return cls(role, 0)
+        return cls(restarts.name, restarts.limit(failures), failures.steps_per_restart)
 
     def take(self) -> bool:
         """Uses one restart; False if all are in use."""
@@ -46,4 +51,4 @@ class RestartBudget:
             self._steps = 0
 
     def __str__(self) -> str:
-        return f"{self.used} of {self._limit} restarts used: failures.{section_of(self.role)}_restarts"
+        return f"{self.used} of {self._limit} restarts used: failures.{self.role}_restarts"

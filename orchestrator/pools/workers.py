@@ -35,9 +35,9 @@ class Workers:
         return found if isinstance(found, kind) else None
 
     def each(self, role: str) -> tuple[Any, ...]:
-        """The workers of a role that are called one by one; empty without workers of the role."""
+        """The workers of a role one by one; empty without workers of the role."""
         found = self.by_role.get(role, ())
-        return () if isinstance(found, WorkerGroup) else tuple(found)
+        return tuple(found.workers if isinstance(found, WorkerGroup) else found)
 
     @property
     def policy(self) -> PolicyGroup | None:
@@ -75,12 +75,3 @@ class Workers:
     def reward(self) -> tuple[ActorWorker[roles.Reward], ...]:
         """The reward workers."""
         return self.each("reward")
-
-    def environments(self, role: str) -> tuple[ActorWorker[roles.EnvironmentServer], ...]:
-        """The workers of one environment, by its role: `environment`, or `environment.NAME`."""
-        return self.each(role)
-
-    @property
-    def judges(self) -> tuple[ActorWorker[roles.JudgeEngine], ...]:
-        """The judge workers."""
-        return self.each("judge")

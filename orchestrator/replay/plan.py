@@ -9,12 +9,12 @@ from pathlib import Path
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import field_changes
-from troupe.orchestrator.replay.step_record import REPLAY, KeptFolder, read_step, read_steps
+from troupe.orchestrator.replay.step_record import REPLAY, RecordedStep, read_step, read_steps
 from troupe.orchestrator.roles.table import TRAINERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.patterns import matching_files
+from troupe.orchestrator.spec.load import plan_runs, read_document
+from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.spec.preflight import Located
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 
 
@@ -26,7 +26,7 @@ class ReplayPlan:
     """As the steps used it, with paths that do not depend on the current folder."""
     checkpoint: Checkpoint | None
     """Where it starts; None: the initial model."""
-    folders: tuple[KeptFolder, ...]
+    folders: tuple[RecordedStep, ...]
     """The steps to repeat, in order."""
 
     @property
@@ -45,7 +45,7 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
     return plan_up_to(run, step - 1, step, read_step(run / REPLAY, step))
 
 
-def plan_up_to(run: Path, first_version: int, last: int, folder: KeptFolder) -> ReplayPlan:
+def plan_up_to(run: Path, first_version: int, last: int, folder: RecordedStep) -> ReplayPlan:
     """The shortest replay that has the weights after step `first_version` and repeats the steps up to `last`.
 
     Args:
@@ -73,7 +73,7 @@ def plan_up_to(run: Path, first_version: int, last: int, folder: KeptFolder) -> 
     return ReplayPlan(spec, checkpoint, tuple(folders))
 
 
-def spec_of(folder: KeptFolder) -> RunSpec:
+def spec_of(folder: RecordedStep) -> RunSpec:
     """The spec of a kept step, with paths that do not depend on the current folder. Raises SpecError."""
     (planned,) = plan_runs(read_document(folder.spec_file))
     overrides = list(_absolute(planned.spec, Path(folder.kept.working_folder)))
@@ -93,7 +93,7 @@ def _absolute(spec: RunSpec, working_folder: Path) -> Iterator[str]:
             yield f"{section}.path={json.dumps(str(found))}"
 
 
-def _require_same_trainers(folder: KeptFolder, before: RunSpec, spec: RunSpec) -> None:
+def _require_same_trainers(folder: RecordedStep, before: RunSpec, spec: RunSpec) -> None:
     """Raises UsageError if the trainers of a step were configured in another way than those of the last step."""
     for role in TRAINERS:
         if (role in before.roles.trainers()) != (role in spec.roles.trainers()):
@@ -118,7 +118,7 @@ def _trained_by(spec: RunSpec, role: str) -> tuple[object, ...]:
     return row_of(spec, role).kind, config, settings.threads
 
 
-def steps_of(folders: Sequence[KeptFolder]) -> str:
+def steps_of(folders: Sequence[RecordedStep]) -> str:
     """The steps as text: `step 3`, `steps 3 to 5`."""
     first, last = folders[0].kept.step, folders[-1].kept.step
     return f"step {last}" if first == last else f"steps {first} to {last}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.replay.step_record import KeptFolder
+from troupe.orchestrator.replay.step_record import RecordedStep
 from troupe.orchestrator.training.updates import Updates
 from troupe.workers.contract.roles import TableRef
 
@@ -90,7 +90,7 @@ class Replayer:
         found = await asyncio.gather(*(group.digest(timeout_s=self._timeout_s) for group in groups))
         return {group.role: digest for group, digest in zip(groups, found, strict=True)}
 
-    async def repeat(self, folder: KeptFolder, whole: bool = False) -> Repeated:
+    async def repeat(self, folder: RecordedStep, whole: bool = False) -> Repeated:
         """Repeats the updates of a step.
 
         Args:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.replay.plan import ReplayPlan, plan_up_to, spec_of
-from troupe.orchestrator.replay.step_record import REPLAY, KeptFolder, read_step
+from troupe.orchestrator.replay.step_record import REPLAY, RecordedStep, read_step
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import GroupOrigin
 
@@ -24,7 +24,7 @@ Key = tuple[str, int, int]
 class ResamplePlan:
     """A step whose groups are sampled again."""
 
-    folder: KeptFolder
+    folder: RecordedStep
     spec: RolloutSpec
     replay: ReplayPlan
     """Steps that are repeated first, for the weights."""

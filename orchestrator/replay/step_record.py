@@ -2,7 +2,7 @@
 
 | file | content |
 |---|---|
-| `step.json` | `KeptStep`: what the updates need besides the tables, and digests of the weights before and after them |
+| `step.json` | `StepRecord`: what the updates need besides the tables, and digests of the weights before and after |
 | `batch.arrow` | the TRAIN or EXAMPLE_BATCH table, an Arrow stream |
 | `texts.arrow` | the texts of the step's updates (PPO-ptx) |
 | `spec.yaml` | the spec as the step used it |
@@ -36,7 +36,7 @@ STEP = "step.json"
 _PREFIX = "step-"
 
 
-class KeptStep(Frozen):
+class StepRecord(Frozen):
     """What the updates of one step need besides its tables, and what they made of the weights."""
 
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")  # a metric of an update may be NaN
@@ -76,11 +76,11 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class KeptFolder:
+class RecordedStep:
     """A kept step on disk."""
 
     path: Path
-    kept: KeptStep
+    kept: StepRecord
 
     @property
     def spec_file(self) -> Path:
@@ -133,12 +133,12 @@ def size_of(folder: Path) -> int:
     return sum(entry.stat().st_size for entry in folder.iterdir())
 
 
-def read_step(root: Path, step: int) -> KeptFolder:
+def read_step(root: Path, step: int) -> RecordedStep:
     """A kept step; its tables are not read. Raises UsageError."""
     path = folder_of(root, step)
     file = path / STEP
     try:
-        kept = KeptStep.model_validate(json.loads(file.read_bytes()))
+        kept = StepRecord.model_validate(json.loads(file.read_bytes()))
     except FileNotFoundError:
         raise UsageError(f"step {step} is not kept in {root}; {_what_is_kept(root)}") from None
     except ValidationError as error:
@@ -147,10 +147,10 @@ def read_step(root: Path, step: int) -> KeptFolder:
         raise UsageError(f"{file} cannot be read: {error}; replay another step") from None
     if kept.step != step:
         raise UsageError(f"{file} belongs to step {kept.step}")
-    return KeptFolder(path, kept)
+    return RecordedStep(path, kept)
 
 
-def read_steps(root: Path, steps: Iterable[int]) -> list[KeptFolder]:
+def read_steps(root: Path, steps: Iterable[int]) -> list[RecordedStep]:
     """Kept steps, in order. Raises UsageError."""
     return [read_step(root, step) for step in steps]
 

@@ -14,7 +14,15 @@ from typing import Any
 
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError
-from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, kept_steps, packed_texts, size_of
+from troupe.orchestrator.replay.step_record import (
+    REPLAY,
+    STEP,
+    StepRecord,
+    folder_of,
+    kept_steps,
+    packed_texts,
+    size_of,
+)
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.training.batch import Batch
@@ -28,7 +36,7 @@ logger = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished-"
 
 
-class StepKeeper:
+class StepRecorder:
     """Writes one folder for each step, in the background: a rank writes the tables, this process the rest.
 
     The tables never come to this process. A step that cannot be kept (disk full, ...) is logged and left out. One that
@@ -111,7 +119,7 @@ class StepKeeper:
                 timeout_s=self._spec.schedule.train_timeout_s,
             )
             kept = partial(
-                KeptStep,
+                StepRecord,
                 step=step,
                 software=self._software,
                 working_folder=self._working_folder,
@@ -144,7 +152,7 @@ class StepKeeper:
         digests = await asyncio.gather(*(group.digest(timeout_s=timeout_s) for group in trainers))
         return {group.role: digest for group, digest in zip(trainers, digests, strict=True)}
 
-    def _publish(self, unfinished: Path, step: int, kept: Callable[[], KeptStep]) -> int:
+    def _publish(self, unfinished: Path, step: int, kept: Callable[[], StepRecord]) -> int:
         """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds.
 
         Returns:

@@ -217,8 +217,8 @@ class Console:
             Text(progress),
             Text(self._progress()),
         )
-        glance = " · ".join(filter(None, [self._summary.learns(), self._summary.left(), self._summary.bound()]))
-        return Group(head, Text(glance, style="dim"), self._table()) if self._latest else head
+        summary = " · ".join(filter(None, [self._summary.learns(), self._summary.left(), self._summary.bound()]))
+        return Group(head, Text(summary, style="dim"), self._table()) if self._latest else head
 
     def _table(self) -> Table:
         columns = [column for column in COLUMNS if any(cell(m, column) != "-" for _, m in self._latest)]

@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from troupe.orchestrator.doctor.facts import installed_versions
-from troupe.orchestrator.reporting.held_out import Estimate, SetResult
+from troupe.orchestrator.reporting.held_out import MeanEstimate, SetResult
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.versions import versions
@@ -129,8 +129,8 @@ def _own_code() -> str:
     return digest.hexdigest()
 
 
-def _estimates(content: Json) -> dict[str, Estimate]:
-    return {name: Estimate(**fields) for name, fields in content.items()}
+def _estimates(content: Json) -> dict[str, MeanEstimate]:
+    return {name: MeanEstimate(**fields) for name, fields in content.items()}
 
 
 def _text_of(template: str | None) -> str:

@@ -69,7 +69,9 @@ def _checkpoint(event: Event) -> str:
 def _weights(event: Event) -> str:
     seconds = event.get("seconds")
     took = f" in {seconds:.2g} s" if isinstance(seconds, int | float) else ""
-    return f"weights of version {event.get('version')} sent{took}"
+    to_nodes = event.get("to_nodes")
+    away = f", {to_nodes / 1e6:.2g} MB to other nodes" if isinstance(to_nodes, int) and to_nodes else ""
+    return f"weights of version {event.get('version')} sent{took}{away}"
 
 
 def _fields(event: Event) -> str:

@@ -20,7 +20,7 @@ _SEED = 2107_03374
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """A mean over the prompts of a set, with the bounds of its 95% confidence interval.
 
     The interval is the percentile bootstrap over prompts (Efron 1979): it covers the choice of the prompts, and the
@@ -60,7 +60,7 @@ class SetResult:
     """Samples per prompt."""
     failed_samples: int
     """Samples without a reward: they are in no estimate."""
-    estimates: dict[str, Estimate] = field(default_factory=dict)
+    estimates: dict[str, MeanEstimate] = field(default_factory=dict)
     """`reward`; where the reward says what is solved also the share of solved samples, `pass@K` and `maj@K`."""
     response_tokens: float | None = None
     """Mean length of the responses."""
@@ -68,7 +68,7 @@ class SetResult:
     """Share of samples that were cut at the longest response."""
     solved_at: float | None = None
     """Reward from which a sample is solved."""
-    levels: dict[str, dict[str, Estimate]] = field(default_factory=dict)
+    levels: dict[str, dict[str, MeanEstimate]] = field(default_factory=dict)
     """Reward and share of solved samples by level."""
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -149,7 +149,7 @@ def summarize(
     terms = _terms(results, scored, samples, solved_at, average, pass_at)
     main = [name for name in terms if "@" not in name]
     levels = sorted({result.level for result in results if result.level}, key=_by_number)
-    by_level: dict[str, dict[str, Estimate]] = {}
+    by_level: dict[str, dict[str, MeanEstimate]] = {}
     for level in levels:
         rows = [number for number, result in enumerate(results) if result.level == level and scored[number]]
         if rows:
@@ -226,17 +226,17 @@ def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
     return _mean(winners)
 
 
-def estimates(terms: Mapping[str, _Terms]) -> dict[str, Estimate]:
+def estimates(terms: Mapping[str, _Terms]) -> dict[str, MeanEstimate]:
     """Estimates of ratios of sums over the same prompts; deterministic: the same prompts are resampled every time."""
     sums = np.array([term.sums for term in terms.values()], dtype=float)
     counts = np.array([term.counts for term in terms.values()], dtype=float)
     prompts = sums.shape[1]
     values = sums.sum(axis=1) / counts.sum(axis=1)
     bounds = _bounds(sums, counts) if prompts > 1 else None
-    found: dict[str, Estimate] = {}
+    found: dict[str, MeanEstimate] = {}
     for number, name in enumerate(terms):
         low, high = (None, None) if bounds is None else (float(bounds[0, number]), float(bounds[1, number]))
-        found[name] = Estimate(float(values[number]), low, high, int(np.count_nonzero(counts[number])))
+        found[name] = MeanEstimate(float(values[number]), low, high, int(np.count_nonzero(counts[number])))
     return found
 
 

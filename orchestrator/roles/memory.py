@@ -125,9 +125,10 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     if size is None:
         return (), None
     transfer = BACKENDS[config.transfer_backend].engine_buckets * bucket_bytes(size, config.model.dtype)
+    adapters = 0
     if config.lora is not None:  # every layer has memory for an adapter of its kind
         every = config.lora.model_copy(update={"targets": ALL_LINEAR})
-        transfer += WIDTHS[config.model.dtype] * adapter_numbers(size, every, config.lora.reserved_rank)
+        adapters = WIDTHS[config.model.dtype] * adapter_numbers(size, every, config.lora.reserved_rank)
     on_gpu = gpu if config.device == "cuda" else None
     shared = spec.roles.rollout.colocate_with == "policy"
 
@@ -142,6 +143,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
             on_gpu,
             process=ENGINE_PROCESS,
             transfer=transfer,
+            adapters=adapters,
             graphs=shared_gpu.GRAPHS if shared and not settings.enforce_eager else 0,
         )
         return tuple(shared_gpu.of_engine(memories, config.sleep)), cache
@@ -224,6 +226,7 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
         values=values,
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
+        copies_saves=spec.checkpoint.async_save,
         adapters=_adapters(size, config.lora, values=spec.trains == "reward_model"),
     )
     return training(seat.worker, rank), None
@@ -244,6 +247,8 @@ def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         longest=spec.longest_sequence,
         values=True,
         process=TRAINER_PROCESS,
+        copies_saves=spec.checkpoint.async_save,
+        exported=False,
         adapters=_adapters(size, config.lora, values=True),
     )
     return training(seat.worker, rank), None
@@ -272,6 +277,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
+        copies_saves=spec.checkpoint.async_save,
         adapters=_adapters(size, config.lora, values=False),
     )
     memories = training(seat.worker, rank)

@@ -18,11 +18,19 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import CPU_THREADS, Device, EngineConfig, TrainerConfig
+from troupe.workers.contract.config import (
+    CPU_THREADS,
+    Device,
+    EngineProcess,
+    JudgeConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
 """Ray hides no GPU from an actor that asks for none."""
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
+_POOLS = "troupe.orchestrator.run_pools"
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,23 @@ class WorkerSettings:
     """Constructor arguments after the worker's name."""
     sequence_parallel_size: int = 1
     """Adjacent workers that share each micro-batch."""
+    engine: EngineProcess | None = None
+    """The engine in its process, which imports vLLM before it is a worker of Ray; None: on the CPU."""
 
     @property
     def env(self) -> dict[str, str]:
         """Environment variables of its process."""
         return worker_env(self.threads, self.device)
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How many lost workers of a role a run replaces."""
+
+    name: str
+    """The number is the field `{name}_restarts` of `failures`."""
+    limit: Callable[[Any], int]
+    """Reads this field."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +83,11 @@ class Role:
     """Memory of one worker."""
     name: RoleName | None = None
     """Section of `roles` that has its workers; None: that of the same name as the row."""
+    restarts: Restarts | None = None
+    """How many lost workers are replaced; None: none is."""
+    pool: str | None = None
+    """Path of the function that makes the pool of the workers, each of which can be replaced, added and removed during
+    the run (see `run_pools.py`); None: they start once and stay."""
     group: str | None = None
     """Path of the class of group that calls the workers together; None: each is called alone."""
     trains: bool = False
@@ -90,7 +115,7 @@ class Role:
 
 def _rollout(spec: RolloutSpec) -> WorkerSettings:
     config = spec.rollout_config()
-    return WorkerSettings(config, _engine_threads(config.engine, config.device), config.device)
+    return _engine(config)
 
 
 def _environment(spec: RolloutSpec) -> dict[str, WorkerSettings]:
@@ -100,14 +125,14 @@ def _environment(spec: RolloutSpec) -> dict[str, WorkerSettings]:
 
 def _judge(spec: RolloutSpec) -> WorkerSettings | None:
     config = spec.judge_config()
-    if config is None:
-        return None
-    return WorkerSettings(config, _engine_threads(config.engine, config.device), config.device)
+    return None if config is None else _engine(config)
 
 
-def _engine_threads(engine: EngineConfig, device: Device) -> int:
-    """Threads of an engine's process; 0: vLLM decides, which on a GPU takes one, because more would spin beside it."""
-    return 0 if device == "cuda" else engine.threads
+def _engine(config: RolloutConfig | JudgeConfig) -> WorkerSettings:
+    """On a GPU vLLM decides about threads (0): it takes one, because more would spin beside it."""
+    if config.device == "cuda":
+        return WorkerSettings(config, 0, "cuda")
+    return WorkerSettings(config, config.engine.threads, "cpu", engine=config.process)
 
 
 def _reward(spec: RolloutSpec) -> WorkerSettings:
@@ -145,6 +170,8 @@ def _trainer(config: Any, trainer: TrainerConfig, device: Device) -> WorkerSetti
     )
 
 
+_TRAINER_RESTARTS = Restarts("trainer", lambda failures: failures.trainer_restarts)
+
 ROLES: dict[str, Role] = {
     row.kind: row
     for row in (
@@ -154,6 +181,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.RolloutEngine,
             settings=_rollout,
             memory=memory.of_engine,
+            restarts=Restarts("engine", lambda failures: failures.engine_restarts),
+            pool=f"{_POOLS}:engine_pool",
             concurrent=True,
             engine=True,
             samples=True,
@@ -166,6 +195,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.EnvironmentServer,
             settings=_environment,
             memory=memory.of_process,
+            restarts=Restarts("environment", lambda failures: failures.environment_restarts),
+            pool=f"{_POOLS}:environment_pool",
             concurrent=True,
             behind=roles.RolloutEngine.generate.__name__,
             evaluates=True,
@@ -177,6 +208,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.JudgeEngine,
             settings=_judge,
             memory=memory.of_judge,
+            restarts=Restarts("judge", lambda failures: failures.judge_restarts),
+            pool=f"{_POOLS}:judge_pool",
             concurrent=True,
             engine=True,
             quantized=True,
@@ -189,6 +222,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.Reward,
             settings=_reward,
             memory=memory.of_reward,
+            restarts=Restarts("reward", lambda failures: failures.reward_restarts),
+            pool=f"{_POOLS}:reward_pool",
             evaluates=True,
         ),
         Role(
@@ -197,6 +232,8 @@ ROLES: dict[str, Role] = {
             protocol=roles.Reference,
             settings=_reference,
             memory=memory.of_reference,
+            restarts=Restarts("reference", lambda failures: failures.reference_restarts),
+            pool=f"{_POOLS}:replica_pool",
             group=f"{_GROUPS}:ReferenceGroup",
         ),
         Role(
@@ -205,6 +242,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.Policy,
             settings=_policy,
             memory=memory.of_policy,
+            restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:PolicyGroup",
             trains=True,
             audited=True,
@@ -215,6 +253,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.Critic,
             settings=_critic,
             memory=memory.of_critic,
+            restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:CriticGroup",
             trains=True,
         ),
@@ -224,6 +263,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.ExampleTrainer,
             settings=_offline,
             memory=memory.of_offline_trainer,
+            restarts=_TRAINER_RESTARTS,
             name="policy",
             group=f"{_GROUPS}:ExampleGroup",
             trains=True,
@@ -234,6 +274,7 @@ ROLES: dict[str, Role] = {
             protocol=roles.ExampleTrainer,
             settings=_offline,
             memory=memory.of_offline_trainer,
+            restarts=_TRAINER_RESTARTS,
             name="policy",
             group=f"{_GROUPS}:ExampleGroup",
             trains=True,
@@ -245,6 +286,10 @@ NAMES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.v
 """The roles that a spec can have, in the order of the data."""
 TRAINERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.trains))
 """The roles whose workers train a model."""
+ENGINES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.engine))
+"""The roles whose workers are engines."""
+SAMPLERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.samples))
+"""The roles whose workers sample what is trained on."""
 TRAINED = (*TRAINERS, "reward_model")
 """Prefixes of the trainers' metrics: those of a reward model are not named after its role."""
 

@@ -117,6 +117,10 @@ class Training:
     """Buffers for sending weights from device to device."""
     adapters: int = 0
     """Numbers of the adapters, which alone train; 0: all weights do."""
+    copies_saves: bool = False
+    """Whether checkpoints are written from a copy of the state."""
+    exported: bool = True
+    """Whether checkpoints hold its model as a Hugging Face folder."""
 
 
 def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
@@ -137,6 +141,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     if trainer.ema_decay:
         held = math.ceil(trained.parameters / rank.ranks) if stage == 3 else trained.parameters
         parts[device].append(Part("average", 4 * held))
+    if rank.copies_saves:
+        parts["host"].append(Part("save copy", save_copy(trained, width, rank, stage)))
     if rank.reference is not None:
         frozen, dtype = rank.reference
         held = math.ceil(frozen.parameters / rank.ranks) if stage == 3 else frozen.parameters
@@ -166,6 +172,21 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         parts["host"].append(Part("loading", _loading(size, width, rank.ranks, stage), "step"))
     parts["host"].append(Part("process", rank.process))
     return _workers(worker, parts)
+
+
+def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int:
+    """Bytes of the copy from which rank 0 writes a checkpoint; the other ranks write less.
+
+    It holds what DeepSpeed saves (optimizer, and below ZeRO-3 all weights), the moving average, and the whole weights
+    of each export.
+    """
+    whole = trained.parameters
+    share = math.ceil(whole / rank.ranks) if stage else whole
+    weights = 0 if stage == 3 else width * whole
+    optimizer = (8 if stage == 0 and width == 4 else 12) * share
+    average = 4 * (share if stage == 3 else whole) if rank.trainer.ema_decay else 0
+    exports = (1 + (rank.trainer.ema_decay > 0)) * width * whole if rank.exported else 0
+    return weights + optimizer + average + exports
 
 
 def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
@@ -427,6 +448,7 @@ def engine(
     gpu: int | None,
     process: int,
     transfer: int = 0,
+    adapters: int = 0,
     graphs: int = 0,
 ) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
     """Memory of one vLLM engine, and its cache (None where its size is not known).
@@ -442,6 +464,7 @@ def engine(
         gpu: Memory of one GPU in bytes; 0: not known; None: the engine runs on the CPU.
         process: Host memory of the engine's processes without the model, in bytes.
         transfer: Memory of the buffers for new weights, in bytes.
+        adapters: Memory that the layers have for adapters, in bytes; each rank of an engine counts with all of it.
         graphs: Memory of the CUDA graphs, in bytes, where the cache has to leave it free.
     """
     width, ranks = WIDTHS[dtype], config.tensor_parallel_size
@@ -459,14 +482,14 @@ def engine(
         # update, the largest tensor as it was received and as it is packed anew.
         logits = Part("logits", 12 * config.max_num_seqs * size.vocabulary, "pass")
         loading = Part("loading", 2 * width * size.largest, "step")
-        held = (*parts, logits, loading, Part("transfer", transfer), Part("process", process))
+        buffers = Part("transfer", transfer), Part("adapters", adapters)
+        held = (*parts, logits, loading, *buffers, Part("process", process))
         memory = WorkerMemory(worker, "host", tuple(part for part in held if part.bytes))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))
     at_work = forward(size, width, GPU_BATCH_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
     fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
-    if graphs:
-        fixed.append(Part("graphs", graphs))
+    fixed += [part for part in (Part("adapters", adapters), Part("graphs", graphs)) if part.bytes]
     sent = Part("transfer", transfer)
     if not gpu:
         return (WorkerMemory(worker, "gpu", (*fixed, sent)), host), None

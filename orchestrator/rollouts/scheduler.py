@@ -16,6 +16,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.algorithms.custom import group_filter
@@ -67,6 +68,8 @@ class _Open:
     finished: Samples | None = None
     """Samples that are not sampled again: an earlier run has finished them, or all of them wait for their scores."""
     scored: ScoredGroup | None = None
+    failed: int = 0
+    """Samples that failed since the last batch."""
 
 
 class RolloutScheduler:
@@ -100,7 +103,7 @@ class RolloutScheduler:
             next_prompt: The order of prompts.
             prompt_pool: The table that they are rows of.
             version: Version of the policy.
-            observe: Is told of groups that are replaced although they are scored.
+            observe: Called with groups that are replaced although they are scored.
             settings: How groups are sampled, by the row of their prompt; None: all alike.
         """
         self._schedule = spec.schedule
@@ -144,8 +147,10 @@ class RolloutScheduler:
         """Groups that were open at the checkpoint from which the run resumes, and that are not opened again yet."""
         self._kept: dict[str, GroupProgress] = {}
         """What the checkpoint has of them, by prompt_uid."""
+        self._failed: dict[str, int] = {}
+        """Failed samples of these since the last batch."""
 
-    def restore(self, state: Mapping[str, int], groups: Sequence[GroupProgress]) -> int:
+    def restore(self, state: Mapping[str, Any], groups: Sequence[GroupProgress]) -> int:
         """Takes over what a checkpoint has of the groups that were open, before the start.
 
         A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
@@ -158,7 +163,6 @@ class RolloutScheduler:
         Returns:
             Finished samples that are not sampled again.
         """
-        self._failed_samples = state.get("failed_samples", 0)
         self._refused = state.get("refused", 0)
         self._without_signal = state.get("without_signal", 0)
         known = {group.prompt_uid: (group.attempt, self.settings[group.row].samples) for group in self._in_checkpoint}
@@ -174,12 +178,18 @@ class RolloutScheduler:
                 self._kept[group.prompt_uid] = group
             else:
                 logger.warning("sampling %s again: its samples are too old for this spec", group.prompt_uid)
+        # The failed samples of a group that is sampled again may not fail again.
+        failed: Mapping[str, int] = state.get("failed_open", {})
+        self._failed = {uid: samples for uid, samples in failed.items() if uid in self._kept}
+        again = sum(failed.values()) - sum(self._failed.values())
+        self._failed_samples = state.get("failed_samples", 0) - again
         return sum(group.samples for group in self._kept.values())
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Counts since the last batch, JSON-ready."""
         return {
             "failed_samples": self._failed_samples,
+            "failed_open": {uid: group.failed for uid, group in self._groups.items() if group.failed},
             "refused": self._refused,
             "without_signal": self._without_signal,
         }
@@ -242,6 +252,8 @@ class RolloutScheduler:
                 self._failed_samples = 0
                 self._refused = 0
                 self._without_signal = 0
+                for group in self._groups.values():
+                    group.failed = 0
                 return batch
             self._progress.clear()
             await self._progress.wait()
@@ -336,7 +348,7 @@ class RolloutScheduler:
         """Opens a group with what there is of it."""
         group = self._open(pick, progress.attempt)
         group.started_at_version, group.scored = progress.started_at_version, progress.scored
-        group.finished = progress.finished
+        group.finished, group.failed = progress.finished, self._failed.get(pick.prompt_uid, 0)
         if group.scored is not None:
             group.scored = replace(group.scored, row=pick.row)
             self._finished.append(group)
@@ -470,6 +482,7 @@ class RolloutScheduler:
             failed_before = scored.summary.samples[sample_index].status != OK
             reason = status if failed_before else f"reward: {status}"
             self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, reason)
+        group.failed += len(failures)
         self._count_failures(len(failures))
         settings = self.settings[scored.row]
         if self._without_signal < self._replaceable and (why := self._signal.problem(scored, settings)):

@@ -27,7 +27,7 @@ from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
-from troupe.orchestrator.training.batch import Batch, GroupOrigin, Snapshot, unless_stopped
+from troupe.orchestrator.training.batch import Batch, GroupOrigin, SourceSnapshot, unless_stopped
 from troupe.orchestrator.training.checkpoint import SAMPLES
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks
@@ -174,7 +174,7 @@ class RolloutSource:
                 logger.error("the trajectories of a step were not written: %s", error)
             self._writing = None
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> SourceSnapshot:
         """Order of prompts (and of texts), state of the advantages, and finished samples of the groups in flight."""
         parts = self._components
         keeps = self._spec.checkpoint.samples_mib > 0
@@ -190,7 +190,7 @@ class RolloutSource:
             state["texts"] = parts.texts.state()
         samples = sum(group.samples for group in groups)
         write = partial(self._write_open, groups) if samples else None
-        return Snapshot(state, parts.ledger.state(), samples, write)
+        return SourceSnapshot(state, parts.ledger.state(), samples, write)
 
     async def _write_open(self, groups: Sequence[GroupProgress], folder: Path) -> int:
         """Writes finished samples of open groups into a checkpoint; returns how many, 0 where that failed."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Link, PolicyGroup
@@ -23,8 +23,13 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
 from troupe.workers.contract.roles import TableRef
+from troupe.workers.contract.weight_backends import BACKENDS
+
+if TYPE_CHECKING:
+    from troupe.orchestrator.cluster.ray_cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -364,3 +369,12 @@ def _verify(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) ->
             f"sent was version {sent.version} digest {sent.digest}"
         )
     engine.version, engine.resting = ack.version, False
+
+
+def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluster: Cluster) -> WeightSync:
+    """The weight sync for the spec's back-end."""
+    timeout_s = spec.schedule.sync_timeout_s
+    if BACKENDS[spec.resolved_backend()].writes_file:
+        return FileSync(policy, pool, timeout_s, delta=spec.weight_sync.delta == "auto")
+    ranks = spec.roles.rollout.tensor_parallel_size
+    return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, timeout_s), timeout_s)

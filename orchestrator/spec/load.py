@@ -15,16 +15,45 @@ from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import ALGORITHMS, is_custom, unknown_algorithm
-from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec import offline_checks, rollout_checks, yaml_reader
 from troupe.orchestrator.spec.base import RunSpec as RunSpec
+from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
 from troupe.orchestrator.spec.colocation import shared_gpus
 from troupe.orchestrator.spec.errors import SpecError, from_validation
+from troupe.orchestrator.spec.examples import example_name, example_text
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.stages import PlannedRun, is_chain, plan_chain
 
 SpecT = TypeVar("SpecT", bound=RunSpec)
+
+
+def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reader.Document:
+    """A file, or an example (`examples:NAME`), with its overrides applied. Raises SpecError or UsageError."""
+    name = example_name(path)
+    document = yaml_reader.read_file(path) if name is None else yaml_reader.parse(example_text(name), str(path))
+    return yaml_reader.override(document, list(overrides))
+
+
+def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
+    """Every run of a file, in order: one, or those of a chain (`orchestrator/spec/stages.py`).
+
+    Args:
+        document: The file.
+        out: Folder of the run, or of the chain; None: the spec's.
+
+    Raises:
+        SpecError: With one line for every problem found.
+        UsageError: `out` is a URL.
+    """
+    if out is not None and is_url(out):
+        raise UsageError(f"{out} {NEEDS_DISK}")
+    if is_chain(document):
+        return plan_chain(document, out, parse_spec)
+    spec = parse_spec(document)
+    return (PlannedRun("", spec, document.source, out or spec.run_folder),)
 
 
 def parse_spec(document: yaml_reader.Document) -> RunSpec:
@@ -53,7 +82,7 @@ def parse_rollout_spec(document: yaml_reader.Document) -> RolloutSpec:
 
 
 def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> RolloutSpec:
-    """Read the spec of a run on rollouts from a file. Files of any kind, and chains: `orchestrator/spec/stages.py`.
+    """Read the spec of a run on rollouts from a file. Files of any kind, and chains: `plan_runs`.
 
     Args:
         path: The YAML file.

@@ -1,4 +1,4 @@
-"""Files of one run, or of a chain of runs: stages in order, each of which can use the models of earlier stages.
+"""Chains of runs: stages in order, each of which can use the models of earlier stages.
 
 A chain is a file with a section `stages`. The other sections are shared: every stage is their content, with the stage's
 own section merged over it. A model's path may be `stage:NAME`, the final model of the earlier stage NAME.
@@ -7,24 +7,23 @@ own section merged over it. A model's path may be `stage:NAME`, the final model 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import ALGORITHMS
-from troupe.orchestrator.errors import UsageError, nearest
+from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec import yaml_reader
-from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
-from troupe.orchestrator.spec.examples import example_name, example_text
-from troupe.orchestrator.spec.load import RunSpec, parse_spec
 from troupe.workers.contract.adapter_config import as_peft, difference
 
 STAGE = "stage:"
 _STAGES = "stages"
+Parse = Callable[[yaml_reader.Document], RunSpec]
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]*[a-z0-9])?")
 
 
@@ -66,41 +65,29 @@ class ChainDocument:
         return self.data | {"output": {"folder": "runs"} | (self.data.get("output") or {})}
 
 
-def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reader.Document:
-    """A file, or an example (`examples:NAME`), with its overrides applied. Raises SpecError or UsageError."""
-    name = example_name(path)
-    document = yaml_reader.read_file(path) if name is None else yaml_reader.parse(example_text(name), str(path))
-    return yaml_reader.override(document, list(overrides))
-
-
 def is_chain(document: yaml_reader.Document) -> bool:
     """Whether the file has stages."""
     return isinstance(document.data, dict) and _STAGES in document.data
 
 
-def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
-    """Every run of a file, in order; a plain spec is one run.
+def plan_chain(document: yaml_reader.Document, out: Path | None, parse: Parse) -> tuple[PlannedRun, ...]:
+    """Every run of a chain, in order.
 
     Args:
         document: The file.
-        out: Folder of the run, or of the chain; None: the spec's.
+        out: Folder of the chain; None: the spec's.
+        parse: Validates the document of one run.
 
     Raises:
         SpecError: With one line for every problem found in any stage.
-        UsageError: `out` is a URL.
     """
-    if out is not None and is_url(out):
-        raise UsageError(f"{out} {NEEDS_DISK}")
-    if not is_chain(document):
-        spec = parse_spec(document)
-        return (PlannedRun("", spec, document.source, out or spec.run_folder),)
     name, sections = _sections(document)
     folder = out or Path((document.data.get("output") or {}).get("folder") or "runs") / name
     runs: list[PlannedRun] = []
     problems: list[Problem] = []
     for stage in sections:
         try:
-            runs.append(_plan_stage(document, name, stage, folder, runs, list(sections)))
+            runs.append(_plan_stage(document, name, stage, folder, runs, list(sections), parse))
         except SpecError as error:
             problems += [_prefixed(problem, stage) for problem in error.problems]
     if problems:
@@ -143,6 +130,7 @@ def _plan_stage(
     folder: Path,
     before: Sequence[PlannedRun],
     stages: list[str],
+    parse: Parse,
 ) -> PlannedRun:
     """One stage's run. Raises SpecError with paths as inside the stage."""
     shared = {key: value for key, value in document.data.items() if key != _STAGES}
@@ -167,7 +155,7 @@ def _plan_stage(
             problems.append(source.problem(format_path(path), _no_such(name, path, stages[: stages.index(stage)])))
     if problems:
         raise SpecError(problems)
-    spec = parse_spec(yaml_reader.Document(data, source))
+    spec = parse(yaml_reader.Document(data, source))
     unfit = [source.problem(format_path(path), why) for path, why in _unfit(spec, borrowed, earlier)]
     if unfit:
         raise SpecError(unfit)

@@ -17,8 +17,8 @@ from troupe.orchestrator.capacity.stages import plan_stages
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
+from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.preflight import has_experts
-from troupe.orchestrator.spec.stages import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.choices import Choices, Data
 from troupe.orchestrator.starter.environments import TURNS, environment_section, reward_of
@@ -166,7 +166,7 @@ def adapted_candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
     if unfit or has_experts(ModelConfig(path=choices.model)):
         return
     for settings in candidates(choices, tokens):
-        if not (settings.shared_gpus or settings.tensor_parallel > 1 or settings.offload_optimizer):
+        if not settings.offload_optimizer:  # the adapters' is small
             yield replace(settings, adapters=True)
 
 

@@ -45,7 +45,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class SourceSnapshot:
     """What a checkpoint holds of a source and of its work that is not trained yet."""
 
     state: dict[str, Any]
@@ -93,7 +93,7 @@ class BatchSource(Protocol):
         """Waits until everything is written."""
         ...
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> SourceSnapshot:
         """What to save after the last trained batch, all of one moment."""
         ...
 
@@ -106,7 +106,7 @@ class BatchSource(Protocol):
         ...
 
 
-class HeldOut(Protocol):
+class HeldOutEvaluation(Protocol):
     """An evaluation on held-out data."""
 
     async def run(self, step: int, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:

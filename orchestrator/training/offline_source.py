@@ -14,7 +14,7 @@ from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers
 from troupe.orchestrator.spec.sections import BaseSchedule
-from troupe.orchestrator.training.batch import Batch, Snapshot, unless_stopped
+from troupe.orchestrator.training.batch import Batch, SourceSnapshot, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks, plan_units
 from troupe.workers.contract.messages import TrainSummary
@@ -139,9 +139,9 @@ class OfflineSource:
     async def flush(self) -> None:
         """Does nothing: nothing is being written."""
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> SourceSnapshot:
         """The order of examples after the last trained batch."""
-        return Snapshot(self._state, self._components.ledger.state())
+        return SourceSnapshot(self._state, self._components.ledger.state())
 
     async def probe(self) -> None:
         """Does nothing: there are no workers besides the trainers."""

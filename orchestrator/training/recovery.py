@@ -84,6 +84,8 @@ class TrainerRecovery:
         self._hold_memory: HoldMemory = hold_memory or nullcontext
         self._steps: list[_Trained] | None = []
         """Since the checkpoint; None: there were more than are kept."""
+        self._later: list[_Trained] | None = []
+        """Of these, those since the one that is being written."""
         self._restarting: asyncio.Task[None] | None = None
         self._committing = asyncio.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
@@ -91,18 +93,25 @@ class TrainerRecovery:
         self._interrupted: set[asyncio.Task[Any]] = set()
         """Those of them that a restart has ended."""
         self._restarts = 0
-        self.budget = RestartBudget("trainer", spec.failures.trainer_restarts, spec.failures.steps_per_restart)
+        self.budget = RestartBudget.of_role(spec, "policy")
         for group in updates.trainers:
             group.recovery = self
 
     async def train(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         """All updates of a step on this batch (`Updates.run`)."""
         done = await self.retry(lambda: self._run(step, batch, state))
-        if self._steps is not None:
-            self._steps.append(_Trained(step, batch, state))
-            if len(self._steps) > self._spec.failures.replay_steps:
-                self._steps = None
+        trained = _Trained(step, batch, state)
+        self._steps, self._later = self._with(self._steps, trained), self._with(self._later, trained)
         return done
+
+    def _with(self, steps: list[_Trained] | None, trained: _Trained) -> list[_Trained] | None:
+        """Steps with another one; None: they are more than are kept."""
+        kept = None if steps is None else [*steps, trained]
+        return None if kept is None or len(kept) > self._spec.failures.replay_steps else kept
+
+    def begin_save(self) -> None:
+        """Notes that the trainers' current state is copied, or written, for the next `commit`."""
+        self._later = []
 
     async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         async with self._hold_memory():
@@ -111,11 +120,12 @@ class TrainerRecovery:
     async def commit(self, step: int, write: Callable[[], T]) -> T:
         """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then.
 
-        No restart begins meanwhile: it would look for the checkpoint before, which may be removed.
+        It is that of the last `begin_save`; steps since then stay, to be repeated. No restart begins meanwhile: it
+        would look for the checkpoint before, which may be removed.
         """
         async with self._committing:
             written = await asyncio.to_thread(write)
-            self._saved, self._steps = step, []
+            self._saved, self._steps = step, self._later
         return written
 
     async def retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.training.checkpoint import (
     MANIFEST,
+    MODEL,
     SAMPLES,
     STATE,
     Checkpoint,
@@ -87,7 +88,7 @@ class RemoteCheckpoints:
         for path in [*(path for path in missing if path != checkpoint and path.is_dir()), checkpoint]:
             if step_of(path.name) not in there or self._differs(path):
                 self._copy(path)
-        self._prune(step_of(checkpoint.name) or 0, protected)
+        self._prune(checkpoint, protected)
 
     def _differs(self, checkpoint: Path) -> bool:
         """Whether the complete copy of a checkpoint has other files than it, apart from samples and the state."""
@@ -116,7 +117,7 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: there is none.
+        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: the store has none.
 
         Raises:
             CheckpointError: The store cannot be reached, or the folder cannot be written.
@@ -173,17 +174,27 @@ class RemoteCheckpoints:
 
         return self._repeat(find)
 
-    def _prune(self, newest: int, protected: Collection[int]) -> None:
-        """Removes the oldest checkpoints before `newest` beyond `keep`, and what interrupted uploads left."""
-        found = self._found()
+    def _prune(self, checkpoint: Path, protected: Collection[int]) -> None:
+        """Removes the oldest checkpoints before this one beyond `keep`, and what interrupted uploads left.
+
+        Where it holds no model, the last one that does stays too, as in the run's folder.
+        """
+        found, newest = self._found(), step_of(checkpoint.name) or 0
         earlier = sorted(step for step, complete in found.items() if complete and step < newest)
         surplus = earlier[: max(0, len(earlier) - (self.keep - 1))]
-        surplus = [step for step in surplus if step not in protected]
+        models = [] if (checkpoint / MODEL).is_dir() or not surplus else self._with_model(earlier)
+        surplus = [step for step in surplus if step not in protected and step not in models[-1:]]
         for step in [*surplus, *(step for step, complete in found.items() if not complete)]:
             try:
                 self._delete(self._root / folder_name(step))
             except OSError as error:
                 logger.warning("cannot remove the old checkpoint %s in %s: %s", folder_name(step), self.url, error)
+
+    def _with_model(self, steps: Sequence[int]) -> list[int]:
+        """Those of the steps whose checkpoints hold the model as a Hugging Face folder."""
+        folders = [str(self._root / folder_name(step) / MODEL) for step in steps]
+        infos = self._repeat(lambda: self._files.get_file_info(folders))
+        return [step for step, info in zip(steps, infos, strict=True) if info.type == fs.FileType.Directory]
 
     def _delete(self, target: PurePosixPath) -> None:
         """Removes a checkpoint, its manifest first."""
@@ -243,22 +254,27 @@ class Uploads:
         self._tolerated = tolerated
         self._failed = 0
         self._running: asyncio.Task[None] | None = None
+        self._newest: Path | None = None
+        """The checkpoint that is being uploaded, or whose upload failed; None: no such checkpoint."""
+        self._protected: frozenset[int] = frozenset()
 
     def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
         """Begins to upload a checkpoint; `settle` comes before the next one, and before its folder may change."""
         if self._remote is not None:
-            work = asyncio.to_thread(self._remote.upload, checkpoint, frozenset(protected))
-            self._running = asyncio.create_task(work)
+            self._newest, self._protected = checkpoint, frozenset(protected)
+            self._running = asyncio.create_task(asyncio.to_thread(self._remote.upload, checkpoint, self._protected))
 
     async def settle(self, *, last: bool = False) -> None:
         """Waits for the upload that is running.
 
         Args:
-            last: No other upload follows, which could make up for a failed one.
+            last: No other upload follows, which could make up for a failed one. One that failed before is repeated.
 
         Raises:
             TroupeError: Too many uploads in a row have failed, or the last one, or one takes too long.
         """
+        if last and self._running is None and self._newest is not None:
+            self.start(self._newest, self._protected)
         running, self._running = self._running, None
         if running is None:
             return
@@ -276,4 +292,4 @@ class Uploads:
             tolerated = f"{self._failed} of {self._tolerated} tolerated (failures.failed_saves)"
             logger.warning("a checkpoint was not uploaded: %s; continuing (%s)", error, tolerated)
         else:
-            self._failed = 0
+            self._failed, self._newest = 0, None

@@ -11,7 +11,7 @@ from benchmarks.algorithm_curves import FIGURE, IMAGE, METRIC_OF, Run, curves, d
 from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 
 ONE = Run("reward/mean", ("schedule.steps=2",), {"1": 0.25, "2": 0.75}, "a machine")
 TWO = Run("eval/loss", (), {"0": 3.0, "10": 1.5}, "a machine")

@@ -31,8 +31,8 @@ def run_folder(out: Path) -> Path:
     out.mkdir()
     steps = [
         {"step": 0, "eval/reward": 0.2, "memory/policy": 9.0},
-        {"step": 1, "reward/mean": 0.1, "seconds/step": 4.0, "seconds/update": 2.0, "memory/policy": 3.0 * 2**30},
-        {"step": 2, "reward/mean": 0.3, "seconds/step": 6.0, "seconds/update": 3.0, "memory/policy": 2.0 * 2**30}
+        {"step": 1, "reward/mean": 0.1, "seconds/step": 4.0, "seconds/update": 2.0, "memory/policy": 3.0},
+        {"step": 2, "reward/mean": 0.3, "seconds/step": 6.0, "seconds/update": 3.0, "memory/policy": 2.0}
         | {"eval/reward": 0.5},
     ]
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
@@ -45,13 +45,13 @@ def test_costs_are_read_of_the_run_and_of_its_plan(tmp_path: Path) -> None:
     out = run_folder(tmp_path / "run")
     assert finished(out, 2) and not finished(out, 3) and not finished(tmp_path, 2)
     found = figures("adapters", 1, 2, out)
-    assert (found.update_bytes, found.step_s, found.update_s, found.peak) == (5_000_002, 5.0, 2.5, 3.0 * 2**30)
+    assert (found.update_bytes, found.step_s, found.update_s, found.peak_gib) == (5_000_002, 5.0, 2.5, 3.0)
     assert found.evaluated == (0.2, 0.5)
-    assert 2**30 < found.planned < figures("all", 1, 2, out).planned
+    assert 1.0 < found.planned_gib < figures("all", 1, 2, out).planned_gib < 100.0
 
 
 def test_costs_are_one_row_for_each_run() -> None:
-    table = costs({"all 1": Figures(269_000_000, 12.34, 8.0, 6.5 * 2**30, 6 * 2**30, (0.4, 0.85))})
+    table = costs({"all 1": Figures(269_000_000, 12.34, 8.0, 6.5, 6.0, (0.4, 0.85))})
     assert table.splitlines()[2] == "| all 1 | 269.0 | 12.3 | 8.0 | 6.50 | 6.00 | 0.40 -> 0.85 |"
 
 

@@ -21,7 +21,7 @@ from deploy.gpu_check import agreement, large, sleep, training
 from deploy.gpu_check.outcome import NotRight
 from deploy.gpu_check.pieces import PIECES, Command, Piece, decide
 from deploy.gpu_check.processes import run_commands
-from deploy.gpu_check.record import Record, Result, page, read
+from deploy.gpu_check.record import PieceResult, Record, page, read
 from tests.conftest import ROOT
 from troupe.orchestrator.doctor.machine import Graphics
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -36,9 +36,11 @@ RECORD = Record(
     {"cpu": "a CPU", "gpus": ["a GPU, 80 GiB"], "driver": "1.2"},
     {"torch": "2"},
     {
-        "install": Result("install", "it works", "passed", "", 12.5, "2026-01-01T00:00:00+00:00", {"error": 0.25}),
-        "ipc": Result("ipc", "sync", "failed", "exited | 1", 3.0, "2026-01-01T00:00:00+00:00", {}, ("last", "line")),
-        "nccl": Result("nccl", "sync", "skipped", "needs 2 GPUs: 1 visible"),
+        "install": PieceResult("install", "it works", "passed", "", 12.5, "2026-01-01T00:00:00+00:00", {"error": 0.25}),
+        "ipc": PieceResult(
+            "ipc", "sync", "failed", "exited | 1", 3.0, "2026-01-01T00:00:00+00:00", {}, ("last", "line")
+        ),
+        "nccl": PieceResult("nccl", "sync", "skipped", "needs 2 GPUs: 1 visible"),
     },
 )
 
@@ -82,14 +84,14 @@ class FakedSleep(sleep.SleepCheck):
 
     def __init__(self, level: Sleep, *, stale: bool = False) -> None:
         self._level = level
-        self.figures = {}
+        self.measurements = {}
         self.engine = Resting(stale=stale)
 
     async def start(self, number: int) -> Any:
         return self.engine
 
     async def send_and_check(self, label: str) -> None:
-        self.figures[label] = 1.0
+        self.measurements[label] = 1.0
 
     async def gap(self, worker: Any) -> float:
         return 0.01
@@ -98,7 +100,7 @@ class FakedSleep(sleep.SleepCheck):
 def run_sleep(monkeypatch: pytest.MonkeyPatch, check: sleep.SleepCheck, *free: int) -> dict[str, float | str]:
     monkeypatch.setattr(sleep, "_free_bytes", iter(free).__next__)
     asyncio.run(check.run())
-    return check.figures
+    return check.measurements
 
 
 def test_the_sleep_piece_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,14 +184,14 @@ def test_wrong_training_is_found(found: training.Trained, device: str, words: st
 
 def test_wrong_numerics_are_found() -> None:
     ones = torch.ones(3, dtype=torch.float64)
-    exact = agreement.Measured(ones, {"w": torch.tensor([1.0, 0.0])})
-    limits = agreement.LIMITS["float32"]
+    exact = agreement.ModelOutputs(ones, {"w": torch.tensor([1.0, 0.0])})
+    limits = agreement.TOLERANCES["float32"]
     assert "cosine 1.0" in agreement.check("float32", exact, exact, limits)
     for wrong in (
-        agreement.Measured(ones + 0.01, exact.gradients),
-        agreement.Measured(ones, {"w": torch.tensor([1.0, 0.1])}),
-        agreement.Measured(ones * torch.nan, exact.gradients),
-        agreement.Measured(ones, {}),
+        agreement.ModelOutputs(ones + 0.01, exact.gradients),
+        agreement.ModelOutputs(ones, {"w": torch.tensor([1.0, 0.1])}),
+        agreement.ModelOutputs(ones * torch.nan, exact.gradients),
+        agreement.ModelOutputs(ones, {}),
     ):
         with pytest.raises(NotRight, match=r"nats per token|of 0 parameters"):
             agreement.check("float32", wrong, exact, limits)
@@ -224,7 +226,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         read(path)
 
 
-def test_the_page_shows_status_figures_reasons_and_errors() -> None:
+def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    RECORD.write(path)
+    path.write_text(path.read_text().replace('"measurements"', '"figures"'))
+    assert read(path) == RECORD
+
+
+def test_the_page_shows_status_measurements_reasons_and_errors() -> None:
     text = page(RECORD)
     assert "gpus a GPU, 80 GiB" in text
     assert "| install | passed | 12 | it works | error: 0.25 |" in text
@@ -272,8 +281,10 @@ def test_a_piece_without_figures_fails(tmp_path: Path) -> None:
     piece = Piece("odd", "writes nothing", "probe", on_gpu=(("-c", "print('done')"),))
     (decision,) = decide([piece], [80.0], False, (), False)
     result = gpu_check.run_piece(decision, tmp_path)
-    assert result.status == "failed" and result.reason.startswith("no figures")
+    assert result.status == "failed" and result.reason.startswith("no measurements")
     assert result.error[-1] == "done"
     good = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{\"x\": 1}')"
-    (decision,) = decide([replace(piece, on_gpu=(("-c", good, "{folder}/figures.json"),))], [80.0], False, (), False)
-    assert gpu_check.run_piece(decision, tmp_path).figures == {"x": 1}
+    (decision,) = decide(
+        [replace(piece, on_gpu=(("-c", good, "{folder}/measurements.json"),))], [80.0], False, (), False
+    )
+    assert gpu_check.run_piece(decision, tmp_path).measurements == {"x": 1}

@@ -11,7 +11,7 @@ import yaml
 
 from tests.conftest import ROOT
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 SECTIONS = {"model", "roles", "algorithm", "schedule", "sampling", "data", "evaluation", "failures"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.faults import stalls
+from tests.faults.containers import CONTAINERS, Container
 from tests.faults.injected import Outcome
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -14,27 +15,45 @@ PAGE = ROOT / "docs" / "explanation" / "faults.md"
 BEGIN, END = "<!-- measured: make test-faults -->", "<!-- end of measured -->"
 
 
-def record(outcome: Outcome) -> None:
-    """Keep an outcome for the table; the row of the same fault is replaced."""
+def record(container: Container, outcome: Outcome) -> None:
+    """Keep an outcome for the table; the one of the same fault in the same container is replaced."""
     rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    rows[outcome.fault] = vars(outcome)
+    rows.setdefault(outcome.fault, {})[str(container)] = vars(outcome)
     RESULTS.write_text(json.dumps(rows, indent=1))
 
 
 def table() -> str:
     """The outcomes as a Markdown table."""
     lines = [
-        "| fault | outcome | found after, s | recovered after, s | lost samples | left behind |",
-        "|---|---|---|---|---|---|",
+        "| fault | outcome | found after, s | recovered after, s | lost samples | left behind | without an init |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in json.loads(RESULTS.read_text()).values():
-        outcome = Outcome(**row)
-        seconds = ("" if s is None else f"{s:.1f}" for s in (outcome.found_s, outcome.recovered_s))
-        said = outcome.outcome if outcome.ok else f"**{outcome.outcome}**"
-        lines.append(
-            f"| {outcome.fault} | {said} | {' | '.join(seconds)} | {outcome.lost_samples} | {outcome.left_behind} |"
-        )
+        reaped, unreaped = (Outcome(**row[str(one)]) if str(one) in row else None for one in CONTAINERS)
+        assert reaped is not None
+        cells = (reaped.fault, _said(reaped), *_seconds(reaped), reaped.lost_samples, reaped.left_behind)
+        lines.append(f"| {' | '.join(map(str, (*cells, _beside(reaped, unreaped))))} |")
     return "\n".join(lines)
+
+
+def _said(outcome: Outcome) -> str:
+    """What it led to; bold where that is wrong."""
+    return outcome.outcome if outcome.ok else f"**{outcome.outcome}**"
+
+
+def _seconds(outcome: Outcome) -> list[str]:
+    """Until it was found, until the run had recovered."""
+    return ["" if seconds is None else f"{seconds:.1f}" for seconds in (outcome.found_s, outcome.recovered_s)]
+
+
+def _beside(reaped: Outcome, unreaped: Outcome | None) -> str:
+    """The outcome without an init: the same, with its seconds, or what is not the same."""
+    if unreaped is None:
+        return "not run"
+    same = [(one.outcome, one.lost_samples, one.left_behind, one.ok) for one in (reaped, unreaped)]
+    seconds = " / ".join(filter(None, _seconds(unreaped)))
+    said = "the same" if same[0] == same[1] else f"{_said(unreaped)}; left behind: {unreaped.left_behind}"
+    return f"{said}, {seconds} s" if seconds else said
 
 
 def write_page() -> None:

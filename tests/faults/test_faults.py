@@ -5,30 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.faults.containers import CONTAINERS, Container, UnreapedRun
 from tests.faults.injected import ENGINE, WORKERS, Outcome, Signalled, left_behind, seconds_until, stop_group
 from tests.faults.stalls import planted_environment
 from tests.faults.table import record
-from tests.processes import command_line, descendants
+from tests.processes import command_line
 from tests.real.commands import ENDLESS, GRPO, PPO, Run, kill, ledger_balances, running
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 HUNG_S = 15.0
-UNREAPED_S = 20.0
-"""Longest time until the last process of a driver that was killed has ended."""
 BUDGETS = tuple(f"failures.{role}_restarts=9" for role in ("trainer", "engine", "reward", "reference"))
 TARGETS = (
     *((role, WORKERS[role]) for role in ("policy", "critic", "reference", "reward", "rollout")),
@@ -37,28 +35,34 @@ TARGETS = (
 SIGNALS = [Signalled(*target, number) for number in (signal.SIGKILL, signal.SIGSTOP) for target in TARGETS]
 
 
+@pytest.fixture(scope="module", params=CONTAINERS, ids=str)
+def container(request: pytest.FixtureRequest) -> Container:
+    """Every fault is injected where PID 1 reaps, and where it does not."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def ppo(container: Container, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """One run with every role, in which one fault after another is injected."""
     folder = tmp_path_factory.mktemp("faults")
     endless = ("schedule.steps=100000", "schedule.prompts_per_step=2", "checkpoint.every_steps=5")
-    with running(Run(folder, PPO, *endless, *BUDGETS, name="faults")) as run:
+    with running(container.run(folder, PPO, *endless, *BUDGETS, name="faults")) as run:
         run.wait_for_step(2)
         yield run
 
 
 @pytest.mark.parametrize("fault", SIGNALS, ids=lambda fault: fault.name)
-def test_a_worker_is_lost_and_the_run_trains_on(ppo: Run, fault: Signalled) -> None:
+def test_a_worker_is_lost_and_the_run_continues(container: Container, ppo: Run, fault: Signalled) -> None:
     outcome = fault.inject(ppo)
-    record(outcome)
+    record(container, outcome)
     assert outcome.ok, ppo.output[-4000:]
 
 
-def test_a_rank_hangs_and_the_trainers_are_restarted(tmp_path: Path) -> None:
+def test_a_rank_hangs_and_the_trainers_are_restarted(container: Container, tmp_path: Path) -> None:
     """Its process runs, so that no watch of processes finds it; the bound follows the calls before."""
     bug = tmp_path / "bug"
     overrides = (*ENDLESS, "roles.policy.workers=2", "algorithm.kl_states=0", f"failures.hung_s={HUNG_S:g}")
-    with running(Run(tmp_path, GRPO, *overrides, name="hung", env=planted_environment(bug))) as run:
+    with running(container.run(tmp_path, GRPO, *overrides, name="hung", env=planted_environment(bug))) as run:
         run.wait_for_step(6)
         bug.write_text("sleep")
         run.processes("ray::PolicyWorker")[1].send_signal(signal.SIGUSR2)
@@ -70,18 +74,18 @@ def test_a_rank_hangs_and_the_trainers_are_restarted(tmp_path: Path) -> None:
     remains = left_behind(run)
     ok = None not in (found_s, seconds) and code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
     fault = f"a policy rank hangs in an update (failures.hung_s={HUNG_S:g})"
-    record(Outcome(fault, "both ranks restart, continues", found_s, seconds, left_behind=remains, ok=ok))
+    record(container, Outcome(fault, "both ranks restart, continues", found_s, seconds, left_behind=remains, ok=ok))
     assert ok and remains == "nothing", run.output
 
 
-def test_nothing_is_left_of_the_run(ppo: Run) -> None:
+def test_nothing_is_left_of_the_run(container: Container, ppo: Run) -> None:
     """After all faults the run stops on request, with a checkpoint, and leaves nothing."""
     began = time.monotonic()
     stop_group(ppo, signal.SIGTERM)
     code = ppo.wait(120)
     seconds = time.monotonic() - began
     remains = left_behind(ppo)
-    record(Outcome("SIGTERM", f"saves, exit code {code}", recovered_s=seconds, left_behind=remains))
+    record(container, Outcome("SIGTERM", f"saves, exit code {code}", recovered_s=seconds, left_behind=remains))
     assert (code, remains) == (130, "nothing")
     steps = ppo.steps()
     assert steps == list(range(1, len(steps) + 1))
@@ -89,8 +93,8 @@ def test_nothing_is_left_of_the_run(ppo: Run) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
-    with running(Run(tmp_path, GRPO, *ENDLESS, name="signal")) as run:
+def test_a_signal_saves(container: Container, tmp_path: Path, number: signal.Signals) -> None:
+    with running(container.run(tmp_path, GRPO, *ENDLESS, name="signal")) as run:
         run.wait_for_step(1)
         began = time.monotonic()
         stop_group(run, number)
@@ -98,21 +102,21 @@ def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
         seconds = time.monotonic() - began
     saved = sorted(path.name for path in (run.out / "checkpoints").iterdir())
     remains = left_behind(run)
-    record(Outcome(number.name, f"saves, exit code {code}", recovered_s=seconds, left_behind=remains))
+    record(container, Outcome(number.name, f"saves, exit code {code}", recovered_s=seconds, left_behind=remains))
     assert code == 130 and saved and remains == "nothing"
 
 
-def test_a_signal_loses_no_finished_sample(tmp_path: Path) -> None:
+def test_a_signal_loses_no_finished_sample(container: Container, tmp_path: Path) -> None:
     """An asynchronous run is stopped while groups wait and run; the resumed one samples none of them again."""
     overrides = (*ENDLESS, "schedule.max_staleness=3", "checkpoint.every_steps=2")
-    with running(Run(tmp_path, GRPO, *overrides, name="open")) as run:
+    with running(container.run(tmp_path, GRPO, *overrides, name="open")) as run:
         run.wait_for_step(5)
         stop_group(run, signal.SIGTERM)
         code = run.wait(120)
     events = map(json.loads, (run.out / "events.jsonl").read_text().splitlines())
     saved = [event for event in events if event["event"] == "checkpoint"][-1]
     began, last = time.monotonic(), run.steps()[-1]
-    with running(Run(tmp_path, GRPO, *overrides, name="open", resume=True)) as again:
+    with running(container.run(tmp_path, GRPO, *overrides, name="open", resume=True)) as again:
         again.wait_until(lambda: again.steps()[-1] > last, "another step")
         seconds = time.monotonic() - began
         said = f"{saved['samples']} finished samples of the checkpoint are not sampled again" in again.output
@@ -121,28 +125,80 @@ def test_a_signal_loses_no_finished_sample(tmp_path: Path) -> None:
     remains = left_behind(again)
     ok = code == 130 and saved["samples"] > 0 and said and remains == "nothing"
     outcome = f"saves; --resume takes over {saved['samples']} finished samples of open groups"
-    record(Outcome("SIGTERM of an asynchronous run", outcome, None, seconds, 0, remains, ok=ok))
+    record(container, Outcome("SIGTERM of an asynchronous run", outcome, None, seconds, 0, remains, ok=ok))
     assert ok, again.output
 
 
-def test_the_driver_is_killed_and_the_run_resumes(tmp_path: Path) -> None:
+COUNTED = """
+from troupe.workers.rewards.functions import letter_share
+
+def counted(response, answer, metadata):
+    with open({path!r}, "a") as lines:
+        lines.write("x\\n")
+    return letter_share(response, answer, metadata, letters="aeiou")
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_kill_throws_away_what_was_finished_since_the_checkpoint(
+    container: Container, tmp_path: Path, *, kept: bool
+) -> None:
+    """SIGKILL at a random moment of an asynchronous run; each sample that is scored leaves a line in a file."""
+    rng, scored, steps = random.Random(34), tmp_path / "scored", 12
+    (tmp_path / "counted_reward.py").write_text(COUNTED.format(path=str(scored)))
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
+    overrides = (
+        f"schedule.steps={steps}",
+        "schedule.max_staleness=3",
+        "checkpoint.every_steps=1",
+        "checkpoint.async_save=true",
+        f"checkpoint.samples_mib={1024 if kept else 0}",
+        "roles.reward.functions=[{name: 'counted_reward:counted'}]",
+    )
+    total = steps * 4 * 16
+    with running(container.run(tmp_path, GRPO, *overrides, name="thrown", env=env)) as run:
+        at = rng.randint(total // 3, 2 * total // 3)
+        run.wait_until(lambda: scored.is_file() and scored.stat().st_size >= 2 * at, f"{at} samples")
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.wait(30)
+        remains, before = left_behind(run), scored.stat().st_size // 2
+    began = time.monotonic()
+    with running(container.run(tmp_path, GRPO, *overrides, name="thrown", resume=True, env=env)) as again:
+        assert again.wait() == 0, again.output
+        seconds = time.monotonic() - began
+    thrown = scored.stat().st_size // 2 - total
+    trained = again.metrics[-1]["ledger/trained"]
+    fault = f"SIGKILL of an asynchronous run that {'keeps' if kept else 'does not keep'} finished samples"
+    outcome = f"`--resume` finishes the run; of {before} samples that were scored {thrown} are sampled again"
+    record(
+        container, Outcome(fault, outcome, None, seconds, thrown, remains, ok=trained == total and remains == "nothing")
+    )
+    assert trained == total and remains == "nothing"
+    assert thrown <= (4 if kept else 8) * 4 * 16
+
+
+def test_the_driver_is_killed_and_the_run_resumes(container: Container, tmp_path: Path) -> None:
     overrides = (*ENDLESS, "checkpoint.every_steps=1")
-    with running(Run(tmp_path, GRPO, *overrides, name="driver")) as run:
+    with running(container.run(tmp_path, GRPO, *overrides, name="driver")) as run:
         run.wait_for_step(2)
         os.kill(run.process.pid, signal.SIGKILL)
         run.wait(30)
         remains = left_behind(run)
+        zombies = isinstance(run, UnreapedRun) and run.zombies
     began = time.monotonic()
     last = run.steps()[-1]
-    with running(Run(tmp_path, GRPO, *overrides, name="driver", resume=True)) as again:
+    with running(container.run(tmp_path, GRPO, *overrides, name="driver", resume=True)) as again:
         again.wait_until(lambda: again.steps()[-1] > last, "another step")
         seconds = time.monotonic() - began
-    record(Outcome("SIGKILL of the driver", "resumes with --resume", None, seconds, left_behind=remains))
+    record(container, Outcome("SIGKILL of the driver", "resumes with --resume", None, seconds, left_behind=remains))
     assert remains == "nothing"
+    assert container.reaps or zombies, "the container reaps"
 
 
-def test_the_supervisor_resumes_after_the_driver_is_killed(tmp_path: Path) -> None:
-    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="supervised", supervise=True)) as run:
+def test_the_supervisor_resumes_after_the_driver_is_killed(container: Container, tmp_path: Path) -> None:
+    with running(
+        container.run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="supervised", supervise=True)
+    ) as run:
         run.wait_for_step(2)
         (driver,) = [child for child in psutil.Process(run.process.pid).children() if _is_driver(child)]
         last = run.steps()[-1]
@@ -156,13 +212,17 @@ def test_the_supervisor_resumes_after_the_driver_is_killed(tmp_path: Path) -> No
     said = "the run was killed by SIGKILL; starting it again from step" in run.stderr
     ok = said and code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
     outcome = "resumes automatically (--supervise)"
-    record(Outcome("SIGKILL of the driver, supervised", outcome, None, seconds, left_behind=remains, ok=ok))
+    record(container, Outcome("SIGKILL of the driver, supervised", outcome, None, seconds, left_behind=remains, ok=ok))
     assert ok and remains == "nothing", run.output
 
 
-def test_the_supervisor_resumes_on_a_new_cluster_after_rays_head_is_killed(tmp_path: Path) -> None:
+def test_the_supervisor_resumes_on_a_new_cluster_after_rays_head_is_killed(
+    container: Container, tmp_path: Path
+) -> None:
     """Ray ends a driver that cannot reach its head."""
-    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="head", supervise=True)) as run:
+    with running(
+        container.run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="head", supervise=True)
+    ) as run:
         run.wait_for_step(2)
         (head,) = run.processes("gcs_server")
         head.kill()
@@ -177,15 +237,17 @@ def test_the_supervisor_resumes_on_a_new_cluster_after_rays_head_is_killed(tmp_p
         remains = left_behind(run)
     ok = code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
     outcome = "Ray ends the driver; resumes on a new cluster (--supervise)"
-    record(Outcome("SIGKILL of Ray's head", outcome, found_s, seconds, left_behind=remains, ok=ok))
+    record(container, Outcome("SIGKILL of Ray's head", outcome, found_s, seconds, left_behind=remains, ok=ok))
     assert ok and remains == "nothing", run.output
 
 
 @pytest.mark.parametrize("damage", ["a byte flipped", "truncated", "a file missing", "a file added"])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
+    container: Container, tmp_path: Path, damage: str
+) -> None:
     overrides = ("schedule.steps=3", "checkpoint.every_steps=1")
     saved = tmp_path / "run" / "checkpoints"
-    with running(Run(tmp_path, GRPO, *overrides, name="run")) as run:
+    with running(container.run(tmp_path, GRPO, *overrides, name="run")) as run:
         assert run.wait() == 0, run.output
     weights = saved / "step-000003" / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -199,25 +261,27 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Pa
             weights.unlink()
         case _:
             (saved / "step-000003" / "policy" / "x").touch()
-    with running(Run(tmp_path, GRPO, "schedule.steps=4", *overrides[1:], name="run", resume=True)) as again:
+    with running(container.run(tmp_path, GRPO, "schedule.steps=4", *overrides[1:], name="run", resume=True)) as again:
         code = again.wait()
     refused = "skipping invalid checkpoint" in again.stderr
     resumed = [line["step"] for line in again.metrics][-2:] == [3, 4]
     ok = code == 0 and refused and resumed
-    record(Outcome(f"newest checkpoint: {damage}", "refused by its manifest; the one before is used", ok=ok))
+    record(container, Outcome(f"newest checkpoint: {damage}", "refused by its manifest; the one before is used", ok=ok))
     assert ok, again.output
 
 
-def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
-    with running(Run(tmp_path, GRPO, *ENDLESS, name="same")) as run:
+def test_a_second_run_in_the_folder_is_refused(container: Container, tmp_path: Path) -> None:
+    with running(container.run(tmp_path, GRPO, *ENDLESS, name="same")) as run:
         run.wait_for_step(1)
-        with running(Run(tmp_path, GRPO, *ENDLESS, name="same", resume=True)) as second:
+        with running(container.run(tmp_path, GRPO, *ENDLESS, name="same", resume=True)) as second:
             code = second.wait(60)
             lines = second.error_lines
         step = run.metrics[-1]["step"]
         run.wait_for_step(step + 1)
     ok = code == 2 and len(lines) == 1
-    record(Outcome("two runs in one folder", f"the second ends with code {code}; the first continues", ok=ok))
+    record(
+        container, Outcome("two runs in one folder", f"the second ends with code {code}; the first continues", ok=ok)
+    )
     assert ok, lines
 
 
@@ -237,10 +301,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_costs_no_step(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_costs_no_step(container: Container, small_disk: Path, tmp_path: Path) -> None:
     """The run continues while checkpoints and metrics cannot be written, and writes them once they can."""
     overrides = (*ENDLESS, "checkpoint.every_steps=2", "checkpoint.keep=1")
-    with running(Run(tmp_path, GRPO, *overrides, name="full", out=small_disk / "run")) as run:
+    with running(container.run(tmp_path, GRPO, *overrides, name="full", out=small_disk / "run")) as run:
         run.wait_for_step(3)
         filler = small_disk / "filler"
         with contextlib.suppress(OSError):
@@ -256,13 +320,18 @@ def test_a_full_disk_costs_no_step(small_disk: Path, tmp_path: Path) -> None:
     remains = left_behind(run)
     whole = run.steps() == list(range(1, len(run.steps()) + 1))
     ok = found_s is not None and whole and code == 130
-    record(Outcome("disk full", "says so, continues, saves once there is room", found_s, seconds, 0, remains, ok=ok))
+    record(
+        container,
+        Outcome("disk full", "says so, continues, saves once there is room", found_s, seconds, 0, remains, ok=ok),
+    )
     assert ok, run.output
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_one_line(small_disk: Path, tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_ends_the_run_with_one_line(
+    container: Container, small_disk: Path, tmp_path: Path
+) -> None:
     overrides = ("checkpoint.every_steps=1", "checkpoint.keep=1", "failures.failed_saves=1")
-    with running(Run(tmp_path, GRPO, *ENDLESS, *overrides, name="full", out=small_disk / "run")) as run:
+    with running(container.run(tmp_path, GRPO, *ENDLESS, *overrides, name="full", out=small_disk / "run")) as run:
         run.wait_for_step(2)
         with contextlib.suppress(OSError):
             (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
@@ -272,12 +341,14 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_line(small_disk: Path, tmp
     saved = CheckpointStore(run.out / "checkpoints", keep=3).latest()
     ok = code == 1 and len(run.error_lines) == 1 and "in a row were not written" in run.error_lines[0]
     ok = ok and saved is not None
-    record(Outcome("disk that stays full", "ends with one line; the last checkpoint is valid", found_s, ok=ok))
+    record(
+        container, Outcome("disk that stays full", "ends with one line; the last checkpoint is valid", found_s, ok=ok)
+    )
     assert ok, run.output
 
 
-def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
-    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=2", name="gone")) as run:
+def test_a_folder_that_vanishes_is_made_again(container: Container, tmp_path: Path) -> None:
+    with running(container.run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=2", name="gone")) as run:
         run.wait_for_step(3)
         began = time.monotonic()
         shutil.rmtree(run.out)
@@ -286,12 +357,12 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
         stop_group(run, signal.SIGINT)
         code = run.wait(120)
     ok = code == 130 and CheckpointStore(run.out / "checkpoints", keep=3).latest() is not None
-    record(Outcome("run folder removed", "made again; earlier files are lost", None, seconds, ok=ok))
+    record(container, Outcome("run folder removed", "made again; earlier files are lost", None, seconds, ok=ok))
     assert ok, run.output
 
 
-def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
-    with running(Run(tmp_path, GRPO, *ENDLESS, name="twice")) as run:
+def test_a_second_signal_ends_at_once_and_leaves_nothing(container: Container, tmp_path: Path) -> None:
+    with running(container.run(tmp_path, GRPO, *ENDLESS, name="twice")) as run:
         run.wait_for_step(1)
         stop_group(run, signal.SIGINT)
         run.wait_until(lambda: "press again" in run.stderr, "the message of the first signal")
@@ -304,14 +375,15 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None
         seconds = time.monotonic() - began
     remains = left_behind(run)
     record(
-        Outcome("SIGINT twice", f"ends at once, exit code {code}", None, seconds, 0, remains, ok=remains == "nothing")
+        container,
+        Outcome("SIGINT twice", f"ends at once, exit code {code}", None, seconds, 0, remains, ok=remains == "nothing"),
     )
     assert remains == "nothing" and code != 0
 
 
-def test_the_policy_is_lost_while_no_engine_serves(tmp_path: Path) -> None:
+def test_the_policy_is_lost_while_no_engine_serves(container: Container, tmp_path: Path) -> None:
     """The engine that starts needs the file that was removed with the policy; nothing calls the policy meanwhile."""
-    with running(Run(tmp_path, GRPO, *ENDLESS, "failures.engine_restarts=1", name="together")) as run:
+    with running(container.run(tmp_path, GRPO, *ENDLESS, "failures.engine_restarts=1", name="together")) as run:
         run.wait_for_step(2)
         step, began = run.metrics[-1]["step"], time.monotonic()
         kill(run, "VLLM::EngineCore")
@@ -325,7 +397,7 @@ def test_the_policy_is_lost_while_no_engine_serves(tmp_path: Path) -> None:
     whole = run.steps() == list(range(1, len(run.steps()) + 1))
     ok = None not in (found_s, seconds) and whole and code == 130 and run.metrics[-1]["ledger/dropped"] == 0
     fault = "SIGKILL of the engine's process, of policy 3 s later"
-    record(Outcome(fault, "continues" if ok else "fails", found_s, seconds, 0, remains, ok=ok))
+    record(container, Outcome(fault, "continues" if ok else "fails", found_s, seconds, 0, remains, ok=ok))
     assert ok and remains == "nothing", run.output
 
 
@@ -337,12 +409,14 @@ def kill_in(run: Run, title: str) -> None:
         process.kill()
 
 
-def test_the_policy_is_lost_while_a_resume_starts_it(tmp_path: Path) -> None:
+def test_the_policy_is_lost_while_a_resume_starts_it(container: Container, tmp_path: Path) -> None:
     """As soon as its process is there, and again in the middle of the load: it is started again in place."""
-    with running(Run(tmp_path, GRPO, "schedule.steps=2", "checkpoint.every_steps=1", name="loads")) as run:
+    with running(container.run(tmp_path, GRPO, "schedule.steps=2", "checkpoint.every_steps=1", name="loads")) as run:
         assert run.wait() == 0, run.output
     began = time.monotonic()
-    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="loads", resume=True)) as again:
+    with running(
+        container.run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="loads", resume=True)
+    ) as again:
         kill_in(again, "ray::PolicyWorker")
         kill_in(again, "ray::PolicyWorker.load")
         seconds = seconds_until(again, lambda: again.steps()[-1] > 3, began)
@@ -351,6 +425,7 @@ def test_the_policy_is_lost_while_a_resume_starts_it(tmp_path: Path) -> None:
     remains = left_behind(again)
     ok = seconds is not None and code == 130 and again.steps() == list(range(1, len(again.steps()) + 1))
     record(
+        container,
         Outcome(
             "SIGKILL of policy while a resume starts it, and while it loads",
             "continues",
@@ -359,48 +434,19 @@ def test_the_policy_is_lost_while_a_resume_starts_it(tmp_path: Path) -> None:
             0,
             remains,
             ok=ok,
-        )
+        ),
     )
     assert ok and remains == "nothing", again.output
-
-
-_NO_REAPER = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:]); time.sleep(10**6)"
-"""A PID 1 as the shell of a container often is: it never waits for the processes that it inherits."""
-
-
-def test_nothing_is_left_of_a_killed_driver_where_nobody_reaps(tmp_path: Path) -> None:
-    """In a PID namespace of its own, as in a container without an init."""
-    within = ("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", _NO_REAPER)
-    with running(Run(tmp_path, GRPO, *ENDLESS, name="unreaped", within=within)) as run:
-        run.wait_for_step(1)
-        (init,) = psutil.Process(run.process.pid).children()
-        (driver,) = [child for child in init.children() if _is_driver(child)]
-        driver.kill()
-        began = time.monotonic()
-        while (left := _alive_below(init)) and time.monotonic() - began < 90:
-            time.sleep(0.1)
-        seconds = time.monotonic() - began
-        zombies = len(init.children(recursive=True))
-    words = f"{len(left)} process(es)" if left else "nothing"
-    outcome = Outcome("SIGKILL of the driver where PID 1 reaps nothing", "every process ends", None, seconds, 0, words)
-    record(replace(outcome, ok=not left))
-    assert not left and zombies, left
-    assert seconds < UNREAPED_S, "Ray's agents report the end of the raylet to a head that is gone, for a minute"
-
-
-def _alive_below(init: psutil.Process) -> list[str]:
-    """Processes below this one that are not dead."""
-    return [line[:80] for process in descendants(init.pid) if (line := command_line(process))]
 
 
 def _is_driver(process: psutil.Process) -> bool:
     return " -m troupe" in command_line(process)
 
 
-def test_a_signal_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
+def test_a_signal_while_workers_start_ends_with_one_line(container: Container, tmp_path: Path) -> None:
     """No second Ray cluster starts, and nothing is left."""
     before = set(Path("/dev/shm").glob("sem.troupe-*"))
-    with running(Run(tmp_path, GRPO, *ENDLESS, name="starting")) as run:
+    with running(container.run(tmp_path, GRPO, *ENDLESS, name="starting")) as run:
         run.wait_until(lambda: run.processes("ray::PolicyWorker"), "a worker that starts")
         began = time.monotonic()
         stop_group(run, signal.SIGTERM)
@@ -409,6 +455,6 @@ def test_a_signal_while_workers_start_ends_with_one_line(tmp_path: Path) -> None
     remains = left_behind(run)
     semaphores = set(Path("/dev/shm").glob("sem.troupe-*")) - before
     ok = code == 130 and remains == "nothing" and len(run.stderr.splitlines()) <= 2
-    record(Outcome("SIGTERM while workers start", f"exit code {code}", None, seconds, 0, remains, ok=ok))
+    record(container, Outcome("SIGTERM while workers start", f"exit code {code}", None, seconds, 0, remains, ok=ok))
     assert ok, run.stderr
     assert not semaphores

@@ -38,7 +38,7 @@ from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeErr
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.run_folder import RunFolder
@@ -53,7 +53,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.training.batch import HeldOut
+from troupe.orchestrator.training.batch import HeldOutEvaluation
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
@@ -90,7 +90,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.engines: list[FaultyEngine] = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
         self.texts: tuple[int, ...] = ()
         self.texts_per_step = 6
-        self.evaluator: HeldOut | None = None
+        self.evaluator: HeldOutEvaluation | None = None
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
         self.taken_over = 0
@@ -157,7 +157,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
             sync=sync,
             evaluator=self.evaluator,
             ledger=ledger,
-            keeper=StepKeeper(self.spec, self.out, updates.trainers),
+            step_recorder=StepRecorder(self.spec, self.out, updates.trainers),
             scaler=self.scaler(console),
             recorder=self.recorder(done),
         )

@@ -21,7 +21,7 @@ from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.replay.against import ReplayThere, StepThere
 from troupe.orchestrator.replay.plan import ReplayPlan
 from troupe.orchestrator.replay.repeat import Repeated
-from troupe.orchestrator.replay.step_record import KeptFolder
+from troupe.orchestrator.replay.step_record import RecordedStep
 from troupe.orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -73,7 +73,7 @@ class TwoVersions:
 def request_(tmp_path: Path) -> ReplayRequest:
     """A replay of steps 3 to 5."""
     spec = load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml")
-    folders = tuple(KeptFolder(tmp_path, kept_step(step)) for step in (3, 4, 5))
+    folders = tuple(RecordedStep(tmp_path, kept_step(step)) for step in (3, 4, 5))
     return ReplayRequest(tmp_path, ReplayPlan(spec, None, folders))
 
 
@@ -104,7 +104,7 @@ def test_versions_that_agree_are_compared_to_the_end(request_: ReplayRequest, mo
 def test_steps_that_the_other_version_leaves_out_are_an_error(
     request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = (KeptFolder(request_.run, kept_step(2)), *request_.plan.folders)
+    folders = (RecordedStep(request_.run, kept_step(2)), *request_.plan.folders)
     longer = replace(request_, plan=replace(request_.plan, folders=folders))
     with pytest.raises(TroupeError, match="/other has not repeated step 2"):
         compared(TwoVersions(differs_from=4), longer, monkeypatch)

@@ -22,8 +22,8 @@ from tests.fakes import FaultyWorker
 from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.orchestrator.rollout_run import load_data
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec

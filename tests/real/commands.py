@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pyarrow as pa
@@ -56,6 +56,24 @@ def _signals_of_a_terminal() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+class Started(Protocol):
+    """A process that was started: what a `Popen` can do."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class Command:
     """A process in its own session, with its output in files.
 
@@ -67,7 +85,7 @@ class Command:
         self._stdout, self._stderr = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
-            self.process = subprocess.Popen(
+            self.process: Started = subprocess.Popen(
                 arguments,
                 cwd=cwd,
                 env=environment | (env or {}) | {MARKER_VARIABLE: self.mark},

@@ -40,12 +40,13 @@ from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.rollout_run import RolloutRun, load_data
+from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec

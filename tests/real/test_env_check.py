@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ def env_check(tiny_model: Path, *arguments: str) -> subprocess.CompletedProcess[
 @pytest.mark.real
 def test_given_turns_are_played_then_random_ones(tiny_model: Path) -> None:
     """Every stretch of tokens says who wrote it and whether it has loss; only turns of the policy have."""
-    done = env_check(tiny_model, "--say", "1", "--say", "10", "--say", "nothing", "--episodes", "2")
+    turns = ("--say", "1", "--say", "10", "--say", "nothing", "--episodes", "2")
+    done = env_check(tiny_model, *turns)
     assert done.returncode == 0, done.stderr
     given = done.stdout.count("guess_number, turns as given")
     assert given == done.stdout.count("guess_number, turns of random tokens") == 2
@@ -36,6 +38,19 @@ def test_given_turns_are_played_then_random_ones(tiny_model: Path) -> None:
     ends = [line for line in lines if line.startswith("end: ")]
     assert len(ends) == 4 and all(line.startswith("end: ok, ") for line in ends)
     assert any("'1" in line for line in lines), "the text of the turn is shown"
+
+
+@pytest.mark.real
+def test_the_episodes_as_json(tiny_model: Path) -> None:
+    done = run_command("env", "check", str(SPEC), "--say", "1", "--json", "--set", f"model.path={tiny_model}")
+    assert done.returncode == 0, done.stderr
+    given, drawn = json.loads(done.stdout)
+    assert (given["turns"], drawn["turns"]) == ("turns as given", "turns of random tokens")
+    for episode in (given, drawn):
+        assert (episode["environment"], episode["status"]) == ("guess_number", "ok") and "lines" not in episode
+        assert all(part["loss"] == (part["name"] == "assistant") for part in episode["stretches"])
+    said = next(part for part in given["stretches"] if part["name"] == "assistant")
+    assert said["text"].startswith("1") and said["row"] == 0 and isinstance(said["ids"][0], int)
 
 
 @pytest.mark.real

@@ -20,7 +20,7 @@ def test_pieces_run_on_the_cpu_and_are_not_repeated(tmp_path: Path) -> None:
         assert command.leftover_processes() == []
     record = read(out / "result.json")
     assert record is not None and record.mode == "cpu" and record.passed == {"install", "sync"}
-    rate = record.results["sync"].figures["GB_per_s"]
+    rate = record.results["sync"].measurements["GB_per_s"]
     assert isinstance(rate, float) and rate > 0
     with running(Command(tmp_path, call)) as command:
         assert command.wait() == 0, command.output

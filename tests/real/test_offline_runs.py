@@ -44,9 +44,9 @@ from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig

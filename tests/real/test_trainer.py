@@ -10,9 +10,11 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ from troupe.workers.models.ragged import ragged
 from troupe.workers.models.token_batch import TokenTable
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reference import ReferenceConfig, ReferenceWorker
+from troupe.workers.training.background_save import BackgroundWriter, Write
 from troupe.workers.training.optimizer import learning_rate
 from troupe.workers.training.rank import TrainingRank
 from troupe.workers.weights.file import read_weights
@@ -189,6 +192,28 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """SHA-256 of every file."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): sha256(file.read_bytes()).digest() for file in files}
+
+
+def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+class LateWriter(BackgroundWriter):
+    """Writes when it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def _write(self, state: Sequence[Write], exports: Sequence[Write]) -> None:
+        self.released.wait()
+        super()._write(state, exports)
+
+
 def by_uid(table: pa.Table, column: str) -> dict[str, list[float]]:
     uids: list[Any] = table["prompt_uid"].to_pylist()
     values: list[Any] = table[column].to_pylist()
@@ -225,7 +250,13 @@ class Scenario:
         numbers = sum(weight.numel() for weight in before.values())
         released = [worker.offload_states() / numbers, worker.offload_states()]
         self.record(f"offloaded-{name}", [*released, worker.digest() == digest_before])
+        worker.try_save(f"{checkpoint}-trial")  # which changes nothing
         worker.save(checkpoint)  # from host memory
+        worker.export(f"{checkpoint}-model")
+        worker.export_average(f"{checkpoint}-average")
+        writer = worker._writer = LateWriter()
+        late = str(self.out / f"late-{name}")
+        worker.begin_save(late, f"{late}-model", f"{late}-average")
         skipped = worker.update(plan, batch_with_nan(), 0.0, texts())
         self.record(
             f"skip-{name}", [skipped.skipped, equal(before, weights_of(worker)), str(skipped.values["grad_norm"])]
@@ -240,6 +271,7 @@ class Scenario:
         self.record(f"metrics-{name}", [self.flatten(item) for item in metrics])
         worker.export_average(str(self.out / f"average-{name}"))
         self.record(f"unchanged-{name}", equal(end, weights_of(worker)))
+        self.record(f"late-{name}", self.late_files(worker, writer, checkpoint, late))
         if stage in (0, 3):
             worker.export(str(self.out / f"export-{name}"))
             published = worker.publish_weights(7)
@@ -268,6 +300,30 @@ class Scenario:
         self.record(f"digests-{name}", [repeated, digests[0] != digest_before, bool(digests[1]) == (self.rank == 0)])
         resumed.export_average(str(self.out / f"average-resumed-{name}"))
         self.shortened_step(resumed, plan, table, name)
+
+    def late_files(self, worker: PolicyWorker, writer: LateWriter, checkpoint: str, late: str) -> list[Any]:
+        """Let what was copied before the updates be written: [done before, after, refused meanwhile, what differs]."""
+        statuses, refused = [worker.save_status(late)], ""
+        try:
+            worker.save(checkpoint)
+        except RuntimeError as error:
+            refused = str(error)
+        writer.released.set()
+        while not (status := worker.save_status(late)).done:
+            time.sleep(0.01)
+        statuses.append(status)
+        torch.distributed.barrier()
+        trees = [
+            contents(Path(f"{start}{part}")) for part in ("", "-model", "-average") for start in (checkpoint, late)
+        ]
+        differ = [name for one, other in zip(trees[::2], trees[1::2], strict=True) for name in differing(one, other)]
+        torch.distributed.barrier()
+        return [
+            *([one.done, one.failed + one.export_failed] for one in statuses),
+            refused == f"{late} is still being written",
+            sum(map(len, trees)),
+            differ,
+        ]
 
     def shortened_step(self, worker: PolicyWorker, plan: RankPlan, table: pa.Table, name: str) -> None:
         """Take a step, halve it, train on, go back to before it."""
@@ -717,6 +773,15 @@ def test_bfloat16_stays_close_to_float32(groups: dict[int, Path]) -> None:
 def test_updates_after_loading_a_checkpoint_are_bitwise_equal(groups: dict[int, Path], world: int) -> None:
     for stage, dtype in CASES:
         assert facts(groups[world])[f"resume-{stage}-{dtype}"] == [True, True], (stage, dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_in_the_background_writes_the_same_bytes_as_one_that_waits(groups: dict[int, Path], world: int) -> None:
+    """It was begun before the updates and is written after them: every stage and type, all ranks, with the exports."""
+    for stage, dtype in CASES:
+        before, after, refused, files, differ = facts(groups[world])[f"late-{stage}-{dtype}"]
+        assert (before, after, refused, differ) == ([False, ""], [True, ""], True, []), (stage, dtype)
+        assert files >= 2 * (2 + 2 + 2)
 
 
 @pytest.mark.parametrize("world", [1, 2])

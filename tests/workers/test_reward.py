@@ -33,7 +33,7 @@ from troupe.workers.data.trajectories import join_rewards, write_trajectories
 from troupe.workers.reward import RewardWorker, combine, component_labels
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.model import RewardModel, budget_batches
-from troupe.workers.rewards.runner import Outcome
+from troupe.workers.rewards.runner import RewardResult
 from troupe.workers.telemetry.peak_memory import resident_peak
 
 WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "one", "two", "three", "four", "five"]
@@ -222,7 +222,7 @@ def test_a_function_that_cannot_be_loaded_stops_the_start() -> None:
 
 
 def test_a_sum_that_overflows_is_a_failure() -> None:
-    reward = combine(["a", "b"], [1e308, 1e308], [Outcome(1.0), Outcome(1.0)])
+    reward = combine(["a", "b"], [1e308, 1e308], [RewardResult(1.0), RewardResult(1.0)])
     assert (reward.reward, reward.status) == (None, "sum: not a finite number: inf")
 
 
@@ -310,18 +310,18 @@ def test_a_sample_the_model_cannot_take_fails_alone(tmp_path: Path) -> None:
     model = reward_model(save_reward_model(tmp_path))
     short, long = model.score(rollouts(["a", "b"], ids=[[4], [5] * 40]))
     assert short.status == "ok"
-    assert long == Outcome(None, "error: 43 tokens; the reward model takes 1 to 32")
+    assert long == RewardResult(None, "error: 43 tokens; the reward model takes 1 to 32")
     rows = model.vocab_size
     short, unknown = model.score(rollouts(["a", "b"], ids=[[4], [rows]]))
     assert short.status == "ok"
-    assert unknown == Outcome(None, f"error: token {rows}; the reward model's embedding has {rows} rows")
+    assert unknown == RewardResult(None, f"error: token {rows}; the reward model's embedding has {rows} rows")
 
 
 def test_a_score_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
     model = reward_model(save_reward_model(tmp_path))
     with torch.no_grad():
         model.model.score.weight.fill_(torch.nan)
-    assert model.score(rollouts(["a"])) == [Outcome(None, "not a finite number: nan")]
+    assert model.score(rollouts(["a"])) == [RewardResult(None, "not a finite number: nan")]
 
 
 def test_a_language_model_is_not_a_reward_model(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ _SLOPE_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of one check."""
+    """RewardResult of one check."""
 
     name: str
     problem: str = ""

@@ -361,6 +361,16 @@ class ScoringConfig(RewardConfig):
     role's functions and reward model."""
 
 
+class EngineProcess(Frozen):
+    """What the processes of an engine need to know before they import vLLM."""
+
+    device: Device
+    threads: int
+    enforce_eager: bool
+    records_kept: bool = False
+    """Whether the engine records the tokens that its sampler keeps (`workers/engine/kept_tokens.py`)."""
+
+
 class JudgeConfig(Frozen):
     """Configuration of one judge worker."""
 
@@ -375,6 +385,12 @@ class JudgeConfig(Frozen):
     structured: StructuredConfig | None
     """A form that every answer has."""
     device: Device
+
+    @property
+    def process(self) -> EngineProcess:
+        """What its processes need to know before they import vLLM."""
+        engine = self.engine
+        return EngineProcess(device=self.device, threads=engine.threads, enforce_eager=engine.enforce_eager)
 
 
 ENVIRONMENTS = ("agent", "guess_number", "openenv", "retry", "single_turn", "tools", "verifiers")
@@ -572,6 +588,16 @@ class RolloutConfig(Frozen):
     """KV cache of each GPU, where others share it; None: what vLLM finds free (`gpu_memory_utilization`)."""
     lora: LoraConfig | None = None
     """The policy's adapters, which the engine loads beside the model; None: it loads all weights."""
+
+    @property
+    def process(self) -> EngineProcess:
+        """What its processes need to know before they import vLLM."""
+        return EngineProcess(
+            device=self.device,
+            threads=self.engine.threads,
+            enforce_eager=self.engine.enforce_eager,
+            records_kept=self.sampling.truncates,
+        )
 
 
 class PolicyConfig(Frozen):

@@ -216,9 +216,9 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
-    """With a temperature of its own."""
+    """With a separate temperature."""
     top_k: int = 0
-    """With a temperature of its own; 0: all tokens."""
+    """With a separate temperature; 0: all tokens."""
     temperature: float | None = None
     """None: sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False
@@ -551,6 +551,17 @@ class WeightsSent:
     nbytes: int
     acks: tuple[WeightAck, ...]
     """Of every engine."""
+
+
+@dataclass(frozen=True)
+class SaveStatus:
+    """State of what a rank writes in the background."""
+
+    done: bool
+    failed: str = ""
+    """Why its state is not written."""
+    export_failed: str = ""
+    """Why the model is not written, although its state is."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from troupe.workers.contract.messages import (
     PrepareRequest,
     RankPlan,
     RewardSummary,
+    SaveStatus,
     TextCut,
     TextSummary,
     TrainSummary,
@@ -282,6 +283,15 @@ class Trainer(Worker, Protocol):
 
     def save(self, directory: str) -> Reply[None]:
         """Writes this rank's part of a checkpoint."""
+        ...
+
+    def begin_save(self, directory: str, model: str = "", average: str = "") -> Reply[None]:
+        """Copies what `save` writes, and the exports into folders that are named; begins to write it in the
+        background."""
+        ...
+
+    def save_status(self, directory: str) -> Reply[SaveStatus]:
+        """How far this rank has written what `begin_save` began. Not collective."""
         ...
 
     def try_save(self, directory: str) -> Reply[None]:

@@ -30,7 +30,7 @@ Kept = dict[str, KeptTable]
 
 
 @dataclass
-class _File:
+class _OpenFile:
     """A Parquet file that is being written."""
 
     name: str
@@ -57,7 +57,7 @@ def keep_groups(folder: str | Path, request: KeepRequest, tables: Sequence[pa.Ta
     rows = _rows_by_group(request, tables)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    files: dict[str, _File] = {}
+    files: dict[str, _OpenFile] = {}
     kept: list[Kept] = []
     left = request.max_bytes
     with ExitStack() as open_files:
@@ -71,7 +71,7 @@ def keep_groups(folder: str | Path, request: KeepRequest, tables: Sequence[pa.Ta
                 if kind not in files:
                     name = f"{kind}-{request.part:03d}.parquet"
                     writer = pq.ParquetWriter(place / name, table.schema, compression="zstd")
-                    files[kind] = _File(name, open_files.enter_context(writer))
+                    files[kind] = _OpenFile(name, open_files.enter_context(writer))
                 file = files[kind]
                 file.writer.write_table(table, row_group_size=max(1, table.num_rows))
                 found[kind] = KeptTable(kind, file.name, file.groups)

@@ -3,12 +3,16 @@
 A chat template writes special tokens as text, and the rendering is tokenized as a whole. A `CUT` inside every special
 token that stands in a message keeps it apart from those of the template: the rendering is tokenized in pieces, which
 end there. Jinja, the tokenizer and the comparisons of renderings see the same text otherwise.
+
+A tokenizer may also make a special token of a text that does not have it: normalization turns `＜|end|＞` into
+`<|end|>`, or a piece of the vocabulary is one. So the special tokens of a piece are compared with those that stand in
+it. Where they differ, the texts between them are tokenized apart, in parts that have none.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,7 +20,7 @@ from weakref import WeakKeyDictionary
 from troupe.workers.data.control_tokens import MARK, unmarked_control_tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import AddedToken, PreTrainedTokenizerBase
 
 ALLOW_SPECIAL = "allow_special"
 """The setting of a tokenizer (`init_kwargs`) with which special tokens in texts become their ids."""
@@ -37,6 +41,10 @@ class _Special:
     beginnings: frozenset[str]
     """What could become one together with the text behind it."""
     longest: int
+    tokens: Mapping[str, AddedToken]
+    """By their text, those that have an id and are more than the tokenizer's mark of unknown text."""
+    ids: Mapping[int, str]
+    """Their texts by their ids."""
 
 
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, _Special] = WeakKeyDictionary()
@@ -60,7 +68,14 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
         texts = sorted(all_texts, key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
-        known = _known[tokenizer] = _Special(state, pattern, beginnings, max(map(len, texts), default=0))
+        tokens = {
+            token.content: token
+            for one, token in tokenizer.added_tokens_decoder.items()
+            if token.content in all_texts and (one != tokenizer.unk_token_id or one == tokenizer.eos_token_id)
+        }
+        ids = {one: token.content for one, token in tokenizer.added_tokens_decoder.items() if token.content in tokens}
+        known = _Special(state, pattern, beginnings, max(map(len, texts), default=0), tokens, ids)
+        _known[tokenizer] = known
     return known
 
 
@@ -109,8 +124,45 @@ def sampled_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of rendered text, without what a tokenizer puts around a text."""
     first, *others = text.split(CUT)
-    ids: Any = tokenizer(first, add_special_tokens=False)["input_ids"]
-    return [*ids, *(token for part in others for token in _following(tokenizer, part))]
+    ids = _piece(tokenizer, _alone, first)
+    return [*ids, *(token for part in others for token in _piece(tokenizer, _following, part))]
+
+
+_Encode = Callable[["PreTrainedTokenizerBase", str], list[int]]
+
+
+def _piece(tokenizer: PreTrainedTokenizerBase, encode: _Encode, text: str) -> list[int]:
+    """Token ids of a text with the special tokens that stand in it, and no others."""
+    special, ids = _special(tokenizer), encode(tokenizer, text)
+    if tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True:
+        return ids
+    found = [match for match in special.pattern.finditer(text) if match.group() in special.tokens]
+    if [special.ids[token] for token in ids if token in special.ids] == [match.group() for match in found]:
+        return ids
+    known, ids, place = {content: one for one, content in special.ids.items()}, list[int](), 0
+    for match in found:
+        token, between = special.tokens[match.group()], text[place : match.start()]
+        ids += _plain(tokenizer, encode if place == 0 else _following, between.rstrip() if token.lstrip else between)
+        ids.append(known[match.group()])
+        place = _spaces_end(text, match.end()) if token.rstrip else match.end()
+    return [*ids, *_plain(tokenizer, encode if place == 0 else _following, text[place:])]
+
+
+def _spaces_end(text: str, start: int) -> int:
+    """Where the spaces from there on end."""
+    return next((place for place in range(start, len(text)) if not text[place].isspace()), len(text))
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, encode: _Encode, text: str) -> list[int]:
+    """Token ids of a text without special tokens: in halves where the tokenizer makes one of it.
+
+    What it makes of a single character is left out.
+    """
+    known, ids = _special(tokenizer).ids, encode(tokenizer, text)
+    if len(text) < 2 or known.keys().isdisjoint(ids):
+        return [token for token in ids if token not in known]
+    middle = len(text) // 2
+    return [*_plain(tokenizer, encode, text[:middle]), *_plain(tokenizer, _following, text[middle:])]
 
 
 def _cut(special: _Special, text: str) -> str:
@@ -134,12 +186,16 @@ def _clean(text: str) -> str:
     return text.replace(CUT, "\ufffd").replace(MARK, "\ufffd")
 
 
+def _alone(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokens of a text before which nothing stands."""
+    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def _following(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokens of a text that follows another text."""
     for anchor in _ANCHORS:
-        before: Any = tokenizer(anchor, add_special_tokens=False)["input_ids"]
-        ids: Any = tokenizer(anchor + text, add_special_tokens=False)["input_ids"]
+        before, ids = _alone(tokenizer, anchor), _alone(tokenizer, anchor + text)
         if ids[: len(before)] == before:
             return ids[len(before) :]
-    alone: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return alone
+    return _alone(tokenizer, text)

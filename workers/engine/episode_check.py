@@ -1,22 +1,23 @@
-"""`troupe env check` in a separate process: the tokenizer and vLLM's parser, and the episodes as text."""
+"""`troupe env check` in a separate process: the tokenizer and vLLM's parser, and the episodes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 from troupe.workers.data.chat import sample_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.engine.tool_calls import tool_parser
-from troupe.workers.episodes.check import Rehearsal, describe, rehearse
+from troupe.workers.episodes.check import Rehearsal, describe, rehearse, stretches
 from troupe.workers.episodes.reader import read_row
 from troupe.workers.rewards.thoughts import environment_with_opened_thoughts
 
 
-def report(request: Mapping[str, Any]) -> Iterator[str]:
-    """Episodes as text: with the given turns, if there are any, and with random tokens.
+def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Episodes as data and as `lines`: with the given turns, if there are any, and with random tokens.
 
     Args:
         request: `config` and `model`, the fields of an `EnvironmentConfig` and a `ModelConfig`; `max_tokens`,
@@ -34,4 +35,13 @@ def report(request: Mapping[str, Any]) -> Iterator[str]:
     rows = [read_row(row, sample_seed(seed, number)) for number, row in enumerate(request["rows"])]
     for name, texts in [*([("turns as given", said)] if said else []), ("turns of random tokens", [])]:
         for played in asyncio.run(rehearse(rehearsal, rows, texts, seed)):
-            yield "\n".join([f"{config.name}, {name}", *describe(played, tokenizer)])
+            parts = stretches(played, tokenizer)
+            yield {
+                "environment": config.name,
+                "turns": name,
+                "status": played.status,
+                "finish_reason": played.finish_reason,
+                "info": played.info,
+                "stretches": [asdict(part) for part in parts],
+                "lines": [f"{config.name}, {name}", *describe(played, parts)],
+            }

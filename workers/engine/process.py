@@ -1,33 +1,80 @@
 """The process of a vLLM engine: it ends with its worker, and on the CPU it starts sooner.
 
-By default vLLM spawns it: two imports of some fifteen seconds each, one after the other. On the CPU a fork server (a
-process without engine, event loop or model) imports vLLM at the same time as this process, and the engine is forked
-from it.
+By default vLLM spawns it: two imports of vLLM, one after the other, each some seconds of a core. On the CPU the engine
+is forked from a fork server, a process without engine, event loop or model that has imported vLLM. It is a fork itself
+where the worker imported vLLM before it had threads (`preloaded.py`), so that one import serves both; otherwise it
+imports vLLM at the same time as the worker.
 """
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
 from troupe.workers.contract.config import Device
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, die_with_owner, temporary_folder
 
-_IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
+IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 
 
 def import_ahead() -> None:
-    """Start importing vLLM in the fork server. Set the environment variables that vLLM reads first."""
-    multiprocessing.set_forkserver_preload(_IMPORTED_AHEAD)
+    """Start a fork server that imports vLLM, if there is none. Set the environment that vLLM reads first."""
+    multiprocessing.set_forkserver_preload(IMPORTED_AHEAD)
     with _temporary_files_in(temporary_folder()):  # its socket
         forkserver.ensure_running()
+
+
+def fork_server() -> None:
+    """Make a fork of this process, with all that it has imported, the fork server.
+
+    The process must have no other thread: a lock that another one holds would stay locked in the fork.
+
+    Raises:
+        RuntimeError: It has.
+    """
+    if threads := len(os.listdir("/proc/self/task")) - 1:
+        raise RuntimeError(f"a process with {threads} more threads cannot be forked")
+    multiprocessing.set_forkserver_preload([])
+    original, util.spawnv_passfds = util.spawnv_passfds, _fork
+    try:
+        with _temporary_files_in(temporary_folder()):
+            forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = original
+
+
+def _fork(_: object, command: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Serve in a fork that has these descriptors, as the command of a fork server would: `python -c 'main(...)'`."""
+    if pid := os.fork():
+        return pid
+    try:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > sys.stderr.fileno() and descriptor not in descriptors:
+                with suppress(OSError):  # that of the listing itself
+                    os.close(descriptor)
+        _serve(command[-1])
+    except SystemExit:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _serve(code: str) -> None:
+    """Call `multiprocessing.forkserver.main` with the arguments in the code of its command, which are literals."""
+    (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    (keywords,) = call.keywords
+    forkserver.main(*map(ast.literal_eval, call.args), **ast.literal_eval(keywords.value))
 
 
 class _ForkedProcess(ForkServerProcess):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.contract.config import GPU_BATCH_TOKENS, LoraConfig, RolloutConfig, StructuredConfig
+from troupe.workers.contract.config import (
+    GPU_BATCH_TOKENS,
+    EngineProcess,
+    LoraConfig,
+    RolloutConfig,
+    StructuredConfig,
+)
 from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, private_semaphores, temporary_folder
-from troupe.workers.engine.process import import_ahead
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -30,10 +35,10 @@ _CPU_BLOCK_TOKENS = 32
 CPU build is 128, longer than many prompts; its kernels require multiples of 32."""
 
 
-def set_environment(config: RolloutConfig) -> None:
+def set_environment(engine: EngineProcess) -> None:
     """Set the environment variables that vLLM reads; call before vLLM is first imported.
 
-    vLLM's processes inherit them. On the CPU this also starts the process that imports vLLM for the engine.
+    vLLM's processes inherit them.
     """
     private_semaphores()
     os.environ |= {
@@ -44,7 +49,7 @@ def set_environment(config: RolloutConfig) -> None:
         OWNER_VARIABLE: str(os.getpid()),
         FOLDER_VARIABLE: temporary_folder(),
     }
-    if config.sampling.truncates:
+    if engine.records_kept:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # see `record_kept_tokens`
     for name, value in {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -52,18 +57,17 @@ def set_environment(config: RolloutConfig) -> None:
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }.items():
         os.environ.setdefault(name, value)
-    if config.device == "cuda":
+    if engine.device == "cuda":
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's CPUs, and vLLM would keep it
     else:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several actors share the cores
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override `kv_cache_gib`
-        if config.engine.threads:
-            os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
+        if engine.threads:
+            os.environ["OMP_NUM_THREADS"] = str(engine.threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-        if config.engine.enforce_eager:
+        if engine.enforce_eager:
             # Even then vLLM compiles one small function in the first `generate`: it takes seconds and needs a compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        import_ahead()
 
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:

@@ -86,7 +86,7 @@ class Choice:
 
 
 @dataclass(eq=False)
-class _Asked:
+class _PendingRequest:
     """A request that is not answered yet."""
 
     request: web.Request
@@ -113,7 +113,7 @@ class Agent(Environment):
         self._waiting: asyncio.Queue[Choice] = asyncio.Queue()
         self._pending: list[Choice] = []
         """Choices that are being sampled: that of the next turn, then those of the conversations beside it."""
-        self._asked: list[_Asked] = []
+        self._asked: list[_PendingRequest] = []
         """Requests without a response that arrived."""
         self._known: list[Message] = []
         self._tools: list[dict[str, Any]] | None = None
@@ -266,7 +266,7 @@ class Agent(Environment):
             return _error(400, str(error))
         asked = self._retried(request, body)
         if asked is None:
-            asked = _Asked(request, body, choices)
+            asked = _PendingRequest(request, body, choices)
             self._asked.append(asked)
             for choice in choices:
                 self._waiting.put_nowait(choice)
@@ -282,8 +282,8 @@ class Agent(Environment):
             return web.json_response(completion(messages))
         return await _stream(request, completion(messages))
 
-    def _retried(self, request: web.Request, body: Any) -> _Asked | None:
-        """The same request whose client has given up waiting, which this one takes over; None: there is none."""
+    def _retried(self, request: web.Request, body: Any) -> _PendingRequest | None:
+        """The same request whose client has given up waiting, which this one takes over; None: no such request."""
         for asked in self._asked:
             if _given_up(asked.request) and asked.body == body:
                 asked.request = request

@@ -36,12 +36,12 @@ from troupe.workers.telemetry.stacks import write_stacks_on_signal
 _PR_SET_PDEATHSIG = 1
 
 
-def main(control: str, lifeline: str) -> None:
+def main(control: str, owner_pipe: str) -> None:
     """Load the environment and fork a seat for every request, until the socket closes.
 
     The arguments are those of `troupe.workers.isolation.child.Child`.
     """
-    with connection(int(control), int(lifeline)) as parent:
+    with connection(int(control), int(owner_pipe)) as parent:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the seats
         order = json.loads(_read_line(parent))
         try:
@@ -57,7 +57,7 @@ def main(control: str, lifeline: str) -> None:
             seat = socket.socket(fileno=descriptors[0])
             if os.fork() == 0:
                 parent.close()
-                os.close(int(lifeline))
+                os.close(int(owner_pipe))
                 _become_seat(seat, create, order["memory_limit_mib"])
             seat.close()
 

@@ -116,28 +116,49 @@ def _random(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[
         yield [*(rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, _RANDOM_TOKENS))), *end]
 
 
-def describe(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The episode as lines: every stretch of tokens with who wrote it and whether it has loss, rewards and status."""
-    lines = []
-    rewards = dict(played.rewards)
-    before = 0
-    for number, segment in enumerate(played.segments):
-        if len(played.segments) > 1:
-            lines.append(f"row {number + 1} of {len(played.segments)}")
-        lines.append(_stretch(tokenizer, "prompt", segment.prompt_ids, loss=False))
+@dataclass(frozen=True)
+class TokenStretch:
+    """Consecutive tokens of one author."""
+
+    row: int
+    """Row of the episode, from 0."""
+    name: str
+    """Who wrote them: `prompt`, `assistant`, `environment` ..."""
+    ids: Sequence[int]
+    loss: bool
+    text: str
+    reward: float | None = None
+    """Of the turn; None: it has none."""
+
+
+def stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenStretch]:
+    """The tokens of an episode by author, in order."""
+    found, rewards, before = list[TokenStretch](), dict(played.rewards), 0
+
+    def text(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    for row, segment in enumerate(played.segments):
+        found.append(TokenStretch(row, "prompt", segment.prompt_ids, loss=False, text=text(segment.prompt_ids)))
         for turn in segment.turns:
-            own = segment.response_ids[turn["start"] : turn["end"]]
-            lines.append(_stretch(tokenizer, turn["name"], own, loss=turn["name"] == "assistant"))
-            if (reward := rewards.get(before + turn["end"])) is not None and turn["name"] == "assistant":
-                lines.append(f"  reward {reward:g}")
+            own, sampled = segment.response_ids[turn["start"] : turn["end"]], turn["name"] == "assistant"
+            reward = rewards.get(before + turn["end"]) if sampled else None
+            found.append(TokenStretch(row, turn["name"], own, sampled, text(own), reward))
         before += len(segment.response_ids)
+    return found
+
+
+def describe(played: Played, parts: Sequence[TokenStretch]) -> list[str]:
+    """The episode as lines: every stretch of tokens with who wrote it and whether it has loss, rewards and status."""
+    lines, rows = list[str](), len(played.segments)
+    for part in parts:
+        if rows > 1 and part.name == "prompt":
+            lines.append(f"row {part.row + 1} of {rows}")
+        shown = " ".join(map(str, part.ids[:12])) + (" ..." if len(part.ids) > 12 else "")
+        mask = "loss" if part.loss else "no loss"
+        lines.append(f"  {part.name:<11} {len(part.ids):>5} tokens, {mask:<7}  [{shown}]\n    {part.text!r}")
+        if part.reward is not None:
+            lines.append(f"  reward {part.reward:g}")
     info = "".join(f", {name} {value:g}" for name, value in played.info.items())
     lines.append(f"end: {played.status}, {played.finish_reason}, {len(played.turns)} turns{info}")
     return lines
-
-
-def _stretch(tokenizer: PreTrainedTokenizerBase, name: str, ids: Sequence[int], *, loss: bool) -> str:
-    text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
-    shown = " ".join(map(str, ids[:12])) + (" ..." if len(ids) > 12 else "")
-    mask = "loss" if loss else "no loss"
-    return f"  {name:<11} {len(ids):>5} tokens, {mask:<7}  [{shown}]\n    {text!r}"

@@ -58,7 +58,7 @@ class Child:
         """Start the child.
 
         Args:
-            entry: `package.module:function`; called with the descriptors of the socket and the lifeline, as strings.
+            entry: `package.module:function`; called with the descriptors of the socket and the owner pipe, as strings.
             name: Name of the user code, for messages.
             keep: Names of variables with secrets that the user code may read.
 
@@ -68,17 +68,17 @@ class Child:
         self.mark = new_mark()
         """Identifies the child and all processes that it starts."""
         self.connection, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
+        owner_pipe, self._owner_pipe = os.pipe()
         self._output = output = BoundedOutput(name)
         self._buffer = b""
         try:
             self._process = subprocess.Popen(
-                python_command(entry, str(theirs.fileno()), str(lifeline)),
+                python_command(entry, str(theirs.fileno()), str(owner_pipe)),
                 stdin=subprocess.DEVNULL,
                 stdout=output.descriptor,
                 stderr=output.descriptor,
                 env=child_environment(self.mark, keep),
-                pass_fds=(theirs.fileno(), lifeline),
+                pass_fds=(theirs.fileno(), owner_pipe),
                 start_new_session=True,  # it does not receive the terminal's Ctrl-C
             )
         except OSError:
@@ -87,7 +87,7 @@ class Child:
             raise
         finally:
             theirs.close()
-            os.close(lifeline)
+            os.close(owner_pipe)
         output.started()
 
     @property
@@ -165,4 +165,4 @@ class Child:
 
     def _disconnect(self) -> None:
         self.connection.close()
-        os.close(self._lifeline)
+        os.close(self._owner_pipe)

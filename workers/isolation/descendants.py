@@ -59,7 +59,7 @@ def used_bytes(mark: str, *, at_most: int = 0) -> tuple[int, int]:
     return sum(shares), len(shares)
 
 
-def run_guarded(lifeline: int, mark: str) -> None:
+def run_guarded(owner_pipe: int, mark: str) -> None:
     """Continue in a child process, in a new session, that this process guards; returns in the child only.
 
     The guard ends all processes with this mark, and the child's process group, when the child ends or the other end of
@@ -70,19 +70,19 @@ def run_guarded(lifeline: int, mark: str) -> None:
     guard = os.getpid()
     child = os.fork()
     if child:
-        _guard(child, lifeline, mark)
+        _guard(child, owner_pipe, mark)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:  # it has ended before the kernel was asked
         os._exit(1)
     os.setsid()
 
 
-def _guard(child: int, lifeline: int, mark: str) -> NoReturn:
+def _guard(child: int, owner_pipe: int, mark: str) -> NoReturn:
     """Wait for the child, or the end of the worker; see `run_guarded`."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        kept = os.dup(lifeline)
+        kept = os.dup(owner_pipe)
         os.closerange(0, kept)
         os.closerange(kept + 1, 4096)
         ended = os.pidfd_open(child)

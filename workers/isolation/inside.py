@@ -17,19 +17,19 @@ from troupe.workers.telemetry.stacks import write_stacks_on_signal
 F_SETOWN = 8  # not in Python's fcntl module
 
 
-def connection(control: int, lifeline: int) -> socket.socket:
+def connection(control: int, owner_pipe: int) -> socket.socket:
     """Prepare a process for user code: a child of this one, which guards it. Returns the socket to the worker.
 
-    The process and all that it starts end when the worker closes the other end of the lifeline.
+    The process and all that it starts end when the worker closes the other end of the owner pipe.
 
     Args:
         control: Descriptor of the socket.
-        lifeline: Descriptor of the pipe.
+        owner_pipe: Descriptor of the pipe.
     """
-    for descriptor in (control, lifeline):  # or processes that user code starts would keep the connection open
+    for descriptor in (control, owner_pipe):  # or processes that user code starts would keep the connection open
         os.set_inheritable(descriptor, False)
-    run_guarded(lifeline, os.environ[MARK])
-    die_with(lifeline)
+    run_guarded(owner_pipe, os.environ[MARK])
+    die_with(owner_pipe)
     write_stacks_on_signal()
     os.dup2(2, 1)  # user code prints to the log, line by line: a killed process flushes nothing
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -37,16 +37,16 @@ def connection(control: int, lifeline: int) -> socket.socket:
     return socket.socket(fileno=control)
 
 
-def die_with(lifeline: int) -> None:
+def die_with(owner_pipe: int) -> None:
     """Let the kernel end this process group when the other end of the pipe closes, which it does when the worker dies.
 
     The default action of SIGIO ends the process. A thread that waits for the end of file is not enough: code that holds
     the interpreter lock, such as a regular expression that backtracks forever, would keep it from running.
     """
-    fcntl.fcntl(lifeline, F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(owner_pipe, F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(owner_pipe, fcntl.F_SETFL, fcntl.fcntl(owner_pipe, fcntl.F_GETFL) | os.O_ASYNC)
     closed = select.poll()
-    closed.register(lifeline, select.POLLHUP)
+    closed.register(owner_pipe, select.POLLHUP)
     if closed.poll(0):  # the worker died before the kernel was asked
         os._exit(1)
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
-_lifelines: dict[str, IO[bytes]] = {}
+_owner_pipes: dict[str, IO[bytes]] = {}
 """Our end of the pipe of `remove_at_death`, by path; when it closes, the file or folder is removed."""
 
 
@@ -21,12 +21,12 @@ def remove_at_death(path: str | Path, *, prefix: bool = False) -> None:
     guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
     guard.wait()
     if guard.stdin is not None:
-        _lifelines[str(path)] = guard.stdin
+        _owner_pipes[str(path)] = guard.stdin
 
 
 def retire(path: str | Path) -> None:
     """Remove a file whose name will not be used again, and end the process that guards it."""
     Path(path).unlink(missing_ok=True)
-    lifeline = _lifelines.pop(str(path), None)
-    if lifeline is not None:
-        lifeline.close()
+    owner_pipe = _owner_pipes.pop(str(path), None)
+    if owner_pipe is not None:
+        owner_pipe.close()

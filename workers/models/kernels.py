@@ -42,7 +42,8 @@ def use_liger(model: PreTrainedModel, device: Device) -> None:
         liger._apply_liger_kernel_to_instance(target, fused_linear_cross_entropy=False, cross_entropy=False)
 
     tried = runnable(model, small=True, device=device)
-    if tried is None or not computes_the_same(tried, replace):
-        why = "could not be tried on" if tried is None else "computes something else with"
-        raise ValueError(f"{type(model).__name__} {why} Liger's kernels; set kernels: torch")
+    if tried is None or tried is model:
+        raise ValueError(f"{type(model).__name__} could not be tried on Liger's kernels; set kernels: torch")
+    if not computes_the_same(tried, replace):
+        raise ValueError(f"{type(model).__name__} computes something else with Liger's kernels; set kernels: torch")
     replace(model)

@@ -10,7 +10,7 @@ _MAPS = Path("/proc/self/maps")
 _MADV_DONTNEED = 4
 
 
-class MappedWeights:
+class WeightMappings:
     """The weight files of a folder, as they are mapped from now on by a reader that does not write to its mappings."""
 
     def __init__(self, folder: str) -> None:

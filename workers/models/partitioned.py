@@ -47,7 +47,7 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of a parameter or buffer; a partitioned parameter is empty by itself."""
+    """Shape of a parameter or buffer; a partitioned parameter is itself empty."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
@@ -56,12 +56,13 @@ def runnable(model: PreTrainedModel, small: bool = False, device: Device | None 
     run on another device, where its kernels are others and a large model is fast.
 
     A copy is of the same class, type and attention, has random weights and is on the device where the model will run;
-    windows of its attention are short. None where no copy can be built and run, and the model itself cannot either:
-    the caller then assumes the least.
+    windows of its attention are short. If no copy can be built and run, the result is the model itself, or None if that
+    is partitioned: the caller then assumes the least.
 
     Args:
         model: The model.
-        small: Whether a copy is wanted in any case.
+        small: Whether a copy is preferred in any case. A copy amplifies rounding little: in bfloat16 two ways to
+            compute the states of a trained model can differ by more than their length, where its tokens are rare.
         device: Where the model will run; None: where it is.
     """
     whole = not any(is_partitioned(parameter) for parameter in model.parameters())
@@ -76,7 +77,7 @@ def runnable(model: PreTrainedModel, small: bool = False, device: Device | None 
                 return _copy(model, smaller, place)
             except Exception as error:  # an architecture may refuse the sizes in any way
                 logger.info("no small copy of %s: %s", type(model).__name__, error)
-    if whole and not small:
+    if whole:
         return model
     logger.warning("%s is not tried out, as it has no small copy: it is assumed to do the least", type(model).__name__)
     return None

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import asyncio
 
 
-def main(control: str, lifeline: str) -> None:
+def main(control: str, owner_pipe: str) -> None:
     """Serve requests until the socket closes. The arguments are those of `troupe.workers.isolation.child.Child`."""
-    with connection(int(control), int(lifeline)) as parent, parent.makefile("rb") as requests:
+    with connection(int(control), int(owner_pipe)) as parent, parent.makefile("rb") as requests:
         start = requests.readline()
         if not start:
             return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from troupe.workers.contract.config import RewardFunctionConfig
-from troupe.workers.rewards.runner import Outcome, Sample
+from troupe.workers.rewards.runner import RewardResult, Sample
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,11 @@ class EnvironmentReward:
 
     config: RewardFunctionConfig
 
-    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One outcome per sample; an episode without a reward has 0."""
         return [
-            Outcome(sum(reward for _, reward in s.turn_rewards), steps=s.turn_rewards if self.config.process else ())
+            RewardResult(
+                sum(reward for _, reward in s.turn_rewards), steps=s.turn_rewards if self.config.process else ()
+            )
             for s in samples
         ]

@@ -9,7 +9,7 @@ from troupe.workers.contract.judges import Judge, JudgeAnswer
 from troupe.workers.rewards.judge_cache import AnswerCache, question_key
 from troupe.workers.rewards.judge_http import HttpJudge
 from troupe.workers.rewards.judge_rubric import JudgeError, read_args
-from troupe.workers.rewards.runner import Outcome, Sample
+from troupe.workers.rewards.runner import RewardResult, Sample
 
 _SHOWN = 200
 """Characters of an answer in a status."""
@@ -41,7 +41,7 @@ class JudgeReward:
         if self._args.endpoint is None:
             self._judge = judge
 
-    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One outcome per sample. Equal questions are asked once. Raises JudgeGone."""
         if self._judge is None or self._cache is None:
             return [_failed("no judge is connected")] * len(samples)
@@ -69,15 +69,15 @@ class JudgeReward:
         spent = JudgeAnswer(failure=f"the budget of {budget} questions of this worker is used up")
         return dict.fromkeys(questions, spent) | dict(zip(asked, answers, strict=True))
 
-    def _outcome(self, answer: JudgeAnswer) -> Outcome:
+    def _outcome(self, answer: JudgeAnswer) -> RewardResult:
         if answer.failure:
             return _failed(answer.failure, answer.said[:_SHOWN])
         try:
-            return Outcome(self._args.reward(answer.text))
+            return RewardResult(self._args.reward(answer.text))
         except JudgeError as error:
             return _failed(str(error), answer.text[-_SHOWN:])
 
 
-def _failed(reason: str, said: str = "") -> Outcome:
+def _failed(reason: str, said: str = "") -> RewardResult:
     """A failure for a reason; what the judge `said` differs between failures of the same cause."""
-    return Outcome(None, f"judge: {reason}" + (f": {said!r}" if said else ""), cause=f"judge: {reason}")
+    return RewardResult(None, f"judge: {reason}" + (f": {said!r}" if said else ""), cause=f"judge: {reason}")

@@ -21,7 +21,7 @@ from troupe.workers.models.capabilities import takes_segments
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.modeling import torch_dtype
 from troupe.workers.models.token_batch import segment_table
-from troupe.workers.rewards.runner import Outcome
+from troupe.workers.rewards.runner import RewardResult
 
 _TOLERANCE = 4e-2
 """Largest difference of two ways to compute a score in bfloat16, as a fraction of the largest score."""
@@ -73,21 +73,21 @@ class RewardModel:
         self.vocab_size: int = text_config.vocab_size
         self.packs = self._scores_packed_rows()
 
-    def score(self, rollouts: pa.Table) -> list[Outcome]:
+    def score(self, rollouts: pa.Table) -> list[RewardResult]:
         """Score of every row of a ROLLOUTS table.
 
         A row that is too long for the model, has a token outside its embedding, or gets a score that is not finite, has
         a failed outcome.
         """
         sequences = self.encode(rollouts)
-        outcomes = [Outcome(None, self._unusable(ids)) for ids in sequences]
+        outcomes = [RewardResult(None, self._unusable(ids)) for ids in sequences]
         fitting = [row for row, outcome in enumerate(outcomes) if not outcome.status]
         lengths, forward = {row: len(sequences[row]) for row in fitting}, self._packed if self.packs else self._padded
         for batch in budget_batches(lengths, self.micro_batch_tokens, packed=self.packs):
             scores = forward([sequences[row] for row in batch])
             for row, score in zip(batch, scores, strict=True):
                 finite = math.isfinite(score)
-                outcomes[row] = Outcome(score) if finite else Outcome(None, f"not a finite number: {score}")
+                outcomes[row] = RewardResult(score) if finite else RewardResult(None, f"not a finite number: {score}")
         return outcomes
 
     def _unusable(self, ids: Sequence[int]) -> str:

@@ -59,8 +59,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Result for one sample: a number, or why there is none."""
+class RewardResult:
+    """Result for one sample: a number, or the reason why it has no number."""
 
     value: float | None
     status: str = "ok"
@@ -126,7 +126,7 @@ class RewardProcess:
         self._concurrent = reply.get("concurrent") is True
         self._resident, _ = used_bytes(child.mark)
 
-    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Score the samples of a group; faults of the function never raise.
 
         A batched function gets all of them in one call, an asynchronous one is called for all of them at the same time,
@@ -136,7 +136,7 @@ class RewardProcess:
             self.start()
         except (RewardFunctionError, OSError) as error:  # the replacement of a dead child did not start
             self.close()
-            return [Outcome(None, f"error: {error}")] * len(samples)
+            return [RewardResult(None, f"error: {error}")] * len(samples)
         if self.config.batched or self._concurrent:
             return self._score(samples)
         return [outcome for sample in samples for outcome in self._score([sample])]
@@ -147,7 +147,7 @@ class RewardProcess:
         if child is not None:
             child.close()
 
-    def _score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Outcomes of one request."""
         self._requests += 1
         request = {"id": self._requests, "samples": [sample.request() for sample in samples]}
@@ -174,12 +174,12 @@ class RewardProcess:
         return outcomes
 
     @staticmethod
-    def _all_failed(status: str, samples: int) -> list[Outcome]:
+    def _all_failed(status: str, samples: int) -> list[RewardResult]:
         """The same failure for every sample of a request, which says so."""
         shared = f" (one call for {samples} samples)" if samples > 1 else ""
-        return [Outcome(None, status + shared, cause=status)] * samples
+        return [RewardResult(None, status + shared, cause=status)] * samples
 
-    def _read(self, reply: dict[str, Any], samples: Sequence[Sample]) -> list[Outcome]:
+    def _read(self, reply: dict[str, Any], samples: Sequence[Sample]) -> list[RewardResult]:
         """The outcomes in a reply. Raises InvalidReply for an invalid one: user code may have written it."""
         if reply.get("last") and isinstance(failure := reply.get("failure"), str):
             return self._all_failed(failure, len(samples))
@@ -190,21 +190,21 @@ class RewardProcess:
             raise InvalidReply(f"replied no results for {len(samples)} samples")
         return [self._outcome(result, len(s.response)) for result, s in zip(results, samples, strict=True)]
 
-    def _outcome(self, result: Any, length: int) -> Outcome:
+    def _outcome(self, result: Any, length: int) -> RewardResult:
         """The outcome of one sample, with a response of `length` characters. Raises InvalidReply for an invalid one."""
         if not isinstance(result, dict):
             raise InvalidReply("replied a result that is not a JSON object")
         if isinstance(failure := result.get("failure"), str):
-            return Outcome(None, failure, cause=str(result.get("cause", "")))
+            return RewardResult(None, failure, cause=str(result.get("cause", "")))
         value = result.get("value")
         if not isinstance(value, float) or not math.isfinite(value):
             raise InvalidReply("replied neither a number nor a failure")
         if not self.config.process:
-            return Outcome(value)
+            return RewardResult(value)
         if (steps := result.get("steps")) is None:
-            return Outcome(None, f"expected steps, got a number: {value}", cause="expected steps, got a number")
+            return RewardResult(None, f"expected steps, got a number: {value}", cause="expected steps, got a number")
         try:
-            return Outcome(value, steps=checked_steps(steps, length))
+            return RewardResult(value, steps=checked_steps(steps, length))
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidReply(f"replied invalid steps: {error}") from error
 

@@ -1,7 +1,7 @@
 """The process that builds a sandbox, in three steps that each have fewer rights than the one before.
 
-1. The *keeper* is a child of the process that called `run_python`. It clones a process into new namespaces and writes
-   its user map. When that process ends, or the lifeline closes, it kills what is left and ends.
+1. The *supervisor* is a child of the process that called `run_python`. It clones a process into new namespaces and
+   writes its user map. When that process ends, or the owner pipe closes, it kills what is left and ends.
 2. The *init* is process 1 of the new process namespace. It makes a separate root file system and leaves the host's.
    When it ends, the kernel kills every process in the namespace. It watches the memory of all of them.
 3. The *program* gives up every right and becomes the interpreter that runs the code.
@@ -80,15 +80,15 @@ def _call(step: str, result: int) -> int:
 
 
 def main() -> NoReturn:
-    """Run one program. The arguments are the descriptors of the request, of the status pipe and of the lifeline."""
-    request_fd, status, lifeline = map(int, sys.argv[1:4])
-    for descriptor in (request_fd, status, lifeline):
+    """Run one program. The arguments are the descriptors of the request, of the status pipe and of the owner pipe."""
+    request_fd, status, owner_pipe = map(int, sys.argv[1:4])
+    for descriptor in (request_fd, status, owner_pipe):
         os.set_inheritable(descriptor, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the caller too, who closes the lifeline
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the caller too, who closes the owner pipe
     with os.fdopen(request_fd, "rb") as file:
         request: dict[str, Any] = json.loads(file.read())
     try:
-        _keep(request, status, lifeline)
+        _keep(request, status, owner_pipe)
     except SetupError as error:
         _report(status, {"failure": str(error), "step": error.step, "errno": error.number})
     os._exit(0)
@@ -99,8 +99,8 @@ def _report(status: int, message: dict[str, Any]) -> None:
         os.write(status, json.dumps(message).encode() + b"\n")
 
 
-def _keep(request: dict[str, Any], status: int, lifeline: int) -> None:
-    """Start the init, and stay until it has ended; kill it when the lifeline closes."""
+def _keep(request: dict[str, Any], status: int, owner_pipe: int) -> None:
+    """Start the init, and stay until it has ended; kill it when the owner pipe closes."""
     _raise_memory_limit(request["limits"]["memory_mib"] * 2**20)
     ready_read, ready_write = os.pipe()
     caller = os.geteuid()
@@ -108,20 +108,20 @@ def _keep(request: dict[str, Any], status: int, lifeline: int) -> None:
     init = _call("clone", _libc.syscall(_CLONE[platform.machine()], _CLONE_FLAGS | signal.SIGCHLD, 0, 0, 0, 0))
     if init == 0:
         os.close(ready_write)
-        os.close(lifeline)
+        os.close(owner_pipe)
         _init(request, status, ready_read, drops_user)
     os.close(ready_read)
     try:
         with _step("map users"):
             _map_users(init, caller, drops_user)
             os.write(ready_write, b"1")
-        for descriptor in (0, 1, 2):  # or the keeper would hold the program's output open
+        for descriptor in (0, 1, 2):  # or the supervisor would hold the program's output open
             os.close(descriptor)
         with _step("watch the sandbox"):
             ended = os.pidfd_open(init)
             waiting = select.poll()
             waiting.register(ended, select.POLLIN)
-            waiting.register(lifeline, select.POLLHUP)
+            waiting.register(owner_pipe, select.POLLHUP)
             waiting.poll()
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -171,7 +171,7 @@ def _init(request: dict[str, Any], status: int, ready: int, drops_user: bool) ->
     """Process 1: make the file system, start the program, and end with it."""
     try:
         _call("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-        if os.read(ready, 1) != b"1":  # the keeper failed, or is dead
+        if os.read(ready, 1) != b"1":  # the supervisor failed, or is dead
             os._exit(1)
         os.setsid()
         _call("prctl", _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # no other process may read its memory or descriptors

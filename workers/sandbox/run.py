@@ -104,9 +104,9 @@ def run_python(
     if not all(name.isidentifier() and name.isascii() for name in sources):
         raise ValueError(f"modules must have plain names, got {sorted(sources)}")
     started = time.monotonic()
-    with _sandbox(_request(sources, limits)) as (process, status, lifeline):
+    with _sandbox(_request(sources, limits)) as (process, status, owner_pipe):
         transfer = _Transfer(process, status, stdin.encode("utf-8", "replace"), limits.output_kib * 1024)
-        timed_out = transfer.run(started + limits.timeout_s, lifeline)
+        timed_out = transfer.run(started + limits.timeout_s, owner_pipe)
     end = _read_status(transfer.status, timed_out)
     wait_status = end.get("wait_status")
     code_or_signal = os.waitstatus_to_exitcode(wait_status) if wait_status is not None else -9
@@ -204,18 +204,18 @@ def _ends_with_memory_error(stderr: str) -> bool:
 
 @contextlib.contextmanager
 def _sandbox(request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], int, list[int]]]:
-    """Start the sandbox; yields its process, the status pipe and the lifeline. It is gone at the end of the block."""
-    lifeline_read, lifeline_write = os.pipe()
+    """Start the sandbox; yields its process, the status pipe and the owner pipe. It is gone at the end of the block."""
+    owner_pipe_read, owner_pipe_write = os.pipe()
     status_read, status_write = os.pipe()
     descriptor = os.memfd_create("request")
-    lifeline = [lifeline_write]
+    owner_pipe = [owner_pipe_write]
     process: subprocess.Popen[bytes] | None = None
     try:
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(json.dumps(request).encode())
             os.lseek(descriptor, 0, os.SEEK_SET)
-            given = (descriptor, status_write, lifeline_read)
+            given = (descriptor, status_write, owner_pipe_read)
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *map(str, given)],
                 stdin=subprocess.PIPE,
@@ -226,20 +226,20 @@ def _sandbox(request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes],
                 cwd="/",
             )
         finally:
-            for one in (descriptor, status_write, lifeline_read):
+            for one in (descriptor, status_write, owner_pipe_read):
                 os.close(one)
-        yield process, status_read, lifeline
+        yield process, status_read, owner_pipe
     finally:
-        _cut(lifeline)
+        _cut(owner_pipe)
         os.close(status_read)
         if process is not None:
             _end(process)
 
 
-def _cut(lifeline: list[int]) -> None:
-    """Close the lifeline, if it is not closed: everything in the sandbox is killed."""
-    if lifeline:
-        os.close(lifeline.pop())
+def _cut(owner_pipe: list[int]) -> None:
+    """Close the owner pipe, if it is not closed: everything in the sandbox is killed."""
+    if owner_pipe:
+        os.close(owner_pipe.pop())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -293,7 +293,7 @@ class _Transfer:
         self._status_fd = status
         self._selector.register(status, selectors.EVENT_READ, self._add_status)
 
-    def run(self, deadline: float, lifeline: list[int]) -> bool:
+    def run(self, deadline: float, owner_pipe: list[int]) -> bool:
         """Transfer until the sandbox has ended, which the end of the status pipe says.
 
         Waits for the program, until the deadline; then for the end of the processes that were killed.
@@ -309,7 +309,7 @@ class _Transfer:
                     if timed_out:
                         raise SandboxError("the sandbox did not end after it was killed")
                     timed_out, deadline = True, time.monotonic() + _GRACE_S
-                    _cut(lifeline)
+                    _cut(owner_pipe)
                 self._step(max(0.0, left))
             while set(self._selector.get_map()) and self._step(0.0):  # what is left in the pipes
                 pass

@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ from troupe.workers.models.cpu import return_freed
 from troupe.workers.models.modeling import ModelModule
 from troupe.workers.models.partitioned import whole_shape
 from troupe.workers.training import masters
+from troupe.workers.training.background_save import HostCopies, Write
 from troupe.workers.training.checkpoint import ReshardingLoader, reshard_average
 from troupe.workers.training.group import import_deepspeed
 from troupe.workers.training.host_states import HostStates, gradient_buffers, optimizer_states
@@ -129,7 +131,7 @@ class TrainEngine:
                 optimizer=adamw(module, config),
                 config=deepspeed_config(config, self._stage, dtype, numbers),
             )
-        restrict_loading(self._engine)
+        self._files = restrict_loading(self._engine)
         if adapter is not None:
             save_trained_only(self._engine)
         if self._stage == 0 and dtype == torch.bfloat16:
@@ -143,6 +145,7 @@ class TrainEngine:
         self._average = [held.float().clone() for held in self._held()] if config.ema_decay else []
         self.device: torch.device = self._engine.device
         self._states = HostStates(self.device)
+        self._copies: HostCopies | None = None
 
     @property
     def rank(self) -> int:
@@ -286,16 +289,34 @@ class TrainEngine:
 
     def save(self, directory: str) -> None:
         """Write everything needed for a bitwise resume: weights, optimizer, schedule position, random state."""
+        self._save_shards(directory)
+        save_file(self._own_state(), rank_file(directory, dist.get_rank(), dist.get_world_size()))
+        dist.barrier()
+
+    def copy_state(self, directory: str) -> list[Write]:
+        """Copy what `save` writes to host memory. Collective; what is returned writes the same files, and is not.
+
+        The copies are overwritten by the next call.
+        """
+        copies = self._copies = self._copies or HostCopies(self.device)
+        with self._files.held(copies.of) as writes:
+            self._save_shards(directory)
+        file = rank_file(directory, dist.get_rank(), dist.get_world_size())
+        return [*writes, partial(save_file, copies.of(self._own_state()), file)]
+
+    def _save_shards(self, directory: str) -> None:
         frozen = self._adapter is not None
         self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
+
+    def _own_state(self) -> dict[str, torch.Tensor]:
+        """What this rank needs besides DeepSpeed's files."""
         state = {"updates": torch.tensor([self._updates]), "torch_rng": torch.get_rng_state()}
         if self._adapter is not None:
             state |= {_BASE: as_bytes(self._adapter.base)}
         state |= {f"average.{number}": average for number, average in enumerate(self._average)}
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state()
-        save_file(state, rank_file(directory, dist.get_rank(), dist.get_world_size()))
-        dist.barrier()
+        return state
 
     def load(self, directory: str) -> int:
         """Resume from what `save` wrote with the same ZeRO stage.
@@ -368,27 +389,38 @@ class TrainEngine:
 
         With adapters: the folder of peft that holds them.
         """
+        self._write_everywhere(self.copy_export(directory, source))
+
+    def copy_export(self, directory: str, source: ModelConfig) -> list[Write]:
+        """Copy what `export` writes. Collective; what is returned writes it on rank 0, and is not collective."""
         weights = {}
         for name, tensor in self.named_weights():
-            if dist.get_rank() == 0:
+            if self.rank == 0:
                 weights[name] = tensor.to("cpu", copy=True)
+        return [partial(self._write_model, Path(directory), source, weights)] if self.rank == 0 else []
+
+    def _write_everywhere(self, writes: Sequence[Write]) -> None:
         try:
-            if dist.get_rank() == 0:
-                self._write_model(Path(directory), source, weights)
+            for write in writes:
+                write()
         finally:
             dist.barrier()  # after a failure too: the other ranks wait here, and train on
 
     def try_save(self, directory: str, source: ModelConfig) -> None:
-        """Write what `save` and `export` write, with one small tensor in place of the weights. Not collective.
+        """Write what `save` and `export` write, without the numbers: one small tensor stands for the weights.
 
-        What rank 0 exports is read again.
+        DeepSpeed's files and what rank 0 exports are read again.
 
         Raises:
             OSError: a file cannot be written.
-            ValueError: the model, its configuration or its tokenizer cannot be exported.
+            RuntimeError: DeepSpeed cannot write its state.
+            ValueError: the model, its configuration or its tokenizer cannot be exported, or DeepSpeed's state has what
+                a resume does not read.
         """
         folder = Path(directory) / "export"
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with self._files.tried():
+            self._save_shards(directory)
         save_file({"updates": torch.tensor([self._updates])}, rank_file(directory, self.rank, dist.get_world_size()))
         if self.rank == 0:
             name, dtype, shape = min(self.weight_shapes(), key=lambda weight: math.prod(weight[2]))
@@ -416,6 +448,10 @@ class TrainEngine:
 
     def export_average(self, directory: str, source: ModelConfig) -> None:
         """Like `export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""
+        self._write_everywhere(self.copy_average(directory, source))
+
+    def copy_average(self, directory: str, source: ModelConfig) -> list[Write]:
+        """Like `copy_export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""
         if not self._average:
             raise RuntimeError("there is no moving average of the weights: ema_decay is 0")
         held = self._held()
@@ -423,7 +459,7 @@ class TrainEngine:
         try:
             for tensor, average in zip(held, self._average, strict=True):
                 tensor.copy_(average)
-            self.export(directory, source)
+            return self.copy_export(directory, source)
         finally:
             for tensor, before in zip(held, trained, strict=True):
                 tensor.copy_(before)

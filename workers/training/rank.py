@@ -21,6 +21,7 @@ from troupe.workers.contract.messages import (
     KeptFile,
     Peak,
     RankPlan,
+    SaveStatus,
     UpdateMetrics,
     WorkerHealth,
 )
@@ -32,6 +33,7 @@ from troupe.workers.models.modeling import ModelModule, score_plan
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_activity import Activity, announce
+from troupe.workers.training.background_save import BackgroundWriter
 from troupe.workers.training.deepspeed_engine import StepResult, TrainEngine
 from troupe.workers.training.group import (
     all_reduce,
@@ -69,6 +71,7 @@ class TrainingRank(ABC):
         self._reference: FrozenModule | None = None
         self._base_of: ModelAdapter | None = None
         """Adapters of which the colocated reference is the start."""
+        self._writer = BackgroundWriter()
 
     @property
     def _below(self) -> ModelConfig:
@@ -157,7 +160,29 @@ class TrainingRank(ABC):
 
     def save(self, directory: str) -> None:
         """Write this rank's part of a resumable checkpoint."""
+        self._writer.require_idle()
         self.engine.save(directory)
+
+    def begin_save(self, directory: str, model: str = "", average: str = "") -> None:
+        """Copy what `save` writes, and begin to write it in the background; `save_status` says when it is written.
+
+        Args:
+            directory: The folder that `save` takes.
+            model: Folder of the exported model; empty: none is written.
+            average: That of the moving average of its weights; empty: none is written.
+
+        Raises:
+            RuntimeError: an earlier one is still being written.
+        """
+        self._writer.require_idle()
+        state = self.engine.copy_state(directory)
+        exports = self.engine.copy_export(model, self._source) if model else []
+        exports += self.engine.copy_average(average, self._source) if average else []
+        self._writer.start(directory, state, exports)
+
+    def save_status(self, directory: str) -> SaveStatus:
+        """Whether what `begin_save` began is written. Raises RuntimeError where it was another process that began."""
+        return self._writer.status(directory)
 
     def try_save(self, directory: str) -> None:
         """Write what a checkpoint and an export consist of, with a small part of the weights."""

@@ -40,7 +40,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
-class Scored:
+class RankScores:
     """What one rank has scored."""
 
     rows: int
@@ -66,10 +66,10 @@ class ReferenceModel:
         self._placed: FrozenModule = place_frozen(module, _trainer(config), self._device)
         self._config = config
 
-    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> Scored:
+    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> RankScores:
         """`ref_logprobs` of the plan's rows. Collective where the model is divided."""
         rows, table = score_plan(self._placed.module, plan, rollouts, "ref_logprobs", self._device)
-        return Scored(rows, table, own_peak(self._config.device))
+        return RankScores(rows, table, own_peak(self._config.device))
 
 
 class ShardedReference:
@@ -95,7 +95,7 @@ class ShardedReference:
         self.packs = self._model.packs
         """See `ReferenceModel.packs`."""
 
-    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> Scored:
+    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> RankScores:
         """`ref_logprobs` of the plan's rows, whose micro-batches are shared by the ranks.
 
         After an error the model cannot be used any more: the other ranks' answers would be taken for those of the next
@@ -115,7 +115,7 @@ class ShardedReference:
             raise
         peaks = [part.peak for part in scored]
         peak = Peak(sum(part.host for part in peaks), max(part.gpu for part in peaks))
-        return Scored(sum(part.rows for part in scored), pa.concat_tables(part.table for part in scored), peak)
+        return RankScores(sum(part.rows for part in scored), pa.concat_tables(part.table for part in scored), peak)
 
     def close(self) -> None:
         """End the other ranks and leave their group."""

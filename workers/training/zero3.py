@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from troupe.workers.contract.config import REDUCE_BUCKET, ModelConfig, TrainerConfig
 from troupe.workers.models.cpu import return_freed
-from troupe.workers.models.mapped_files import MappedWeights
+from troupe.workers.models.mapped_files import WeightMappings
 from troupe.workers.models.modeling import ModelModule, torch_dtype
 from troupe.workers.models.partitioned import is_partitioned
 from troupe.workers.training.group import import_deepspeed
@@ -58,7 +58,7 @@ class ZeroPartitioner:
     def reading(self, folder: str, vocabulary: int) -> Iterator[None]:
         """See `Partitioner.reading`."""
         return_freed()
-        files = MappedWeights(folder)
+        files = WeightMappings(folder)
         before = os.environ.get(_ONE_AT_A_TIME)
         os.environ[_ONE_AT_A_TIME] = "1"
         hook = register_module_parameter_registration_hook(partial(self._take, files, vocabulary))
@@ -72,7 +72,7 @@ class ZeroPartitioner:
                 os.environ[_ONE_AT_A_TIME] = before
 
     def _take(
-        self, files: MappedWeights, vocabulary: int, _module: nn.Module, _name: str, parameter: nn.Parameter
+        self, files: WeightMappings, vocabulary: int, _module: nn.Module, _name: str, parameter: nn.Parameter
     ) -> None:
         """Called for every parameter that is assigned to a module, among them those that are read from a file."""
         if not getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta or is_partitioned(parameter):

@@ -28,6 +28,10 @@ DENSE_SHARE = 1 / 32
 here, encoding and applying take as long as sending and writing everything at 10 Gbit/s."""
 _LEAST_WORDS = 1 << 20
 """Words that are compared before a share counts."""
+_SAMPLED = 16
+"""One in so many stretches of `_STRETCH` bytes is compared where all weights are expected to travel: a sixteenth of the
+time to compare them."""
+_STRETCH = 1 << 20
 _SPAN = 1 << 24
 """Words that one batch covers: a distance within it has three bytes."""
 _DIGEST_BYTES = 16
@@ -52,16 +56,30 @@ class _Part:
 
 
 class ChangedWords:
-    """Collects what differs, piece by piece and from several threads, until it is too much."""
+    """Collects what differs, piece by piece and from several threads, until it is too much.
 
-    def __init__(self, base: str) -> None:
-        """`base`: digest of the version that the pieces are compared with."""
+    Where it is expected to be too much, only a sample is compared, which tells whether it will be the next time.
+    """
+
+    def __init__(self, base: str, expect_dense: bool = False) -> None:
+        """Begin with nothing compared.
+
+        Args:
+            base: Digest of the version that the pieces are compared with.
+            expect_dense: Whether all weights will travel: there is no delta, but a share of changed words.
+        """
         self._base = base
+        self._sampled = expect_dense
         self._parts: list[_Part] = []
         self._lock = threading.Lock()
         self._compared = 0
         self._changed = 0
         self._given_up = False
+
+    @property
+    def dense(self) -> bool:
+        """Whether so many words changed, of those that were compared, that all weights should travel."""
+        return self._changed > DENSE_SHARE * max(self._compared, _LEAST_WORDS // (_SAMPLED if self._sampled else 1))
 
     def give_up(self) -> None:
         """Collect no more: there is no delta."""
@@ -76,7 +94,7 @@ class ChangedWords:
             old: The bytes of the base.
             new: The bytes that replace them, as many; an odd last byte is followed by padding.
         """
-        if self._given_up:
+        if self._given_up or (self._sampled and start // _STRETCH % _SAMPLED):
             return
         if old.nbytes != new.nbytes:
             self.give_up()
@@ -87,8 +105,9 @@ class ChangedWords:
         with self._lock:
             self._compared += changed.size
             self._changed += count
-            too_many = self._changed > DENSE_SHARE * max(self._compared, _LEAST_WORDS)
-        if too_many:
+        if self._sampled:
+            return
+        if self.dense:
             self.give_up()
         elif count:
             places = np.flatnonzero(changed)
@@ -96,12 +115,12 @@ class ChangedWords:
             self._parts.append(_Part(start // WORD.itemsize, places.astype(np.uint32), steps))
 
     def encode(self, nbytes: int) -> Bytes:
-        """The delta; empty if it was given up, or is not smaller than half of the payload.
+        """The delta; empty if it was given up, is a sample, or is not smaller than half of the payload.
 
         Args:
             nbytes: Size of the payload.
         """
-        if self._given_up:
+        if self._given_up or self._sampled:
             return NOTHING
         schema = _SCHEMA.with_metadata({"base": self._base, "nbytes": str(nbytes)})
         sink = pa.BufferOutputStream()

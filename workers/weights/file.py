@@ -107,6 +107,8 @@ class WeightPublisher:
         """What the file holds; None while it is written, and after a failure."""
         self._changes: ChangedWords | None = None
         """What the last version changed, if its base was named."""
+        self._expect_dense = False
+        """Whether the last comparison found that all weights should travel: as a rule the next one finds the same."""
         if writes:
             remove_stale(directory, run_id)
             remove_at_death(self._path)
@@ -133,7 +135,8 @@ class WeightPublisher:
         specs: list[TensorSpec] = []
         names: set[str] = set()
         before, self._published, self._changes = self._published, None, None
-        changes = ChangedWords(base) if base and before is not None and before.digest == base else None
+        compares = base and before is not None and before.digest == base
+        changes = ChangedWords(base, self._expect_dense) if compares else None
         with open_for_writing(self._path) as fd, _cores() as cores:
             mapped = self._mapping.of(fd, os.fstat(fd).st_size)
             payload = _PayloadWriter(fd, self._path, mapped, cores, changes)
@@ -152,6 +155,8 @@ class WeightPublisher:
             raise ValueError("the weight source is empty (is it an exhausted iterator?)")
         digest = _digest(payload.digests, specs)
         update = WeightUpdate(version, digest, str(self._path), socket.gethostname(), tuple(specs), payload.size)
+        if changes is not None:
+            self._expect_dense = changes.dense
         if before is not None and before.tensors == update.tensors:
             self._changes = changes
         self._published = update

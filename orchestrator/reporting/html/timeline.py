@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.reporting.utilization import ENGINES, covered
+from troupe.orchestrator.reporting.utilization import covered
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.roles.names import role_of, section_of
-from troupe.orchestrator.roles.table import NAMES, TRAINERS
+from troupe.orchestrator.roles.table import NAMES, SAMPLERS, TRAINERS
 from troupe.orchestrator.telemetry.timeline import DRIVER
 
 Json = dict[str, Any]
@@ -77,7 +77,7 @@ def step_times(spans: Sequence[TimelineSpan], start: float, end: float) -> Json:
     return {
         "seconds": round(end - start, 4),
         "roles": roles,
-        "R": round(_longest(workers, ENGINES, window), 4),
+        "R": round(_longest(workers, SAMPLERS, window), 4),
         "T": round(_longest(workers, TRAINERS, window), 4),
     }
 

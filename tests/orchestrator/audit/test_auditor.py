@@ -14,9 +14,9 @@ from tests.fakes import FakeEngine, FakePolicy, FaultyWorker
 from tests.real.audit_faults import audit_spec
 from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.orchestrator.rollout_run import load_data
 from troupe.workers.audit.scorer import score_tokens
 from troupe.workers.contract.audit import TokenScores
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan, SampleSummary

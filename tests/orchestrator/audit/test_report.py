@@ -15,8 +15,7 @@ from troupe.orchestrator.audit.report import AuditFailed, AuditReport
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run import RunRequest, audit
-from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec
-from troupe.orchestrator.spec.stages import read_document
+from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, read_document
 from troupe.workers.contract.audit import PromptDifference
 
 SPECS = ROOT / "deploy" / "specs"

@@ -11,7 +11,7 @@ from tests.orchestrator.bench.measured import BUSY, GRPO, SEQUENCE, point, resul
 from troupe.orchestrator.bench.bounds import Bound, Kind, best_of, bound_of
 from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of
 from troupe.orchestrator.spec import yaml_reader
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 
 CORES = 64
 

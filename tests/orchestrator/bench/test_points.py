@@ -17,8 +17,7 @@ from troupe.orchestrator.bench.points import (
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
 
 
 def load(overrides: list[str]) -> RunSpec:

@@ -16,7 +16,7 @@ from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
 from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 
 NODE = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"
 ONE_B = ModelSize(

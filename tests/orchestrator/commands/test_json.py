@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
+import typer
 from typer.testing import CliRunner
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.spec.examples import examples
+
+NO_TABLE = {
+    "run",  # progress; metrics.jsonl has its numbers
+    "init",  # writes a spec
+    "schema",  # prints JSON
+    "logs",  # prints the log as it is
+    "stop",
+    "watch",  # serves a page
+    "deploy",  # writes a manifest or a script
+}
+"""Commands that print nothing for a script to read, other than what they write."""
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """Every command by its name, with those of subcommands."""
+    if not hasattr(group, "commands"):
+        yield " ".join(path), group
+        return
+    for name, command in group.commands.items():
+        yield from commands(command, *path, name)
+
+
+def test_every_command_that_prints_a_table_prints_json_too() -> None:
+    known = dict(commands(typer.main.get_command(app)))
+    assert len(known) > 25 and known.keys() >= NO_TABLE
+    without = {name for name, command in known.items() if not any("--json" in one.opts for one in command.params)}
+    assert without == NO_TABLE
 
 
 def printed(*command: str) -> Any:

@@ -15,7 +15,7 @@ from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, pl
 from troupe.orchestrator.commands.plan_table import notes, render, render_memory, show
 from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 
 SIZE = ModelSize(
     layers=28,

@@ -14,7 +14,7 @@ from troupe.orchestrator.cli import app, main
 from troupe.orchestrator.data.readers import DataError
 from troupe.orchestrator.data.summary import data_metrics, describe, read_pools
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"

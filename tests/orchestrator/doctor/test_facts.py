@@ -12,7 +12,7 @@ from troupe.orchestrator.doctor.checks import needs_of
 from troupe.orchestrator.doctor.facts import torch_cuda
 from troupe.orchestrator.doctor.machine import UNLIMITED
 from troupe.orchestrator.doctor.nvidia import is_visible
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.units import GIB
 
 

@@ -25,11 +25,10 @@ from troupe.orchestrator.replay.against import (
 from troupe.orchestrator.replay.plan import plan_replay
 from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_problem
 from troupe.orchestrator.replay.resample import compare_samples, first_difference, plan_resample
-from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, packed_texts
+from troupe.orchestrator.replay.step_record import REPLAY, STEP, StepRecord, folder_of, packed_texts
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.batch import GroupOrigin
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.micro_batches import minibatches, plan_texts
@@ -41,9 +40,9 @@ SPECS = ROOT / "deploy" / "specs"
 Keep = Callable[..., None]
 
 
-def kept_step(step: int, **changes: Any) -> KeptStep:
+def kept_step(step: int, **changes: Any) -> StepRecord:
     """A step of a run on rollouts, whose weights are named after the number of steps."""
-    kept = KeptStep(
+    kept = StepRecord(
         step=step,
         software=("torch 2.13.0", "processor X"),
         working_folder=str(ROOT),

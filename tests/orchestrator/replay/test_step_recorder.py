@@ -18,7 +18,7 @@ from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import UsageError, WorkerRaised
 from troupe.orchestrator.replay.repeat import Repeated, Replayer
-from troupe.orchestrator.replay.step_record import STEP, KeptFolder, folder_of, kept_steps, read_step, read_steps
+from troupe.orchestrator.replay.step_record import STEP, RecordedStep, folder_of, kept_steps, read_step, read_steps
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.updates import Updates
 from troupe.workers.contract.messages import KEPT_BATCH, KeptFile
@@ -40,7 +40,7 @@ class RecordedRun(RolloutRun):
         return self.out / "replay"
 
 
-async def repeat(out: Path, updates: Updates, folders: Sequence[KeptFolder], start: int = 0) -> list[Repeated]:
+async def repeat(out: Path, updates: Updates, folders: Sequence[RecordedStep], start: int = 0) -> list[Repeated]:
     """Repeat kept steps on trainers, from the initial model or from the checkpoint of a step."""
     if start:
         found = CheckpointStore(out / "checkpoints", 1).latest(before=start + 1)

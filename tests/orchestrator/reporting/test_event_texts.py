@@ -29,6 +29,11 @@ from troupe.orchestrator.reporting.event_texts import event_text
         ({"event": "checkpoint", "ok": True, "seconds": 0.4925}, "checkpoint saved in 0.49 s"),
         ({"event": "checkpoint", "ok": False, "detail": "disk full"}, "checkpoint failed: disk full"),
         ({"event": "weights", "version": 4, "seconds": 0.05}, "weights of version 4 sent in 0.05 s"),
+        (
+            {"event": "weights", "version": 4, "seconds": 0.05, "to_nodes": 3_180_000},
+            "weights of version 4 sent in 0.05 s, 3.2 MB to other nodes",
+        ),
+        ({"event": "weights", "version": 4, "to_nodes": 0}, "weights of version 4 sent"),
         ({"event": "new_kind", "step": 3, "time": 1.0, "size": 4, "of": ["a"]}, 'new kind: size 4, of ["a"]'),
         ({"event": "new_kind"}, "new kind"),
     ],

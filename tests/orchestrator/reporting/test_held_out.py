@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.orchestrator.reporting.held_out import Estimate, PromptResult, summarize, vote
+from troupe.orchestrator.reporting.held_out import MeanEstimate, PromptResult, summarize, vote
 from troupe.workers.contract.reward_names import NO_ANSWER
 
 NONE = int(NO_ANSWER)
@@ -104,7 +104,7 @@ def test_an_interval_is_that_of_all_resamples_where_they_can_be_listed() -> None
 
 def test_a_single_prompt_has_no_interval_and_no_reward_no_estimate() -> None:
     found = summarize([result(0.5)], refused=0, samples=1, solved_at=None, average="avg", pass_at=[])
-    assert found.estimates == {"reward": Estimate(0.5, None, None, 1)}
+    assert found.estimates == {"reward": MeanEstimate(0.5, None, None, 1)}
     assert "eval/reward_low" not in found.metrics("eval/")
     failed = summarize([result(None)], refused=1, samples=1, solved_at=1.0, average="avg", pass_at=[])
     assert failed.metrics("eval/") == {"eval/prompts": 1.0, "eval/refused": 1.0, "eval/failed_samples": 1.0}

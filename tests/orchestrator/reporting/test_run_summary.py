@@ -1,4 +1,4 @@
-"""A run at one glance: trend, time left, bound."""
+"""Summary of a run: trend, time left, bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from troupe.orchestrator.reporting.run_summary import RunSummary, duration, trend
 
 
-def glance(*steps: Mapping[str, object], total: int = 100) -> RunSummary:
+def summary_of(*steps: Mapping[str, object], total: int = 100) -> RunSummary:
     found = RunSummary(total)
     for number, metrics in enumerate(steps, 1):
         found.add(number, metrics)
@@ -44,17 +44,17 @@ def test_noise_is_no_trend_and_a_trend_in_noise_is_one() -> None:
 
 
 def test_a_loss_that_falls_learns_and_a_reward_that_falls_does_not() -> None:
-    assert glance(*({"policy/nll": 3.0 - n / 10} for n in range(12))).learns() == "loss 2.85 to 2.05: falls"
-    falling = glance(*({"reward/mean": 1.0 - n / 20} for n in range(12)))
+    assert summary_of(*({"policy/nll": 3.0 - n / 10} for n in range(12))).learns() == "loss 2.85 to 2.05: falls"
+    falling = summary_of(*({"reward/mean": 1.0 - n / 20} for n in range(12)))
     assert falling.learns() == "reward 0.925 to 0.525: falls, and should rise"
-    assert glance({"reward/mean": 0.5}, {"reward/mean": 0.5}).learns() == "reward 0.5 to 0.5: no clear change yet"
-    assert glance({"reward/mean": float("nan")}, {}).learns() == ""
+    assert summary_of({"reward/mean": 0.5}, {"reward/mean": 0.5}).learns() == "reward 0.5 to 0.5: no clear change yet"
+    assert summary_of({"reward/mean": float("nan")}, {}).learns() == ""
 
 
 def test_the_time_left_follows_the_median_of_recent_steps() -> None:
     slow_start = [{"seconds/step": 500.0}, *({"seconds/step": 10.0} for _ in range(9))]
-    assert glance(*slow_start).left() == "15 min left"
-    assert glance({}).left() == "" and glance({"seconds/step": 5.0}, total=1).left() == ""
+    assert summary_of(*slow_start).left() == "15 min left"
+    assert summary_of({}).left() == "" and summary_of({"seconds/step": 5.0}, total=1).left() == ""
 
 
 def test_the_bound_is_what_most_of_a_step_goes_to() -> None:
@@ -64,8 +64,8 @@ def test_the_bound_is_what_most_of_a_step_goes_to() -> None:
         "seconds/prepare": 1.0,
         "seconds/update": 6.0,
     }
-    assert glance(step).bound() == "20% waiting for samples, 70% training"
-    assert glance(step).bottleneck() == "trainer"
-    offline = glance({"seconds/step": 10.0, "seconds/update": 9.0})
+    assert summary_of(step).bound() == "20% waiting for samples, 70% training"
+    assert summary_of(step).bottleneck() == "trainer"
+    offline = summary_of({"seconds/step": 10.0, "seconds/update": 9.0})
     assert (offline.bound(), offline.bottleneck()) == ("90% training", "")
-    assert glance({}).bound() == ""
+    assert summary_of({}).bound() == ""

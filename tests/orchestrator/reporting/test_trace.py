@@ -213,6 +213,10 @@ def test_the_command_writes_the_file_and_prints_what_bounds_each_step(tmp_path: 
     lines = [line.split() for line in result.output.splitlines()]
     assert ["rollout", "2", "6.50", "7.50", "46%"] in lines
     assert ["2", "7.00", "4.50", "2.00", "4.50", "64%", "(engines)"] in lines
+    data = json.loads(runner.invoke(app, ["trace", str(tmp_path), "-o", str(out), "--steps", "1:", "--json"]).stdout)
+    rollout = next(row for row in data["roles"] if row["role"] == "rollout")
+    assert (rollout["workers"], rollout["busy_s"], rollout["idle_s"]) == (2, 6.5, 7.5) and data["file"] == str(out)
+    assert [(row["step"], row["bound_s"], row["limit"]) for row in data["steps"]][-1] == (2, 4.5, "engines")
     for steps, problem in (
         ("x", "no range"),
         ("5:3", "ends before"),

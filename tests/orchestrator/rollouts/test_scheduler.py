@@ -25,6 +25,7 @@ from tests.fakes import (
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, EnginesLost
 from troupe.orchestrator.rollouts import scheduler
+from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync
@@ -387,6 +388,36 @@ def test_groups_in_flight_at_a_checkpoint_are_rescheduled_on_resume() -> None:
     assert {g.summary.prompt_uid for b in batches for g in b} == open_before
     assert {g.summary.attempt for b in batches for g in b} == {1}
     assert ledger.counts()["trained"] == 80
+
+
+def test_failed_samples_of_groups_that_are_sampled_again_do_not_count_on_resume() -> None:
+    """Each group has one failed sample. Of the open groups the checkpoint has kept one."""
+    reward = FaultyReward({(f"e0-r{r}", 0): "error" for r in range(100)})
+    first = FakeRollouts(staleness=1, steps=4, reward=reward)
+
+    async def interrupted() -> tuple[dict[str, Any], list[GroupProgress]]:
+        first.scheduler.start()
+        async with asyncio.timeout(10):
+            while len(first.scheduler.state()["failed_open"]) < 2:
+                await asyncio.sleep(0.001)
+        state, found = first.scheduler.state(), first.scheduler.progress([])
+        await first.scheduler.close()
+        await first.pool.close()
+        return state, found
+
+    async def resumed(state: dict[str, Any], kept: GroupProgress) -> dict[str, Any]:
+        second = FakeRollouts(staleness=1, steps=4, ledger=Ledger.restore(first.ledger.state()))
+        second.scheduler.restore(state, [kept])
+        restored = second.scheduler.state()
+        second.scheduler.start()
+        assert second.scheduler.state()["failed_open"] == {kept.prompt_uid: 1}
+        await second.scheduler.close()
+        return restored
+
+    state, found = asyncio.run(interrupted())
+    scored = [group for group in found if group.scored is not None and group.prompt_uid in state["failed_open"]]
+    assert state["failed_samples"] == sum(state["failed_open"].values()) >= 2
+    assert asyncio.run(resumed(state, scored[0]))["failed_samples"] == 1
 
 
 def test_groups_are_opened_in_order_a_few_per_loop_iteration() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 
 def shipped(name: str, *overrides: str) -> RunSpec:

@@ -17,9 +17,8 @@ from tests.conftest import NO_WEIGHTS
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
 from troupe.orchestrator.spec.hub import with_sections
-from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, spec_schema
+from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import CriticLossConfig
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD, REWARD_FUNCTIONS, RIGHT_OR_WRONG
 from troupe.workers.rewards.loading import SHIPPED

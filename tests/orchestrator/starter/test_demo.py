@@ -11,7 +11,7 @@ from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands.results import next_steps, write_run_report
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter import demo_models as demo
 from troupe.orchestrator.starter.command import InitFlags, copy_of
 from troupe.orchestrator.starter.demo import (

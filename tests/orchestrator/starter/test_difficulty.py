@@ -12,7 +12,7 @@ import reasoning_gym
 import yaml
 
 from troupe.orchestrator.data.summary import read_pools
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter import command, difficulty
 from troupe.orchestrator.starter.choices import Choices, Difficulty
 from troupe.orchestrator.starter.command import text_of, with_difficulty

@@ -23,7 +23,7 @@ from troupe.orchestrator.data.summary import read_pools
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm
 from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.command import InitFlags, complete, text_of, write
@@ -172,6 +172,13 @@ def test_where_all_weights_do_not_fit_the_spec_trains_adapters(algorithm: str, r
     assert "# All weights do not fit this machine in training: the spec trains adapters" in text
     small = chosen(llama(tmp_path / "small", 512, 2, 1024), algorithm=algorithm, data=data)
     assert "lora" not in check(text_of(small, tmp_path / "x.yaml"), tmp_path / "x.yaml", small)["roles"]["policy"]
+
+
+def test_on_one_gpu_adapters_train_beside_the_engine(tmp_path: Path) -> None:
+    choices = chosen(llama(tmp_path / "model", 5120, 24, 13824), gpus=1, gpu_type="A100-40G", cpus=16)
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["roles"]["policy"]["lora"] == {"rank": 16, "alpha": 32}
+    assert document["roles"]["rollout"]["colocate_with"] == "policy"
 
 
 def test_an_algorithm_with_a_critic_needs_two_gpus(tiny_model: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 from troupe.orchestrator.data.mixture import drawn_rows, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, load_train_pool
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, trainer_layouts
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.orchestrator.training.state import ControllerState

@@ -14,7 +14,7 @@ from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
-from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -114,7 +114,7 @@ class OfflineRun(FakeRun[OfflineSpec]):
             sync=None,
             evaluator=ExampleEvaluator(trainer, maker, picks, 5.0),
             ledger=ledger,
-            keeper=StepKeeper(self.spec, self.out, updates.trainers),
+            step_recorder=StepRecorder(self.spec, self.out, updates.trainers),
         )
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
         return Controller(self.spec, components, store, sinks, console, self.stop, done)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 from pyarrow import fs
 
+from tests.gcs_server import gcs_server
 from tests.orchestrator.test_controller import RolloutRun
 from tests.s3_server import Faults, s3_server
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.training import remote_checkpoints
-from troupe.orchestrator.training.checkpoint import MANIFEST, STATE, CheckpointError, CheckpointStore
-from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
+from troupe.orchestrator.training.checkpoint import MANIFEST, MODEL, STATE, CheckpointError, CheckpointStore
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
 
 Inject = Callable[[Faults], None]
 
@@ -31,10 +33,19 @@ def server() -> Iterator[tuple[str, Inject]]:
         yield f"s3://runs/a?{options}", inject
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(scope="module")
+def google() -> Iterator[str]:
+    """URL of a folder in a local server of Google Cloud Storage."""
+    with gcs_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["file", "s3", "gs"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of a store."""
-    return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue("server")[0]
+    if request.param == "file":
+        return f"file://{tmp_path}/bucket"
+    return request.getfixturevalue("google") if request.param == "gs" else request.getfixturevalue("server")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +113,18 @@ def test_a_protected_step_whose_upload_failed_is_uploaded_with_the_next(url: str
     saved(store, 5)
     copies.upload(saved(store, 10), protected={5})
     assert copies.steps() == [5, 10]
+
+
+def test_the_last_copy_with_a_model_stays_where_the_newest_has_none(url: str, tmp_path: Path) -> None:
+    """As in the run's folder: the export of steps 10 and 15 failed."""
+    store, copies = CheckpointStore(tmp_path / "here", 9), remote(url, tmp_path, keep=1)
+    path = store.begin(5)
+    (path / MODEL).mkdir()
+    (path / MODEL / "config.json").write_text("{}")
+    copies.upload(store.commit(path, {"step": 5}).path)
+    copies.upload(saved(store, 10))
+    copies.upload(saved(store, 15))
+    assert copies.steps() == [5, 15]
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "a byte", "a file missing", "a manifest that leads outside"])
@@ -213,6 +236,38 @@ def test_a_run_ends_with_an_error_where_its_last_checkpoint_was_not_uploaded(
         CopiedRun(tmp_path / "one", copies).run()
     assert CheckpointStore(tmp_path / "one" / "checkpoints", 2).latest() is not None
     assert copies.steps() == []
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_run_repeats_the_upload_that_failed_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    """The last checkpoint is written already, and its upload is tolerated as any other; nothing follows it."""
+    copies = remote(f"file://{tmp_path}/bucket", tmp_path)
+    upload, failed = copies.upload, list[Path]()
+
+    def fails_once(checkpoint: Path, protected: Collection[int] = ()) -> None:
+        if not mended or not failed:
+            failed.append(checkpoint)
+            raise CheckpointError(5, "no space", str(checkpoint))
+        upload(checkpoint, protected)
+
+    monkeypatch.setattr(copies, "upload", fails_once)
+
+    async def run() -> None:
+        uploads = Uploads(copies, tolerated=3, timeout_s=60.0)
+        uploads.start(saved(CheckpointStore(tmp_path / "here", 9), 4), {4})
+        await uploads.settle()
+        await uploads.settle(last=True)
+        await uploads.settle(last=True)
+
+    if mended:
+        asyncio.run(run())
+        assert copies.steps() == [4] and len(failed) == 1
+    else:
+        with pytest.raises(TroupeError, match=r"was not uploaded: .*no space"):
+            asyncio.run(run())
+        assert len(failed) == 2
 
 
 @pytest.mark.parametrize("url", ["nowhere://bucket", "file:relative", "s3://bucket?port=7"])

@@ -16,33 +16,43 @@ import pytest
 from tests.conftest import ROOT
 
 CODE = """
-import multiprocessing, os
+import multiprocessing, os, sys
 from troupe.workers.engine import process
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, temporary_folder
 
 def told(pipe):
-    pipe.send((os.environ.get("SET_LATER"), os.environ["SET_BEFORE"], os.getppid()))
+    module = sys.modules.get("this_is_imported_once")
+    imported = module is not None and not hasattr(module, "served")
+    pipe.send((os.environ.get("SET_LATER"), os.environ["SET_BEFORE"], os.getppid(), imported))
 
 if __name__ == "__main__":
-    process._IMPORTED_AHEAD[:] = ["json.tool"]
+    process.IMPORTED_AHEAD[:] = ["json.tool"]
     os.environ |= {"SET_BEFORE": "old", FOLDER_VARIABLE: temporary_folder()}
+    if sys.argv[1] == "forked":
+        import this_is_imported_once
+        process.fork_server()
+        this_is_imported_once.served = True
     process.import_ahead()
     os.environ |= {"SET_LATER": "1", "SET_BEFORE": "new"}
     here, there = multiprocessing.Pipe()
     child = process._ForkedContext().Process(target=told, args=(there,))
     child.start()
-    later, before, server = here.recv()
+    later, before, server, imported = here.recv()
     child.join()
+    assert imported == (sys.argv[1] == "forked")
     assert (later, before) == ("1", "new")
     assert server != os.getpid() and child.exitcode == 0
     print("ok")
 """
 
 
-def test_a_forked_process_has_the_environment_of_the_one_that_starts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["spawned", "forked"])
+def test_a_forked_process_has_the_environment_of_the_one_that_starts_it(how: str, tmp_path: Path) -> None:
+    """From a fork server that was spawned, and from one that is a fork and has what its parent had imported."""
     script = tmp_path / "script.py"
     script.write_text(CODE)
-    command, environment = [sys.executable, str(script)], os.environ | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "this_is_imported_once.py").write_text("")
+    command, environment = [sys.executable, str(script), how], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "ok\n", done.stderr
 
@@ -58,17 +68,19 @@ def target():
     time.sleep(600)
 
 if __name__ == "__main__":
-    process._IMPORTED_AHEAD[:] = ["json.tool"]
+    process.IMPORTED_AHEAD[:] = ["json.tool"]
     os.environ |= {OWNER_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: temporary_folder()}
     if sys.argv[1] == "forked":
         process.import_ahead()
-    context = {"forked": process._ForkedContext, "spawned": process._SpawnContext}[sys.argv[1]]()
+    if sys.argv[1] == "forked twice":
+        process.fork_server()
+    context = process._SpawnContext() if sys.argv[1] == "spawned" else process._ForkedContext()
     context.Process(target=target).start()
     time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", ["forked", "spawned"])
+@pytest.mark.parametrize("how", ["forked", "forked twice", "spawned"])
 def test_an_engine_and_its_temporary_files_end_with_the_process_that_starts_it(how: str, tmp_path: Path) -> None:
     """From its first moment, before it imports what registers the weight transfer."""
     script = tmp_path / "script.py"
@@ -96,3 +108,17 @@ def test_an_engine_and_its_temporary_files_end_with_the_process_that_starts_it(h
         if engine is not None and engine.is_running():
             engine.kill()
         shutil.rmtree(temporary)
+
+
+THREAD = """
+import threading
+from troupe.workers.engine import process
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+process.fork_server()
+"""
+
+
+def test_a_process_with_threads_is_not_forked() -> None:
+    done = subprocess.run([sys.executable, "-c", THREAD], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "RuntimeError: a process with 1 more threads cannot be forked" in done.stderr

@@ -95,5 +95,5 @@ def test_an_engine_on_a_gpu_chooses_its_threads(tiny_model: Path, monkeypatch: p
         transfer_backend="nccl",
         device="cuda",
     )
-    set_environment(config)
+    set_environment(config.process)
     assert "OMP_NUM_THREADS" not in os.environ

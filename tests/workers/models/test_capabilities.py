@@ -19,6 +19,7 @@ from transformers import (
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
@@ -36,6 +37,7 @@ from tests.workers.models.test_token_batch import train_table
 from troupe.workers.models.capabilities import adapt, check_deterministic
 from troupe.workers.models.modeling import CausalLogprobs, ModelModule, TokenValues, load_causal, load_value, score
 from troupe.workers.models.packed_attention import install
+from troupe.workers.models.small_copy import randomize
 from troupe.workers.models.token_batch import TokenTable
 
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -314,3 +316,18 @@ def test_a_model_that_raises_anything_takes_one_sequence_to_a_row(error: type[Ex
 
     module.model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
     assert not adapt(module, module.model, "cpu", packing=True)
+
+
+def test_a_model_that_amplifies_rounding_packs() -> None:
+    """In bfloat16 its states can differ by more than their length: it is tried out as a small copy."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM._from_config(
+            LlamaConfig(**{**SIZES, "num_hidden_layers": 24}), dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).eval()
+        randomize(model)
+    module = CausalLogprobs(model, temperature=1.0)
+    table, rows = samples_of_one_prompt(), (0, 1, 2)
+    alone = torch.cat([score(module, table.batch([row])) for row in rows])
+    assert adapt(module, model, "cpu", packing=True)
+    assert not near(score(module, table.packed_batch(rows)), alone)

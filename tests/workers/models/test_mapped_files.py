@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from troupe.workers.contract.units import MIB
-from troupe.workers.models.mapped_files import MappedWeights
+from troupe.workers.models.mapped_files import WeightMappings
 
 NUMBERS = 8 * MIB
 """Of the tensor in the file: 32 MiB."""
@@ -28,7 +28,7 @@ def written(folder: Path) -> str:
 
 def test_what_was_read_is_given_back_and_can_be_read_again(tmp_path: Path) -> None:
     path = written(tmp_path)
-    files = MappedWeights(str(tmp_path))
+    files = WeightMappings(str(tmp_path))
     with safe_open(path, framework="pt") as file:
         weight = file.get_slice("weight")[...]
         total = float(weight.double().sum())
@@ -43,9 +43,9 @@ def test_what_was_written_to_an_earlier_mapping_stays(tmp_path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         weight = file.get_slice("weight")[...]
         weight.fill_(3.0)
-        MappedWeights(str(tmp_path)).release()
+        WeightMappings(str(tmp_path)).release()
         assert bool((weight == 3.0).all())
 
 
 def test_a_folder_without_weight_files_has_nothing_to_give_back(tmp_path: Path) -> None:
-    MappedWeights(str(tmp_path)).release()
+    WeightMappings(str(tmp_path)).release()

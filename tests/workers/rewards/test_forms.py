@@ -19,7 +19,7 @@ from troupe.workers.reward import RewardWorker, find_faults
 from troupe.workers.rewards.functions import exact_match, last_number
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.numeric import numeric
-from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 
 FAR_OFF = 120.0  # seconds: no test but those of timeouts may depend on how busy the machine is
 
@@ -118,8 +118,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def scored(name: str, *responses: str, timeout_s: float = FAR_OFF, **fields: object) -> list[Outcome]:
-    """The outcomes of one group, in a process of its own."""
+def scored(name: str, *responses: str, timeout_s: float = FAR_OFF, **fields: object) -> list[RewardResult]:
+    """The outcomes of one group, in a separate process."""
     config = RewardFunctionConfig.model_validate({"name": f"forms:{name}", "timeout_s": timeout_s, **fields})
     process = RewardProcess(config, memory_limit_mib=4096)  # torch with CUDA takes 3 GiB of addresses
     try:
@@ -147,38 +147,41 @@ def worker(module: Path) -> Iterator[RewardWorker]:
 
 @pytest.mark.usefixtures("module")
 def test_an_asynchronous_function_judges_the_samples_of_a_group_at_the_same_time() -> None:
-    assert scored("judged_together", "a", "b", "c") == [Outcome(0.0), Outcome(1.0), Outcome(2.0)]
+    assert scored("judged_together", "a", "b", "c") == [RewardResult(0.0), RewardResult(1.0), RewardResult(2.0)]
 
 
 @pytest.mark.usefixtures("module")
 def test_a_fault_of_an_asynchronous_function_costs_one_sample() -> None:
     outcomes = scored("asynchronous", "abc", "raise", "late", "quit", "none", "ab")
     assert outcomes == [
-        Outcome(3.0),
-        Outcome(None, f"error: ValueError: bad thing (forms.py:{SINGLE})"),
-        Outcome(None, f"error: TimeoutError: of its own (forms.py:{SINGLE + 1})"),
-        Outcome(None, f"error: SystemExit: 4 (forms.py:{SINGLE + 2})"),
-        Outcome(None, "not a number: None (NoneType)"),
-        Outcome(2.0),
+        RewardResult(3.0),
+        RewardResult(None, f"error: ValueError: bad thing (forms.py:{SINGLE})"),
+        RewardResult(None, f"error: TimeoutError: of its own (forms.py:{SINGLE + 1})"),
+        RewardResult(None, f"error: SystemExit: 4 (forms.py:{SINGLE + 2})"),
+        RewardResult(None, "not a number: None (NoneType)"),
+        RewardResult(2.0),
     ]
 
 
 @pytest.mark.usefixtures("module")
 def test_a_slow_sample_of_an_asynchronous_function_times_out_alone() -> None:
-    assert scored("asynchronous", "abc", "slow", timeout_s=2) == [Outcome(3.0), Outcome(None, "timeout after 2 s")]
+    assert scored("asynchronous", "abc", "slow", timeout_s=2) == [
+        RewardResult(3.0),
+        RewardResult(None, "timeout after 2 s"),
+    ]
 
 
 @pytest.mark.usefixtures("module")
 def test_an_asynchronous_function_that_blocks_is_ended_and_the_statuses_say_that_all_lost_their_call() -> None:
     status = "timeout after 1 s (one call for 2 samples)"
-    assert scored("asynchronous", "abc", "block", timeout_s=1) == [Outcome(None, status)] * 2
+    assert scored("asynchronous", "abc", "block", timeout_s=1) == [RewardResult(None, status)] * 2
 
 
 @pytest.mark.usefixtures("module")
 def test_a_function_that_returns_a_coroutine_is_awaited() -> None:
     assert scored("returns_a_coroutine", "abc", "raise") == [
-        Outcome(3.0),
-        Outcome(None, f"error: ValueError: bad thing (forms.py:{SINGLE})"),
+        RewardResult(3.0),
+        RewardResult(None, f"error: ValueError: bad thing (forms.py:{SINGLE})"),
     ]
 
 
@@ -188,27 +191,27 @@ def test_a_function_that_returns_a_coroutine_is_awaited() -> None:
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("name", ["batched", "batched_and_asynchronous"])
 def test_a_batched_function_is_called_once_for_a_group(name: str) -> None:
-    assert scored(name, "a", "bb", "ccc", batched=True) == [Outcome(1.0), Outcome(2.0), Outcome(3.0)]
-    assert scored(name, "calls", "", "", batched=True) == [Outcome(1.0)] * 3
+    assert scored(name, "a", "bb", "ccc", batched=True) == [RewardResult(1.0), RewardResult(2.0), RewardResult(3.0)]
+    assert scored(name, "calls", "", "", batched=True) == [RewardResult(1.0)] * 3
 
 
 @pytest.mark.usefixtures("module")
 def test_a_batched_function_takes_its_arguments_and_may_return_arrays_and_steps() -> None:
-    assert scored("batched", "a", "bb", batched=True, args={"bonus": 0.5}) == [Outcome(1.5), Outcome(2.5)]
-    assert scored("batched", "array", "", "", batched=True) == [Outcome(0.0), Outcome(1.0), Outcome(2.0)]
+    assert scored("batched", "a", "bb", batched=True, args={"bonus": 0.5}) == [RewardResult(1.5), RewardResult(2.5)]
+    assert scored("batched", "array", "", "", batched=True) == [RewardResult(0.0), RewardResult(1.0), RewardResult(2.0)]
     steps = scored("batched", "steps", "ab", batched=True, process=True)
-    assert steps == [Outcome(1.0, steps=((5, 1.0),)), Outcome(1.0, steps=((2, 1.0),))]
+    assert steps == [RewardResult(1.0, steps=((5, 1.0),)), RewardResult(1.0, steps=((2, 1.0),))]
 
 
 @pytest.mark.usefixtures("module")
 def test_a_result_that_is_no_number_costs_its_own_sample_only() -> None:
     assert scored("batched", "mixed", "", "", "", "", "", batched=True) == [
-        Outcome(1.0),
-        Outcome(None, "no result: the function returned None for this sample"),
-        Outcome(None, "not a number: 'x' (str)"),
-        Outcome(None, "not a finite number: nan"),
-        Outcome(None, "error: OverflowError: int too large to convert to float"),
-        Outcome(1.0),
+        RewardResult(1.0),
+        RewardResult(None, "no result: the function returned None for this sample"),
+        RewardResult(None, "not a number: 'x' (str)"),
+        RewardResult(None, "not a finite number: nan"),
+        RewardResult(None, "error: OverflowError: int too large to convert to float"),
+        RewardResult(1.0),
     ]
 
 
@@ -225,7 +228,7 @@ def test_a_result_that_is_no_number_costs_its_own_sample_only() -> None:
     ],
 )
 def test_a_fault_of_the_whole_call_fails_all_samples_and_says_so(fault: str, status: str) -> None:
-    assert scored("batched", fault, "", "", batched=True) == [Outcome(None, status)] * 3
+    assert scored("batched", fault, "", "", batched=True) == [RewardResult(None, status)] * 3
 
 
 @pytest.mark.usefixtures("module")
@@ -233,8 +236,10 @@ def test_a_batched_function_that_hangs_times_out_and_the_next_group_is_scored() 
     config = RewardFunctionConfig(name="forms:batched", timeout_s=2.0, batched=True)
     process = RewardProcess(config, memory_limit_mib=4096)  # torch with CUDA takes 3 GiB of addresses
     try:
-        assert process.score(group("sleep", "")) == [Outcome(None, "timeout after 2 s (one call for 2 samples)")] * 2
-        assert process.score(group("a", "bb")) == [Outcome(1.0), Outcome(2.0)]
+        assert (
+            process.score(group("sleep", "")) == [RewardResult(None, "timeout after 2 s (one call for 2 samples)")] * 2
+        )
+        assert process.score(group("a", "bb")) == [RewardResult(1.0), RewardResult(2.0)]
     finally:
         process.close()
 
@@ -269,13 +274,15 @@ def test_scalars_of_numpy_and_torch_are_numbers_and_other_values_are_a_failure()
         "torch.ones(1)": "not a number: tensor([1.]) (Tensor)",
         "np.complex64(1)": "not a number: np.complex64(1+0j) (complex64)",
     }
-    expected = [Outcome(value) for value in numbers.values()] + [Outcome(None, why) for why in failures.values()]
+    expected = [RewardResult(value) for value in numbers.values()] + [
+        RewardResult(None, why) for why in failures.values()
+    ]
     assert scored("scalar", *numbers, *failures) == expected
 
 
 @pytest.mark.usefixtures("module")
 def test_the_prompt_reaches_the_function() -> None:
-    assert scored("prompt_size", "") == [Outcome(7.0)]
+    assert scored("prompt_size", "") == [RewardResult(7.0)]
 
 
 # Several right answers
@@ -340,9 +347,9 @@ def test_a_fault_names_the_line_of_the_user_even_where_a_library_raised(
 
 
 def test_failures_of_one_cause_are_one_fault_whatever_their_values() -> None:
-    outcomes = [Outcome(None, f"not a number: {n} (str)", cause="not a number") for n in "ab"]
-    died = Outcome(None, "died with exit code 3")
-    assert find_faults(["one", "two"], [[*outcomes, Outcome(1.0)], [died, Outcome(1.0), died]]) == (
+    outcomes = [RewardResult(None, f"not a number: {n} (str)", cause="not a number") for n in "ab"]
+    died = RewardResult(None, "died with exit code 3")
+    assert find_faults(["one", "two"], [[*outcomes, RewardResult(1.0)], [died, RewardResult(1.0), died]]) == (
         Fault("one: not a number", "not a number: a (str)", 2),
         Fault("two: died with exit code 3", "died with exit code 3", 2),
     )

@@ -20,7 +20,7 @@ from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.judge_http import HttpJudge, read_completion
 from troupe.workers.rewards.judge_rubric import HttpJudgeConfig, JudgeArgs, JudgeError, read_args
 from troupe.workers.rewards.loading import find_problems
-from troupe.workers.rewards.runner import Outcome, Sample
+from troupe.workers.rewards.runner import RewardResult, Sample
 
 RUBRIC = "Is it polite?"
 
@@ -40,7 +40,7 @@ def judge(timeout_s: float = 10.0, **args: Any) -> JudgeReward:
     return reward
 
 
-def statuses(outcomes: Sequence[Outcome]) -> list[str]:
+def statuses(outcomes: Sequence[RewardResult]) -> list[str]:
     return [outcome.status for outcome in outcomes]
 
 
@@ -177,6 +177,14 @@ def test_a_reward_is_the_position_on_the_scale(low: int, width: int, place: floa
         ({"rubric": RUBRIC, "template": "{answer}"}, "judge: template: needs {response}"),
         ({"rubric": RUBRIC, "template": "{text}"}, "judge: template: has no field {text}; it can have prompt, "),
         ({"rubric": RUBRIC, "endpoint": {"url": "http://x"}}, "judge: endpoint.model: Field required"),
+        (
+            {"rubric": RUBRIC, "endpoint": {"url": "https://me:pass@host/v1", "model": "m"}},
+            "judge: endpoint.url: holds credentials",
+        ),
+        (
+            {"rubric": RUBRIC, "endpoint": {"url": "https://host/v1?api-key=x", "model": "m"}},
+            "judge: endpoint.url: holds credentials",
+        ),
         ({"rubrik": RUBRIC}, "judge: rubric: Field required"),
     ],
 )
@@ -189,7 +197,12 @@ def test_equal_questions_are_asked_once_and_answers_are_kept(tmp_path: Path) -> 
     file = str(tmp_path / "answers.sqlite")
     first, asked = judge(cache=file), Scripted(a="Score: 5", b="Score: 10")
     first.connect(asked)
-    assert first.score([sample(text) for text in "abba"]) == [Outcome(0.5), Outcome(1.0), Outcome(1.0), Outcome(0.5)]
+    assert first.score([sample(text) for text in "abba"]) == [
+        RewardResult(0.5),
+        RewardResult(1.0),
+        RewardResult(1.0),
+        RewardResult(0.5),
+    ]
     assert asked.asked == ["a", "b"]
     first.close()
     again, silent = judge(cache=file), Scripted()
@@ -220,7 +233,7 @@ def test_an_endpoint_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> N
     with endpoint(lambda number, body: "Score: 8", pause_s=0.05) as served:
         asked = {"url": served.url, "model": "big", "api_key_variable": "JUDGE_KEY", "max_tokens": 9, "concurrency": 2}
         outcomes = judge(endpoint=asked).score([sample(text) for text in "abcdef"])
-    assert outcomes == [Outcome(0.8)] * 6
+    assert outcomes == [RewardResult(0.8)] * 6
     assert served.busiest == 2 and set(served.keys) == {"Bearer open sesame"}
     body = served.bodies[0]
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("big", 9, 0.0)
@@ -236,7 +249,7 @@ def test_requests_are_repeated_and_what_stays_refused_is_a_status() -> None:
     with endpoint(script) as served:
         asked = {"url": served.url, "model": "m", "retries": 3, "concurrency": 1}
         outcomes = judge(endpoint=asked, timeout_s=30.0).score([sample("good"), sample("bad")])
-    assert outcomes[0] == Outcome(0.5)
+    assert outcomes[0] == RewardResult(0.5)
     assert outcomes[1].status.startswith("judge: InternalServerError: Error code: 500")
     assert len(served.bodies) == 7, "three for the one, and four for the other"
 
@@ -291,7 +304,7 @@ def test_whatever_an_endpoint_answers_is_a_status(media_type: str) -> None:
     with endpoint(script) as served:
         asked = judge(endpoint={"url": served.url, "model": "m", "retries": 0, "concurrency": 1})
         *failed, sound = asked.score([sample(name) for name in (*NONSENSE, "sound")])
-    assert sound == Outcome(0.5), "the others lose nothing"
+    assert sound == RewardResult(0.5), "the others lose nothing"
     for outcome, (name, (_, status)) in zip(failed, NONSENSE.items(), strict=True):
         assert outcome.value is None and outcome.status.startswith(status), (name, outcome)
         outcome.status.encode()  # a column of the table holds it

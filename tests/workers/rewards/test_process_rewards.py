@@ -24,7 +24,7 @@ from troupe.workers.contract.messages import ROLLOUTS, GroupSummary, PrepareRequ
 from troupe.workers.reward import RewardWorker, reward_spans
 from troupe.workers.rewards.equations import equations, evaluate
 from troupe.workers.rewards.functions import letter_share
-from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 from troupe.workers.rewards.steps import Steps, checked_steps, token_counts
 
 FAR_OFF = 120.0  # seconds: no test depends on how busy the machine is
@@ -215,20 +215,20 @@ def process(behaviours: str) -> Iterator[RewardProcess]:
     running.close()
 
 
-def outcomes(process: RewardProcess, *responses: str) -> list[Outcome]:
+def outcomes(process: RewardProcess, *responses: str) -> list[RewardResult]:
     return process.score([Sample(response, "", "{}", 3, "stop") for response in responses])
 
 
 def test_steps_pass_and_faults_cost_one_sample(process: RewardProcess) -> None:
     assert outcomes(process, "good", "falling", "inf", "outcome", "one", "half", "pairs", "whole") == [
-        Outcome(0.75, steps=((2, 1.0), (4, 0.5))),
-        Outcome(None, "not steps: step 2 ends at 1; expected 3 to 7"),
-        Outcome(None, "not steps: the reward of step 1 is not a finite number: inf"),
-        Outcome(None, "not a number: 'much' (str)"),
-        Outcome(None, "error: TypeError: 'int' object is not iterable"),
-        Outcome(None, "expected steps, got a number: 0.5"),
-        Outcome(None, "not a number: [(1, 1.0)] (list)"),
-        Outcome(-3.0, steps=((1, 1.0),)),
+        RewardResult(0.75, steps=((2, 1.0), (4, 0.5))),
+        RewardResult(None, "not steps: step 2 ends at 1; expected 3 to 7"),
+        RewardResult(None, "not steps: the reward of step 1 is not a finite number: inf"),
+        RewardResult(None, "not a number: 'much' (str)"),
+        RewardResult(None, "error: TypeError: 'int' object is not iterable"),
+        RewardResult(None, "expected steps, got a number: 0.5"),
+        RewardResult(None, "not a number: [(1, 1.0)] (list)"),
+        RewardResult(-3.0, steps=((1, 1.0),)),
     ]
 
 
@@ -249,7 +249,7 @@ def test_steps_that_the_child_sends_are_checked_again(process: RewardProcess, st
 def test_a_function_that_is_not_asked_for_steps_has_an_outcome(behaviours: str) -> None:
     process = RewardProcess(RewardFunctionConfig(name=behaviours, timeout_s=FAR_OFF), 256)
     try:
-        assert outcomes(process, "good", "whole", "half") == [Outcome(0.75), Outcome(-3.0), Outcome(0.5)]
+        assert outcomes(process, "good", "whole", "half") == [RewardResult(0.75), RewardResult(-3.0), RewardResult(0.5)]
         assert outcomes(process, "falling")[0].status.startswith("not steps: ")
     finally:
         process.close()
@@ -438,13 +438,13 @@ def test_process_rewards_need_the_policy(tokenizer: Any) -> None:
 
 
 def test_steps_of_components_are_added_per_token() -> None:
-    first, second = Outcome(0.5, steps=((3, 1.0), (6, 0.0))), Outcome(2.0, steps=((3, 2.0),))
-    outcome, failed = Outcome(1.0), Outcome(0.0, steps=((2, 1e308),))
+    first, second = RewardResult(0.5, steps=((3, 1.0), (6, 0.0))), RewardResult(2.0, steps=((3, 2.0),))
+    outcome, failed = RewardResult(1.0), RewardResult(0.0, steps=((2, 1e308),))
 
     def halves(ends: Sequence[int]) -> list[int]:
         return [(end + 1) // 2 for end in ends]
 
-    def spans(*parts: tuple[float, Outcome]) -> list[tuple[int, float]]:
+    def spans(*parts: tuple[float, RewardResult]) -> list[tuple[int, float]]:
         return list(reward_spans([weight for weight, _ in parts], [one for _, one in parts], 4, halves))
 
     assert spans((1.0, first), (-1.0, second), (3.0, outcome)) == [(2, -1.0), (3, 0.0), (4, 3.0)]

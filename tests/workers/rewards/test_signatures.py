@@ -9,7 +9,7 @@ import pytest
 
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.rewards.loading import RewardArgumentsError, load
-from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 
 FUNCTIONS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -64,7 +64,7 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def scored(name: str, metadata: dict[str, object], **fields: object) -> list[Outcome]:
+def scored(name: str, metadata: dict[str, object], **fields: object) -> list[RewardResult]:
     """Outcomes of a right and a wrong response."""
     config = RewardFunctionConfig.model_validate({"name": f"written_elsewhere:{name}", "timeout_s": 120.0, **fields})
     process = RewardProcess(config, memory_limit_mib=4096)
@@ -90,7 +90,7 @@ ROW = {"data_source": "gsm8k", "extra_info.index": 3, "extra_info": {"split": "t
     ],
 )
 def test_verls_parameters_are_bound_by_name(name: str, fields: dict[str, object], rewards: list[float]) -> None:
-    assert scored(name, ROW, **fields) == [Outcome(reward) for reward in rewards]
+    assert scored(name, ROW, **fields) == [RewardResult(reward) for reward in rewards]
 
 
 def test_a_data_source_that_is_missing_fails_the_sample() -> None:

@@ -99,6 +99,21 @@ def test_an_update_that_changes_much_has_no_delta() -> None:
     assert encoded(old, changed(old, 0.02, 1), MIB).nbytes
 
 
+@pytest.mark.parametrize(("share", "dense"), [(0.0, False), (0.02, False), (0.05, True), (0.6, True)])
+def test_a_sample_tells_whether_all_weights_should_travel(
+    share: float, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = np.zeros(48 * MIB, np.uint8)
+    new = changed(old, share, 1)
+    changes, pieces = ChangedWords("base", expect_dense=True), list[int]()
+    words = deltas._words
+    monkeypatch.setattr(deltas, "_words", lambda data: pieces.append(data.nbytes) or words(data))
+    for start in range(0, old.nbytes, MIB):
+        changes.compare(start, old[start : start + MIB], new[start : start + MIB])
+    assert sum(pieces) == 2 * 3 * MIB  # of both versions
+    assert changes.dense is dense and not changes.encode(old.nbytes).nbytes
+
+
 @pytest.mark.parametrize("step", [1, -1])
 def test_small_steps_at_one_per_cent_take_a_fiftieth(step: int) -> None:
     """Most weights that change in bfloat16 move by one step of the format."""
@@ -135,7 +150,7 @@ def test_what_is_no_delta_is_refused(nothing: bytes) -> None:
 
 
 class Trainer:
-    """Weights in several types, of which an update changes a few; and a node elsewhere with a file of its own."""
+    """Weights in several types, of which an update changes a few; and a node elsewhere with a separate file."""
 
     def __init__(self, folder: Path) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -235,6 +250,11 @@ def _much(trainer: Trainer, update: WeightUpdate) -> str:
     return update.digest
 
 
+def _small(trainer: Trainer, update: WeightUpdate) -> str:
+    trainer.step()
+    return update.digest
+
+
 @pytest.mark.parametrize("cause", [_other_base, _other_layout, _other_size, _failed_since, _much])
 def test_without_a_base_or_with_too_much_there_is_no_delta(
     trainer: Trainer, cause: Callable[[Trainer, WeightUpdate], str]
@@ -242,6 +262,16 @@ def test_without_a_base_or_with_too_much_there_is_no_delta(
     update = trainer.publish()
     update = trainer.publish(cause(trainer, update))
     assert not trainer.publisher.delta(update).nbytes
+    verify(update)
+
+
+def test_after_large_updates_a_sample_of_a_small_one_brings_deltas_back(trainer: Trainer) -> None:
+    """One version late: the first small update travels whole."""
+    update, sizes = trainer.publish(), list[int]()
+    for change in (_much, _much, _small, _small, _small):
+        update = trainer.publish(change(trainer, update))
+        sizes.append(trainer.publisher.delta(update).nbytes)
+    assert [size > 0 for size in sizes] == [False, False, False, True, True]
     verify(update)
 
 

@@ -1,4 +1,4 @@
-"""Weights through an object store: a folder, and a local S3 server."""
+"""Weights through an object store: a folder, a local S3 server, and a local Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from pyarrow import fs
 
+from tests.gcs_server import BUCKET, LocalGcs, gcs_server
 from tests.s3_server import Faults, s3_server
 from troupe.workers.weights.file import RankWeights, WeightDigestMismatch, read_payload, verify, write_payload
 from troupe.workers.weights.store import StoredBytes, StoreFailed, WeightStore
@@ -38,10 +39,23 @@ def bucket(server: tuple[str, Callable[[Faults], None]]) -> str:
     return f"s3://weights/runs?{server[0]}"
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(scope="session")
+def google() -> Iterator[LocalGcs]:
+    """A local Google Cloud Storage."""
+    with gcs_server() as server:
+        yield server
+
+
+@pytest.fixture
+def google_bucket(google: LocalGcs) -> str:
+    """URL of a folder in its bucket."""
+    return f"gs://anonymous@{BUCKET}/runs?{google.options}"
+
+
+@pytest.fixture(params=["file", "bucket", "google_bucket"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of an empty store."""
-    return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue("bucket")
+    return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue(request.param)
 
 
 def paths(url: str) -> set[str]:
@@ -67,8 +81,10 @@ def test_bytes_arrive_and_only_those_of_the_last_version_stay(url: str) -> None:
 def test_objects_that_are_gone_or_cut_are_refused(url: str) -> None:
     store = WeightStore(url, "run")
     stored = store.put("1.weights", CONTENT)
-    with pytest.raises(StoreFailed, match=r"weight_sync\.url: .*1\.weights has 1000 bytes, 1001 were written"):
+    with pytest.raises(StoreFailed, match=r"weight_sync\.url: .*1\.weights does not have the 1001 bytes that"):
         replace(stored, nbytes=1001).fetch()
+    with pytest.raises(StoreFailed, match=r"does not have the 999 bytes"):
+        replace(stored, nbytes=999).fetch()
     store.clear()
     with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot read .*1\.weights"):
         stored.fetch()
@@ -101,6 +117,39 @@ def test_s3_that_fails_now_and_then_delivers_the_bytes(
         inject(Faults())
         store.close()
     assert not paths(bucket)
+
+
+@pytest.mark.parametrize("nbytes", [1000, 25 << 20])
+@pytest.mark.parametrize("method", ["POST", "PUT", "GET"])
+def test_google_that_fails_now_and_then_delivers_the_bytes(
+    google: LocalGcs, google_bucket: str, method: str, nbytes: int
+) -> None:
+    content = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
+    store = WeightStore(google_bucket, "run")
+    google.fail(method, 1)
+    assert np.array_equal(store.put("1.weights", content).fetch(), content)
+    assert google.fail(method, 0) == 0
+    store.close()
+    assert not paths(google_bucket)
+
+
+def test_google_that_keeps_failing_or_has_no_such_bucket_is_an_error(google: LocalGcs, google_bucket: str) -> None:
+    store = WeightStore(google_bucket, "run")
+    stored = store.put("1.weights", CONTENT)
+    try:
+        google.fail("GET", 1000)
+        with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot read .*1\.weights"):
+            stored.fetch()
+        google.fail("POST", 1000)
+        with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot write .*2\.weights"):
+            store.put("2.weights", CONTENT)
+    finally:
+        google.fail("GET", 0)
+        google.fail("POST", 0)
+        store.close()
+    assert not paths(google_bucket)
+    with pytest.raises(StoreFailed, match=r"weight_sync\.url: .*"):
+        WeightStore(f"gs://anonymous@nowhere/runs?{google.options}", "run")
 
 
 def test_s3_that_keeps_failing_is_an_error(bucket: str, server: tuple[str, Callable[[Faults], None]]) -> None:

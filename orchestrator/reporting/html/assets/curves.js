@@ -3,7 +3,7 @@
 const OPEN = ['Rewards and groups', 'Updates of the policy', 'Prompts and responses', 'Offline objectives', 'Evaluation'];
 
 // One chart for each line: the first of its metrics that a run has and that changes.
-const GLANCE = [
+const OVERVIEW = [
   ['reward/mean', 'policy/nll', 'policy/preference_loss', 'reward_model/preference_loss', 'policy/loss'],
   ['eval/accuracy', 'eval/reward', 'eval/loss'],
   ['policy/entropy', 'policy/accuracy', 'reward_model/accuracy'],
@@ -13,7 +13,7 @@ const GLANCE = [
   ['critic/value_error', 'groups/mixed', 'policy/learning_rate'],
   ['seconds/step'],
 ];
-const MOST_AT_A_GLANCE = 6;
+const MOST_IN_OVERVIEW = 6;
 
 // Units of the time axis: [seconds, name, largest number of them].
 const TIMES = [[1, 's', 120], [60, 'min', 120], [3600, 'h', 1e9]];
@@ -68,17 +68,17 @@ function showSettings(tools, state) {
   tools.querySelector('.smooth').value = state.smooth;
 }
 
-function glanceSection(app) {
-  const holder = el('div', { class: 'cards glance' });
+function overviewSection(app) {
+  const holder = el('div', { class: 'cards overview' });
   const tools = curveTools(app);
   const draw = () => {
     showSettings(tools, app.state.curves);
-    holder.replaceChildren(...atAGlance(app).map((metric) => curveCard(app, metric, { brief: true })));
+    holder.replaceChildren(...overviewMetrics(app).map((metric) => curveCard(app, metric, { brief: true })));
   };
-  app.redraws.glance = draw;
+  app.redraws.overview = draw;
   draw();
   if (!holder.children.length) return null;
-  return section('glance', 'Overview', el('div', { class: 'tools' }, tools, legend(app)), app.data.runs.length > 1 ? null : healthBanner(app.data.runs[0]), holder);
+  return section('overview', 'Overview', el('div', { class: 'tools' }, tools, legend(app)), app.data.runs.length > 1 ? null : healthBanner(app.data.runs[0]), holder);
 }
 
 // Of each held-out set with a name, the result that says most.
@@ -87,11 +87,11 @@ function heldOutSets(metrics) {
   return rewards.map((name) => [name.replace(/reward$/, 'avg'), name]);
 }
 
-function atAGlance(app) {
+function overviewMetrics(app) {
   const metrics = new Map(app.data.sections.flatMap((one) => one.metrics.map((metric) => [metric.name, metric])));
-  const lines = GLANCE.flatMap((line) => (line.includes('eval/accuracy') ? [line, ...heldOutSets(metrics)] : [line]));
+  const lines = OVERVIEW.flatMap((line) => (line.includes('eval/accuracy') ? [line, ...heldOutSets(metrics)] : [line]));
   const names = lines.map((line) => line.find((name) => seriesOf(app, name).length && !constant(app, name))).filter(Boolean);
-  return names.slice(0, MOST_AT_A_GLANCE).map((name) => metrics.get(name));
+  return names.slice(0, MOST_IN_OVERVIEW).map((name) => metrics.get(name));
 }
 
 function curveSection(app) {
@@ -178,7 +178,7 @@ function curveCard(app, metric, { brief = false } = {}) {
   const healthy = !brief && metric.healthy && metric.healthy !== '-';
   return el(
     'figure',
-    { class: 'card', [brief ? 'data-glance' : 'data-metric']: metric.name },
+    { class: 'card', [brief ? 'data-overview' : 'data-metric']: metric.name },
     el('figcaption', { title: metric.meaning }, el('code', { text: metric.name }), el('span', { class: 'value' }, lasts, unit ? el('small', { text: unit }) : null)),
     series.some((one) => one.steps.length) ? lineChart({ series, marks, axis, log: app.state.curves.log, height: brief ? 150 : 132, onStep: (step) => app.showStep(found[0].number, step) }) : el('p', { class: 'empty', text: `${axis.name}: not recorded` }),
     healthy ? el('p', { class: 'healthy', title: metric.meaning, text: `healthy: ${metric.healthy.replaceAll('`', '')}` }) : null,

@@ -16,8 +16,8 @@ import yaml
 from tests.conftest import ROOT
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags
 from troupe.orchestrator.platforms.manifest import Request, manifest
-from troupe.orchestrator.spec.load import RunSpec
-from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
+from troupe.orchestrator.spec.load import RunSpec, plan_runs, read_document
+from troupe.orchestrator.spec.stages import PlannedRun
 
 SCHEMAS = ROOT / "tests" / "data" / "kuberay"
 SPECS = ROOT / "deploy" / "specs"

@@ -90,7 +90,7 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
         sections = await page.run("[...document.querySelectorAll('section')].map(one => one.id)")
         assert sections == [
             "runs",
-            "glance",
+            "overview",
             "verdicts",
             "evaluation",
             "curves",
@@ -176,7 +176,7 @@ OUTSIDE = """[...document.querySelectorAll('#page *')].filter(one => {
   return box.width > 0 && (box.right > innerWidth + 1 || box.left < -1) && !one.closest('.scroll, pre, nav');
 }).map(one => `${one.tagName} ${one.className} ${one.textContent.slice(0, 30)}`)"""
 """What stands outside the window, but for what can be scrolled."""
-GLANCE = '[data-glance="reward/mean"] '
+OVERVIEW = '[data-overview="reward/mean"] '
 
 
 async def test_curves_have_other_axes_a_logarithmic_scale_and_smoothing(tmp_path: Path) -> None:
@@ -189,29 +189,29 @@ async def test_curves_have_other_axes_a_logarithmic_scale_and_smoothing(tmp_path
     file = write_report([first, second], tmp_path / "report.html")
 
     async def places(anchor: str) -> list[str]:
-        return await page.run(TICKS.replace("ANCHOR", anchor).replace(".chart svg", f"{GLANCE}.chart svg") + "[0]")
+        return await page.run(TICKS.replace("ANCHOR", anchor).replace(".chart svg", f"{OVERVIEW}.chart svg") + "[0]")
 
     async with browser_page(1280, 860) as page:
         await page.open(file.as_uri())
         await page.settle()
-        assert await text(page, "#glance .legend") == "first/runsecond/run", "runs of the same name are told apart"
-        assert await page.run(f"document.querySelector({json.dumps(GLANCE)}).getBoundingClientRect().bottom") < 860
+        assert await text(page, "#overview .legend") == "first/runsecond/run", "runs of the same name are told apart"
+        assert await page.run(f"document.querySelector({json.dumps(OVERVIEW)}).getBoundingClientRect().bottom") < 860
         assert await places("middle") == ["1", "2", "3", "4"]
-        await choose(page, "#glance .x-axis", "tokens")
+        await choose(page, "#overview .x-axis", "tokens")
         tokens = await places("middle")
         assert len(set(tokens)) == len(tokens) > 1 and tokens[-1].endswith("k")
         assert await page.run("document.querySelector('#curves .x-axis').value") == "tokens", "one setting for all"
         await choose(page, "#curves .x-axis", "seconds")
         assert all(one.endswith(" s") for one in await places("middle"))
 
-        plain = await page.run(f"document.querySelector({json.dumps(GLANCE + 'polyline')}).getAttribute('points')")
-        await page.click("#glance .log")
+        plain = await page.run(f"document.querySelector({json.dumps(OVERVIEW + 'polyline')}).getAttribute('points')")
+        await page.click("#overview .log")
         await page.settle()
-        scaled = await page.run(f"document.querySelector({json.dumps(GLANCE + 'polyline')}).getAttribute('points')")
+        scaled = await page.run(f"document.querySelector({json.dumps(OVERVIEW + 'polyline')}).getAttribute('points')")
         assert scaled != plain and len(scaled.split()) == len(plain.split())
-        assert await number(page, f"{GLANCE}.raw") == 0
-        await choose(page, "#glance .smooth", "0.9")
-        assert await number(page, f"{GLANCE}.raw") == 2, "the values remain behind the smooth lines"
+        assert await number(page, f"{OVERVIEW}.raw") == 0
+        await choose(page, "#overview .smooth", "0.9")
+        assert await number(page, f"{OVERVIEW}.raw") == 2, "the values remain behind the smooth lines"
 
         await page.run("document.querySelectorAll('#curves details').forEach(one => { one.open = true; })")
         for part in range(0, int(await page.run("document.documentElement.scrollHeight")), 800):
@@ -331,7 +331,7 @@ async def test_a_live_page_follows_the_run(server: tuple[WatchServer, Path]) -> 
         assert "new text" in await text(page, "#samples")
         await page.run("window.scrollTo(0, 0)")
         await page.settle()
-        await page.click(f"{GLANCE}svg")
+        await page.click(f"{OVERVIEW}svg")
         assert page.errors == []
         assert {url.split("/")[2] for url in page.requests} == {serving.url.split("/")[2]}
 

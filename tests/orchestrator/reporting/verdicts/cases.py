@@ -82,6 +82,7 @@ TUNED = (
     modelled("healthy-ppo", models.critic_never_learns, 4, "blind-critic"),
     modelled("healthy-grpo", models.held_out_falls, 5, "reward-hacking"),
     modelled("healthy-grpo", models.memory_grows, 6, "growing-memory"),
+    modelled("healthy-grpo", models.memory_flattens, 26),
     modelled("healthy-grpo", models.entropy_collapses, 7, "entropy-collapse"),
 )
 HELD_OUT = (

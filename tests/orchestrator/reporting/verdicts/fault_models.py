@@ -101,6 +101,11 @@ def memory_grows(line: Line, far: float, noise: random.Random) -> Mapping[str, f
     return {"memory/rollout": 2.1 + 0.06 * line["step"]}
 
 
+def memory_flattens(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
+    """The engine takes 340 MiB in eight steps, as that of `laptop-grpo` does, and no more."""
+    return {"memory/rollout": 3.1 + 0.34 * min(line["step"], 8) / 8}
+
+
 def held_out_falls(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
     """The reward rises, the reward on held-out prompts falls: the training reward is hacked."""
     training = {"reward/mean": 0.3 + 0.02 * line["step"] + noise.gauss(0, 0.005)}

@@ -6,6 +6,8 @@ import pytest
 import yaml
 
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules, fits
+from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.reporting.verdicts.pace import growing_memory
 from troupe.orchestrator.reporting.verdicts.verdict import Level
 
 from .cases import HELD_OUT, TUNED, Case
@@ -48,3 +50,14 @@ def test_verdicts_name_recorded_evidence_and_remedies_that_load(case: Case) -> N
         for remedy in verdict.remedies:
             assert fits(remedy, history.spec)
             assert not remedy.spec or isinstance(yaml.safe_load(remedy.spec), dict)
+
+
+def test_memory_that_flattens_is_no_leak_at_any_step() -> None:
+    """An engine takes 340 MiB in its first eight steps and no more; a leak of that rate is found a few steps later."""
+
+    def found(steps: int, rising: int) -> bool:
+        lines = [{"step": step, "memory/rollout": 3.1 + 0.0425 * min(step, rising)} for step in range(1, steps + 1)]
+        return any(verdict.name == "growing-memory" for verdict in growing_memory(History.of(lines)))
+
+    assert not any(found(steps, rising=8) for steps in range(1, 60))
+    assert [steps for steps in range(1, 60) if found(steps, rising=60)] == list(range(11, 60))

@@ -18,8 +18,8 @@ from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.running import HEALTHY, RunningVerdicts, alarm_lines, faster
 from troupe.orchestrator.reporting.verdicts.updates import fewer_updates
 from troupe.orchestrator.reporting.verdicts.verdict import Remedy, field
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.telemetry.event_log import EVENTS
 
 

@@ -8,11 +8,14 @@ from fractions import Fraction
 
 from troupe.orchestrator.reporting.verdicts.history import SHORTEST, History
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
+from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 
 _WAITS, _NEVER_WAITS = 0.3, 0.03
 """Share of a step that the trainer waits for samples: above it engines are short, below it the engines wait."""
 _SCORING = 0.7
 _GROWTH_GIB, _GROWTH = 0.1, 0.05
+_GROWTH_STEPS = 6
+"""Fewest steps, after the first third of a run, over which memory must grow."""
 _WARM_UP = 2
 
 
@@ -23,7 +26,7 @@ def _workers(run: History, role: str) -> int:
 
 def _cores_short(run: History, engines: int) -> bool:
     """Whether so many engines and the trainers would compute on the same cores, and gain nothing from each other."""
-    roles = {name: role for name in ("rollout", "policy", "critic") if (role := run.get(f"roles.{name}")) is not None}
+    roles = {name: role for name in (*SAMPLERS, *TRAINERS) if (role := run.get(f"roles.{name}")) is not None}
     if "CPU" not in run.capacity or any(role.get("gpus") for role in roles.values()):
         return False
     counts = {name: int(role.get("workers", 1)) for name, role in roles.items()} | {"rollout": engines}
@@ -139,12 +142,18 @@ def _ratio(value: float) -> str:
 
 
 def growing_memory(run: History) -> Iterator[Verdict]:
-    """A worker's memory grows with every step."""
+    """A worker's memory grows with every step.
+
+    Memory that flattens is no leak: allocators, and kernels that are prepared for each new shape of a batch, take some
+    ten steps to have what they need. A leak grows as much in the second half of these steps as in the first.
+    """
     for peak in run.named("memory/"):
         late = peak.after(max(_WARM_UP + 1, peak.steps[0] + (peak.steps[-1] - peak.steps[0]) // 3))
-        if len(late) < 2 * SHORTEST - 1:
+        if len(late) <= _GROWTH_STEPS:
             continue
-        growth = late.values[-1] - late.values[0]
+        growth, middle = late.values[-1] - late.values[0], late.values[len(late) // 2]
+        if min(middle - late.values[0], late.values[-1] - middle) < growth / 3:
+            continue
         rises = sum(b > a * 1.001 for a, b in zip(late.values, late.values[1:], strict=False))
         if growth < max(_GROWTH_GIB, _GROWTH * late.values[0]) or rises < 0.5 * (len(late) - 1):
             continue

@@ -1,4 +1,4 @@
-"""Figures of a piece that passed, from the files in its folder."""
+"""Measurements of a piece that passed, from the files in its folder."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import json
 from pathlib import Path
 from statistics import median
 
-from deploy.gpu_check.pieces import FIGURES, RUN, Kind
-from deploy.gpu_check.record import Figure
+from deploy.gpu_check.pieces import MEASUREMENTS, RUN, Kind
+from deploy.gpu_check.record import Measurement
 
 _PRODUCT = "troupe"
 
 
-def figures(kind: Kind, folder: Path) -> dict[str, Figure]:
-    """The figures of a piece.
+def measurements(kind: Kind, folder: Path) -> dict[str, Measurement]:
+    """The measurements of a piece.
 
     Raises:
         OSError: A file that the piece should have written is missing.
-        ValueError: Such a file has no figures.
+        ValueError: Such a file has no measurements.
     """
     if kind == "run":
         return _of_run(folder / RUN / "metrics.jsonl")
-    document = json.loads((folder / FIGURES).read_text())
+    document = json.loads((folder / MEASUREMENTS).read_text())
     return document if kind == "probe" else _of_benchmark(document)
 
 
-def _of_run(metrics: Path) -> dict[str, Figure]:
+def _of_run(metrics: Path) -> dict[str, Measurement]:
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     if not steps:
         raise ValueError(f"{metrics} has no step")
@@ -40,8 +40,8 @@ def _of_run(metrics: Path) -> dict[str, Figure]:
     } | {f"{name.removeprefix('memory/')}, GiB": value for name, value in memory.items()}
 
 
-def _of_benchmark(document: dict[str, dict[str, dict[str, dict[str, float]]]]) -> dict[str, Figure]:
+def _of_benchmark(document: dict[str, dict[str, dict[str, dict[str, float]]]]) -> dict[str, Measurement]:
     rates = {key: value for key, value in document["summary"][_PRODUCT].items() if key.endswith(("_per_s", "ratio"))}
-    found: dict[str, Figure] = {key: spread["median"] for key, spread in rates.items()}
+    found: dict[str, Measurement] = {key: spread["median"] for key, spread in rates.items()}
     checks = {str(name): str(outcome) for name, outcome in document["checks"].items()}
     return found | {"s per turn": document["summary"][_PRODUCT]["wall_s"]["median"]} | checks

@@ -1,0 +1,203 @@
+"""Time from `troupe run` to the first sampled token, by part.
+
+    python -m benchmarks.startup --turns 3
+    python -m benchmarks.startup --spec deploy/specs/laptop-grpo.yaml
+
+Every turn is the command as a user types it, in a new process and a new folder, for one step. The parts are the moments
+that the run itself records: the command until Ray is up, from there until each kind of worker serves, and from the last
+worker to the first token. CPU seconds are those that each kind of process has used until that token. The baseline is a
+new process in which a bare `AsyncLLM` starts with the engine's settings and samples a first token: no run starts
+sooner than its engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+
+from benchmarks.support.bare_engines import BareAsyncLLM, SampledBatch
+from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
+from benchmarks.support.processes import Meter, RemoteObject, end
+from benchmarks.support.workload import Group, encode_prompts
+from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.rollout import RolloutWorker
+
+BARE, PRODUCT = "bare AsyncLLM", "troupe"
+STARTS = Unit("starts", "start", digits=3)
+SECONDS = "seconds"
+"""Name of the time to the first token among the figures."""
+_TIMEOUT_S = 300.0
+_SAMPLE_S = 0.25
+_LONGEST_PROMPT = 1024
+_PROCESSES = {
+    "vllm": ("VLLM::", "EngineCore"),
+    "fork server": ("multiprocessing.forkserver",),
+    "rollout": ("ray::RolloutWorker", "preloaded:run_worker"),
+    "policy": ("ray::PolicyWorker",),
+    "reward": ("ray::RewardWorker",),
+    "data check": ("prompt_probe", "isolation.probe"),
+    "Ray": ("raylet", "gcs_server", "ray/", "ray::", "setup_worker", "default_worker"),
+    "command": ("troupe",),
+}
+"""Words of the command lines of each kind of process; the first kind that matches counts."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """When a run reached what, in seconds from its command."""
+
+    ray: float
+    served: Mapping[str, float]
+    """By worker."""
+    token: float
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by part; those of the workers run side by side."""
+        parts = {"command to Ray": self.ray}
+        parts |= {f"Ray to {worker}": moment - self.ray for worker, moment in self.served.items()}
+        return parts | {"last worker to token": self.token - max(self.served.values())}
+
+
+def moments(folder: Path, began: float) -> Moments:
+    """What a run that has ended recorded of its start.
+
+    Args:
+        folder: Of the run.
+        began: When its command was started, on the wall clock.
+
+    Raises:
+        NotCorrect: It lacks the start, a worker, or samples.
+    """
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    ray = [event["time"] for event in events if event["event"] == "run_started"]
+    served = {event["worker"]: event["time"] - began for event in events if event["event"] == "worker_started"}
+    run = RunFolder(folder)
+    if not ray or not served or not run.steps():
+        raise NotCorrect(f"{folder}: the run recorded no start, no worker or no step")
+    calls = pq.read_table(folder / "timeline" / "step-000001.parquet").to_pylist()
+    sent = min(call["start"] for call in calls if call["method"] == "generate")
+    waits = pq.read_table(folder / "trajectories" / "step-000001.parquet", columns=["first_token_s"])
+    return Moments(ray[0] - began, served, sent - began + min(waits["first_token_s"].to_pylist()))
+
+
+def kind_of(command: str) -> str:
+    """Which part of a run a process is, by its command line."""
+    return next((kind for kind, words in _PROCESSES.items() if any(word in command for word in words)), "other")
+
+
+def cpu_by_kind(root: psutil.Process) -> Iterator[tuple[int, str, float]]:
+    """(process id, kind, CPU seconds so far) of a process and its descendants."""
+    for process in (root, *root.children(recursive=True)):
+        try:
+            with process.oneshot():
+                times, command = process.cpu_times(), " ".join(process.cmdline())
+            yield process.pid, kind_of(command), times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+
+
+def start_run(spec: Path, changes: Sequence[str]) -> Turn:
+    """Run one step of a spec with the command, and take its start apart.
+
+    Raises:
+        NotCorrect: The command failed, or the run recorded no start.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        overrides = [part for change in ("schedule.steps=1", *changes) for part in ("--set", change)]
+        command = [sys.executable, "-m", "troupe", "run", str(spec), *overrides, "--out", str(out)]
+        with (Path(folder) / "output").open("w+") as output:
+            meter, began = Meter([os.getpid()]), time.time()
+            process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            seen: list[tuple[float, dict[int, tuple[str, float]]]] = []
+            try:
+                while process.poll() is None and time.time() - began < _TIMEOUT_S:
+                    seen.append((time.time(), {pid: (kind, cpu) for pid, kind, cpu in cpu_by_kind(process)}))
+                    time.sleep(_SAMPLE_S)
+            finally:
+                _, foreign = meter.read()
+                end([process])
+            output.seek(0)
+            if process.returncode:
+                raise NotCorrect(f"{' '.join(command)} ended with exit code {process.returncode}:\n{output.read()}")
+        found = moments(out, began)
+        used: dict[int, tuple[str, float]] = {}
+        for _, processes in takewhile(lambda sample: sample[0] - began < found.token, seen):
+            used |= processes  # of a process that has ended, what it was last seen with
+        cpu: defaultdict[str, float] = defaultdict(float)
+        for kind, seconds in used.values():
+            cpu[kind] += seconds
+        figures = {SECONDS: found.token} | {f"CPU s, {kind}": seconds for kind, seconds in sorted(cpu.items())}
+        return Turn(found.token, 1, sum(cpu.values()), foreign, found.phases(), figures)
+
+
+def start_bare(spec: RolloutSpec, group: Group) -> Turn:
+    """Start a bare engine in a new process and sample one prompt. Raises ChildFailed."""
+    meter, began = Meter([os.getpid()]), time.monotonic()
+    child = RemoteObject("bare", BareAsyncLLM, spec.rollout_config(), RolloutWorker)
+    try:
+        sampled: SampledBatch = child.call("sample", [group], timeout_s=_TIMEOUT_S)
+        wall_s = time.monotonic() - began
+        cpu_s, foreign = meter.read()
+    finally:
+        child.close()
+    if not sampled.response_ids[0]:
+        raise NotCorrect("the bare engine sampled nothing")
+    return Turn(wall_s, 1, cpu_s, foreign, figures={SECONDS: wall_s})
+
+
+async def measure(path: Path, changes: Sequence[str], turns: int) -> Report:
+    """Alternate the starts of the product and of a bare engine. Raises NotCorrect."""
+    spec = load_rollout_spec(path, ["schedule.steps=1", *changes])
+    pool, _ = load_pools(spec.data)
+    (ids,) = encode_prompts(Path(spec.model.path), pool.table, range(1), _LONGEST_PROMPT)
+    one_token = spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"max_tokens": 1})})
+    group = Group("p0", 0, tuple(ids), 1, spec.seed)
+
+    async def product(_: int) -> Turn:
+        return await asyncio.to_thread(start_run, path, changes)
+
+    async def bare(_: int) -> Turn:
+        return await asyncio.to_thread(start_bare, one_token, group)
+
+    taken = await take_turns({BARE: bare, PRODUCT: product}, turns)
+    workers = sum(name.startswith("Ray to ") for name in taken[PRODUCT][0].phases)
+    checks = {"first token": f"every run started {workers} workers, sampled, trained one step and exited with 0"}
+    return Report("startup", {"spec": path, "set": [*changes], "turns": turns}, taken, BARE, checks, STARTS)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = command_parser("startup", __doc__)
+    parser.add_argument("--spec", type=Path, default=Path("deploy/specs/tiny-grpo.yaml"), help="(%(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="field of the spec")
+    parser.add_argument("--turns", type=int, default=3, help="measured turns after the warm-up turn (%(default)s)")
+    parser.add_argument("--json", type=Path, help="results file")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print the table, write the results file."""
+    given = parse(sys.argv[1:])
+    run_benchmark(lambda: asyncio.run(measure(given.spec, given.set, given.turns)), given.json)
+
+
+if __name__ == "__main__":
+    main()

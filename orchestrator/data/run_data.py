@@ -1,0 +1,35 @@
+"""The data sets of an RL run, read before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from troupe.orchestrator.data.prompts import PromptPool, load_pools
+from troupe.orchestrator.data.summary import Pools, named
+from troupe.orchestrator.data.texts import TextPool, load_texts
+from troupe.orchestrator.spec.rollout import RolloutSpec
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data sets of a run."""
+
+    train: PromptPool
+    held_out: Mapping[str, PromptPool]
+    """By the name of their section in `data`."""
+    texts: TextPool | None
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that do not fit the model, of those that were rendered before the start, by the name of their section."""
+
+    @property
+    def pools(self) -> Pools:
+        """The pools by the name of their section."""
+        return named(self.train, self.held_out, self.texts)
+
+
+def load_data(spec: RolloutSpec) -> RunData:
+    """Reads the data sets of the spec. Raises DataError."""
+    on_bad_row = spec.failures.on_bad_row
+    texts = load_texts(spec.data, on_bad_row)
+    return RunData(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)

@@ -1,0 +1,121 @@
+"""Saving beside training: a copy of the state in host memory, and a thread that writes it.
+
+torch's `DefaultStager` copies (`torch.distributed.checkpoint` uses it for its `async_save`): it keeps which tensors
+share a storage, so that the files are those of a synchronous save, and it keeps its memory for the next copy.
+DeepSpeed's own engines do not serve here: its decoupled one is part of FastPersist, which needs a compiled writer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from troupe.workers.contract.messages import SaveStatus
+
+logger = logging.getLogger(__name__)
+
+Write = Callable[[], object]
+"""Writes files of a checkpoint."""
+
+
+class HostCopies:
+    """Copies states to host memory, which is pinned where the tensors are on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Copy nothing yet.
+
+        Args:
+            device: Where the tensors are.
+        """
+        on_gpu = device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=on_gpu,
+        )
+        self._stager = DefaultStager(options)
+
+    def of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a state. It is overwritten by the next copy of the same tensors."""
+        copied = cast("dict[str, Any]", self._stager.stage(state))
+        for copy, tensor in zip(_tensors(copied), _tensors(state), strict=True):
+            if tensor.requires_grad:  # which is saved with a tensor, and not copied
+                copy.requires_grad_()
+        return copied
+
+
+class BackgroundWriter:
+    """Writes one checkpoint at a time in a thread."""
+
+    def __init__(self) -> None:
+        """Write nothing yet."""
+        self._name = ""
+        self._thread: threading.Thread | None = None
+        self._failed = ""
+        self._export_failed = ""
+
+    def require_idle(self) -> None:
+        """Raise RuntimeError while a checkpoint is being written: its copies must not change."""
+        if self._thread is not None and self._thread.is_alive():
+            raise RuntimeError(f"{self._name} is still being written")
+
+    def start(self, name: str, state: Sequence[Write], exports: Sequence[Write]) -> None:
+        """Begin to write a checkpoint.
+
+        Args:
+            name: Its folder.
+            state: What writes the trainer's state.
+            exports: What writes the model. It may fail: the state is a checkpoint without it.
+
+        Raises:
+            RuntimeError: another one is being written.
+        """
+        self.require_idle()
+        self._name, self._failed, self._export_failed = name, "", ""
+        # A daemon: the process may end although a disk hangs.
+        self._thread = threading.Thread(target=self._write, args=(state, exports), name="save", daemon=True)
+        self._thread.start()
+
+    def status(self, name: str) -> SaveStatus:
+        """Whether the checkpoint in this folder is written, and what failed.
+
+        Raises:
+            RuntimeError: it is another one than was begun last.
+        """
+        if self._thread is None or name != self._name:
+            raise RuntimeError(f"{name} is not being written")
+        return SaveStatus(not self._thread.is_alive(), self._failed, self._export_failed)
+
+    def _write(self, state: Sequence[Write], exports: Sequence[Write]) -> None:
+        self._failed = _run(state)
+        if not self._failed:
+            self._export_failed = _run(exports)
+
+
+def _tensors(node: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dictionaries, lists and tuples, in order."""
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, Mapping):
+        for value in cast("Mapping[object, object]", node).values():
+            yield from _tensors(value)
+    elif isinstance(node, list | tuple):
+        for value in cast("Sequence[object]", node):
+            yield from _tensors(value)
+
+
+def _run(writes: Sequence[Write]) -> str:
+    """Calls these in order; what the first one that fails raises, as text."""
+    try:
+        for write in writes:
+            write()
+    except Exception as error:  # it is reported with the status
+        logger.exception("a checkpoint could not be written")
+        return f"{type(error).__name__}: {error}"
+    return ""
