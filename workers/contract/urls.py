@@ -9,17 +9,12 @@ _SECRET = re.compile(r"secret|token|key|password|credential|^sig$", re.IGNORECAS
 """In the names of options that are credentials."""
 
 
-def has_credentials(url: str, *, names_container: bool = False) -> bool:
-    """Whether a URL holds a user, a password or an option that is a credential.
-
-    Args:
-        url: The URL.
-        names_container: Whether what stands before the `@` is no user, as in `abfs://container@account/...`.
-    """
+def has_credentials(url: str) -> bool:
+    """Whether a URL holds a user, a password or an option that is a credential."""
     try:
         parts = urlsplit(url)
     except ValueError:  # it is no URL: whoever opens it says so
         return "@" in url
-    if parts.password is not None or ("@" in parts.netloc and not names_container):
-        return True
-    return any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+    return "@" in parts.netloc or any(
+        _SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)
+    )

@@ -52,6 +52,9 @@ data/ptx_rows
 data/ptx.books_rows
 data/train_refused_rows
 environment/games/solved
+seconds/save_copy
+seconds/save_wait
+seconds/save_write
 environment/solved
 episodes/games/failed
 episodes/games/max_turns
