@@ -813,7 +813,7 @@ CPU_CASES = [
     ),
     case(
         "component_without_dynamic_sampling",
-        "22: algorithm.dynamic_sampling_on: has no effect without algorithm.dynamic_sampling above 0",
+        "21: algorithm.dynamic_sampling_on: has no effect without algorithm.dynamic_sampling above 0",
         ("  group_size: 4", "  group_size: 4\n  dynamic_sampling_on: exact_match"),
     ),
     case(
