@@ -10,6 +10,7 @@ from typing import Any
 
 from troupe.orchestrator.bench.points import WORKERS, Point
 from troupe.orchestrator.bench.results import Measures, Result
+from troupe.orchestrator.spec.rollout import environment_role
 
 MAX_NUM_SEQS = "roles.rollout.max_num_seqs"
 _FULL = 0.9
@@ -90,7 +91,7 @@ def kind_of(point: Point, measures: Measures) -> Kind:
     if measures.waiting >= _WAITS and measures.most_running >= _FULL * role.max_num_seqs:
         return Kind.SLOTS
     if measures.busy < _IDLE:
-        return Kind.ENVIRONMENT if point.spec.roles.environment is not None else Kind.DRIVER
+        return Kind.ENVIRONMENT if point.spec.roles.environments() else Kind.DRIVER
     if measures.least_busy < _UNEVEN * measures.busy:
         return Kind.UNEVEN
     if measures.running < _DRAINS * measures.most_running:
@@ -135,9 +136,9 @@ def _slots(point: Point, measures: Measures) -> Bound:
 
 
 def _environment(point: Point, measures: Measures) -> Bound:
-    environment = point.spec.roles.environment
+    environments = point.spec.roles.environments()
     why = f"the engines compute {measures.busy:.0%} of the time and wait for the environment"
-    lines = () if environment is None else (f"roles.environment.workers: {2 * environment.workers}",)
+    lines = tuple(f"roles.{environment_role(name)}.workers: {2 * one.workers}" for name, one in environments.items())
     return Bound(Kind.ENVIRONMENT, why, lines)
 
 
