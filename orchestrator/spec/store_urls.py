@@ -11,6 +11,8 @@ _STORES = ("s3", "gs", "file")
 _NO_CREDENTIALS = "a spec holds no credentials; give them to the nodes' environment"
 _SECRET = re.compile(r"secret|token|key|password|credential|^sig$", re.IGNORECASE)
 """In the names of options that are credentials."""
+_NO_USER = {("gs", "anonymous")}
+"""Before the `@` of a URL, this asks for no credentials."""
 _WITH_AZURE = ("s3", "gs", "abfs", "file")
 
 
@@ -19,7 +21,9 @@ def url_problem(url: str, schemes: Sequence[str] = _STORES) -> str | None:
     parts = urlsplit(url)
     if parts.scheme not in schemes:
         return f"expected a URL of {', '.join(schemes[:-1])} or {schemes[-1]}, such as s3://bucket/folder, got {url!r}"
-    if parts.password is not None or ("@" in parts.netloc and parts.scheme != "abfs"):  # abfs://container@account/...
+    before_at = parts.netloc.rpartition("@")[0]
+    named = parts.scheme == "abfs" or (parts.scheme, before_at) in _NO_USER  # abfs://container@account/...
+    if parts.password is not None or (before_at and not named):
         return _NO_CREDENTIALS
     if any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
         return _NO_CREDENTIALS
