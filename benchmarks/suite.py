@@ -168,6 +168,17 @@ SUITE = (
         (Goal("engine killed until all it held is sampled again, of a bare engine's start", _TROUPE, "ratio", 0.91),),
     ),
     Benchmark(
+        "startup",
+        ("--turns", "3"),
+        (Goal("seconds of `troupe run` to its first token, tiny model", _TROUPE, "seconds", 8.0, most=True, digits=1),),
+    ),
+    Benchmark(
+        "startup",
+        ("--turns", "3", "--spec", "deploy/specs/laptop-grpo.yaml"),
+        (Goal("the same with SmolLM2-135M", _TROUPE, "seconds", 12.0, most=True, digits=1),),
+        "smollm2",
+    ),
+    Benchmark(
         "packing",
         (),
         (

@@ -91,7 +91,7 @@ class _Saving:
     step: int
     started: float
     """Time of the event loop, in seconds."""
-    snapshot: Snapshot
+    snapshot: SourceSnapshot
     state: ControllerState
     best_before: tuple[SavedStep, ...]
     """The best steps before its evaluation."""
@@ -454,7 +454,7 @@ class Controller:
 
         await self._tolerate(finish(), saving.step)
 
-    def _new_saving(self, snapshot: Snapshot) -> _Saving:
+    def _new_saving(self, snapshot: SourceSnapshot) -> _Saving:
         now = asyncio.get_running_loop().time()
         return _Saving(self.version, now, snapshot, self.state, self._best_before)
 

@@ -106,7 +106,7 @@ class RolloutWorker:
     is recomputed, so that every token is sampled from exactly the version it is recorded under. After a failed update
     the engine stays closed until an update succeeds.
 
-    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested.
+    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested on GPU.
     """
 
     def __init__(self, config: RolloutConfig, name: str) -> None:
@@ -130,7 +130,7 @@ class RolloutWorker:
         """The policy's adapters that the engine has loaded, if the policy trains adapters."""
         self._files_written: set[str] = set()
         self._kept = ("", "")
-        """Path and digest of the weight file that this worker wrote whole; empty: there is none."""
+        """Path and digest of the weight file that this worker wrote whole; empty: no file."""
         self._environments: EnvironmentLink | None = None
         self._reader: TurnReader | None = None
         # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
@@ -379,7 +379,9 @@ class RolloutWorker:
         """
         if self._adapter is None:
             await self._call(engine.collective_rpc("troupe_use_probe"))
-            await self._call(engine.resume_generation())
+            self._memory.verified()  # a rest leaves the model below as it was, and the probe alone samples now
+            if not await self._memory.wake(engine):
+                await self._call(engine.resume_generation())
             probe = adapter_request(self._version, "probe")
             adapted, plain = [await probe_logprobs(engine, lora) for lora in (probe, None)]
             await self._call(engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
@@ -529,7 +531,7 @@ class RolloutWorker:
         engine, started = self._live_engine(), time.monotonic()
         await self._closing_on_failure(engine.finish_weight_update(str(version)))
         await self._closing_on_failure(self._confirmed_digest(version, digest))
-        await self._resume(version)
+        await self._closing_on_failure(self._resume(version))
         return WeightAck(self._name, version, digest, time.monotonic() - started, peak=await self._peak())
 
     async def _closing_on_failure(

@@ -45,7 +45,7 @@ class AuditedWeights:
     previous: Path | None = None
     """Folder with the weights that the engines served before; None: no others."""
     adapter: Path | None = None
-    """Folder of the adapter on the weights; None: there is none."""
+    """Folder of the adapter on the weights; None: no adapter."""
     previous_adapter: Path | None = None
     """Folder of the adapter that the engines served before; None: it had no effect."""
 
@@ -91,7 +91,7 @@ class Auditor:
         return self._report(weights, found, fresh)
 
     async def warm(self) -> None:
-        """Samples as an audit does, so that the engines' caches hold the prompts under the weights of now."""
+        """Samples as an audit does, so that the engines' caches hold the prompts under the current weights."""
         await self._sample()
 
     async def forget(self) -> None:

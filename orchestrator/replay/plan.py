@@ -13,7 +13,7 @@ from troupe.orchestrator.replay.step_record import REPLAY, RecordedStep, read_st
 from troupe.orchestrator.roles.table import TRAINERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.patterns import matching_files
+from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.spec.preflight import Located
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore

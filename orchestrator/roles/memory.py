@@ -124,9 +124,10 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     if size is None:
         return (), None
     transfer = BACKENDS[config.transfer_backend].engine_buckets * bucket_bytes(size, config.model.dtype)
+    adapters = 0
     if config.lora is not None:  # every layer has memory for an adapter of its kind
         every = config.lora.model_copy(update={"targets": ALL_LINEAR})
-        transfer += WIDTHS[config.model.dtype] * adapter_numbers(size, every, config.lora.reserved_rank)
+        adapters = WIDTHS[config.model.dtype] * adapter_numbers(size, every, config.lora.reserved_rank)
     on_gpu = gpu if config.device == "cuda" else None
     shared = spec.roles.rollout.colocate_with == "policy"
 
@@ -141,6 +142,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
             on_gpu,
             process=ENGINE_PROCESS,
             transfer=transfer,
+            adapters=adapters,
             graphs=shared_gpu.GRAPHS if shared and not settings.enforce_eager else 0,
         )
         return tuple(shared_gpu.of_engine(memories, config.sleep)), cache

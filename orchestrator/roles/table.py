@@ -47,7 +47,7 @@ class WorkerSettings:
     sequence_parallel_size: int = 1
     """Adjacent workers that share each micro-batch."""
     engine: EngineProcess | None = None
-    """The engine in its process, which imports vLLM before it is a worker of Ray; None: there is none on the CPU."""
+    """The engine in its process, which imports vLLM before it is a worker of Ray; None: on the CPU."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -284,6 +284,10 @@ NAMES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.v
 """The roles that a spec can have, in the order of the data."""
 TRAINERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.trains))
 """The roles whose workers train a model."""
+ENGINES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.engine))
+"""The roles whose workers are engines."""
+SAMPLERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.samples))
+"""The roles whose workers sample what is trained on."""
 TRAINED = (*TRAINERS, "reward_model")
 """Prefixes of the trainers' metrics: those of a reward model are not named after its role."""
 

@@ -103,7 +103,7 @@ class RolloutScheduler:
             next_prompt: The order of prompts.
             prompt_pool: The table that they are rows of.
             version: Version of the policy.
-            observe: Is told of groups that are replaced although they are scored.
+            observe: Called with groups that are replaced although they are scored.
             settings: How groups are sampled, by the row of their prompt; None: all alike.
         """
         self._schedule = spec.schedule

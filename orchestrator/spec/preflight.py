@@ -24,8 +24,7 @@ from troupe.orchestrator.model_facts.model_size import (
     quantization,
     read_config,
 )
-from troupe.orchestrator.spec.hub_names import is_hub_name
-from troupe.orchestrator.spec.patterns import is_pattern, matching_files
+from troupe.orchestrator.spec.locations import is_hub_name, is_pattern, matching_files
 from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.isolation.probe import ProbeFailed, ask
 

@@ -21,11 +21,11 @@ from troupe.orchestrator.spec.checks import (
     trainer_problems,
 )
 from troupe.orchestrator.spec.engine_options import refused_options
+from troupe.orchestrator.spec.locations import checkpoint_problems, url_problem
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import DataSource, EngineRole, HeldOut, ReasoningGymSource
-from troupe.orchestrator.spec.store_urls import checkpoint_problems, url_problem
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem

@@ -678,8 +678,8 @@ class CheckpointConfig(Frozen):
     keep: int = Field(default=3, ge=1)
     """Newest checkpoints kept."""
     async_save: bool = False
-    """Write checkpoints while training goes on, which waits only until each trainer has copied its state to host memory
-    (`troupe plan` counts it). The last one of a run is written before it ends."""
+    """Write checkpoints while training continues, which waits only until each trainer has copied its state to host
+    memory (`troupe plan` counts it). The last one of a run is written before it ends."""
     path: str | None = None
     """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
     in the background, those of each run to a folder of its name. A run resumes from there where its folder has none as
@@ -720,14 +720,14 @@ class BaseFailures(Frozen):
     nonfinite_steps: int = Field(default=3, ge=1)
     """Consecutive updates of a role with a gradient that is not finite before the run stops."""
     failed_saves: int = Field(default=3, ge=0)
-    """Checkpoints in a row that may fail (disk full, read-only) before the run ends; it trains on meanwhile."""
+    """Checkpoints in a row that may fail (disk full, read-only) before the run ends; training continues meanwhile."""
     run_restarts: int = Field(default=5, ge=0)
     """Restarts of the whole run by `troupe run --supervise` without a new checkpoint in between."""
     stopped_s: float = Field(default=5.0, ge=1.0)
     """Seconds after which a worker counts as lost whose process is stopped (SIGSTOP, a frozen container)."""
     hung_s: float = Field(default=120.0, gt=0.0)
     """Seconds after which a call that computes on policy, critic or reference counts as hung where it has also taken 10
-    times as long as the longest such call before, of at least 5; until then the timeouts of `schedule` bound it."""
+    times as long as the longest such call before, of at least 5; until then the timeouts of `schedule` apply."""
     steps_per_restart: int = Field(default=100, ge=0)
     """Steps without a loss of the role after which one of the restarts below counts no more; 0: all count for the whole
     run."""

@@ -57,7 +57,7 @@ class Choices:
     difficulty: Difficulty | None = None
     """Of a generated task; None: the task's default settings."""
     not_tried: str = ""
-    """Why the difficulty of generated tasks was not tried; empty: it was, or there is none to choose."""
+    """Why the difficulty of generated tasks was not tried; empty: it was, or the task has no difficulty."""
 
     @property
     def offline(self) -> bool:

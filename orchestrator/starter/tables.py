@@ -14,8 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.data.readers import TableSource, file_format, read_table
 from troupe.orchestrator.errors import DataError, UsageError
-from troupe.orchestrator.spec.hub_names import is_name
-from troupe.orchestrator.spec.patterns import is_pattern, matching_files
+from troupe.orchestrator.spec.locations import is_name, is_pattern, matching_files
 
 GYM = "reasoning_gym:"
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")

@@ -117,7 +117,7 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: there is none.
+        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: the store has none.
 
         Raises:
             CheckpointError: The store cannot be reached, or the folder cannot be written.
@@ -255,7 +255,7 @@ class Uploads:
         self._failed = 0
         self._running: asyncio.Task[None] | None = None
         self._newest: Path | None = None
-        """The checkpoint that is being uploaded, or whose upload failed; None: there is none."""
+        """The checkpoint that is being uploaded, or whose upload failed; None: no such checkpoint."""
         self._protected: frozenset[int] = frozenset()
 
     def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:

@@ -134,7 +134,7 @@ class RunObserver:
         return replace(known, driver=driver, processes=processes, nodes=nodes, exit_reasons=words)
 
     def report(self, error: str = "") -> DiagnosisReport:
-        """A diagnosis of now."""
+        """The current diagnosis."""
         began = time.monotonic()
         diagnosis = diagnose(self.facts(error))
         return DiagnosisReport(time.time(), os.getpid(), diagnosis, round(time.monotonic() - began, 2))
@@ -181,7 +181,7 @@ class RunObserver:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
     def _examined(self) -> DiagnosisReport:
-        """A diagnosis of now; where that fails, what failed."""
+        """The current diagnosis; where that fails, what failed."""
         try:
             return self.report()
         except Exception as problem:

@@ -1,4 +1,4 @@
-"""A run on two sources with rewards of their own, one of them with episodes, killed and resumed, on the real stack."""
+"""A run on two sources with separate rewards, one of them with episodes, killed and resumed, on the real stack."""
 
 from __future__ import annotations
 

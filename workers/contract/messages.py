@@ -216,9 +216,9 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
-    """With a temperature of its own."""
+    """With a separate temperature."""
     top_k: int = 0
-    """With a temperature of its own; 0: all tokens."""
+    """With a separate temperature; 0: all tokens."""
     temperature: float | None = None
     """None: sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False

@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.reporting.utilization import ENGINES, covered
+from troupe.orchestrator.reporting.utilization import covered
 from troupe.orchestrator.reporting.verdicts.history import History
-from troupe.orchestrator.roles.table import NAMES, TRAINERS
+from troupe.orchestrator.roles.table import NAMES, SAMPLERS, TRAINERS
 from troupe.orchestrator.telemetry.timeline import DRIVER, role_of
 
 Json = dict[str, Any]
@@ -76,7 +76,7 @@ def step_times(spans: Sequence[TimelineSpan], start: float, end: float) -> Json:
     return {
         "seconds": round(end - start, 4),
         "roles": roles,
-        "R": round(_longest(workers, ENGINES, window), 4),
+        "R": round(_longest(workers, SAMPLERS, window), 4),
         "T": round(_longest(workers, TRAINERS, window), 4),
     }
 

@@ -100,6 +100,36 @@ def test_a_source_that_has_had_its_passes_is_not_drawn_again_and_the_others_keep
     assert abs(rest["b"] - 2 * rest["c"]) <= 2
 
 
+def resumed(before: PromptMixture, own: list[SourceShare]) -> PromptMixture:
+    """A mixture with other shares, which continues from the state of one."""
+    order = mixture(own)
+    order.restore(json.loads(json.dumps(before.state())))
+    return order
+
+
+def test_a_source_that_gets_further_passes_in_a_resumption_makes_up_for_nothing() -> None:
+    first = mixture([SourceShare(name="a", repeats=1), SourceShare(name="b")])
+    assert drawn(first, 60)[-10:] == ["b"] * 10
+    assert Counter(drawn(resumed(first, shares(1, 1)), 20)) == {"a": 10, "b": 10}
+
+
+def test_another_weight_counts_from_the_next_draw_of_a_resumption_on() -> None:
+    first = mixture(shares(0.01, 1))  # the first draw of a would be the 51st
+    assert drawn(first, 20) == ["b"] * 20
+    assert Counter(drawn(resumed(first, shares(1, 1)), 20)) == {"a": 10, "b": 10}
+    assert Counter(drawn(resumed(mixture(shares(0.01, 1)), shares(1, 1)), 20)) == {"a": 10, "b": 10}
+
+
+def test_the_order_of_a_checkpoint_without_weights_and_time_resumes() -> None:
+    first = mixture(shares(2, 1))
+    drawn(first, 7)
+    state = first.state()
+    sources = {name: {k: v for k, v in own.items() if k != "weight"} for name, own in state["sources"].items()}
+    order = mixture(shares(2, 1))
+    order.restore({"sources": sources})
+    assert drawn(order, 20) == drawn(first, 20)
+
+
 def test_without_any_pass_left_the_order_ends_with_an_error() -> None:
     order = mixture(shares(1, 1, repeats=1))
     assert len(drawn(order, 12)) == 12
@@ -120,6 +150,8 @@ def test_an_order_of_other_sources_or_rows_is_not_resumed() -> None:
         damaged = {**state, "sources": {**state["sources"], "b": state["sources"]["b"] | {"due": due}}}
         with pytest.raises(DataError, match="damaged"):
             mixture(shares(1, 1)).restore(damaged)
+        with pytest.raises(DataError, match="damaged"):
+            mixture(shares(1, 1)).restore({**state, "time": due})
 
 
 def test_a_row_belongs_to_the_source_that_has_it() -> None:

@@ -57,7 +57,8 @@ def test_a_row_agrees_with_the_classes_that_it_names(row: Role) -> None:
 
 def test_a_role_whose_workers_can_change_has_a_pool_and_restarts() -> None:
     sections = {name: field.annotation for name, field in RolesConfig.model_fields.items()}
-    scaled = {name for name, kind in sections.items() if issubclass((get_args(kind) or (kind,))[0], ScaledRole)}
+    classes: dict[str, Any] = {name: (get_args(kind) or (kind,))[0] for name, kind in sections.items()}
+    scaled = {name for name, section in classes.items() if issubclass(section, ScaledRole)}
     assert scaled == {row.section for row in ROLES.values() if row.pool is not None}
     for row in ROLES.values():
         assert row.restarts is not None

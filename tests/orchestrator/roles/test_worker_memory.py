@@ -25,6 +25,7 @@ from troupe.orchestrator.roles.worker_memory import (
     CPU_BATCH_TOKENS,
     KV_BLOCK,
     LIVE,
+    PERIODS,
     Part,
     Scoring,
     Training,
@@ -450,6 +451,23 @@ def test_a_gpu_that_is_too_small_is_reported_with_a_change_that_helps() -> None:
     assert planned(SEVEN_B, described_nodes("1x8xH100", 128)).misfit == ""
     wider = planned(SEVEN_B, described_nodes("2x8xA100-40G", 128), "roles.policy.workers=8")
     assert wider.misfit == ""
+
+
+@pytest.mark.parametrize("sleep", ["none", "kv_cache"])
+def test_an_engine_on_a_shared_gpu_always_holds_memory_for_adapters(sleep: str) -> None:
+    """Of every linear layer and the reserved rank; the file that brings adapters takes no buffer."""
+    lora = ("roles.policy.lora={rank: 12, targets: [q_proj]}", "weight_sync.backend=auto")
+    shared = colocated(sleep, 0.5)
+    memories = [planned(SEVEN_B, described_nodes("1x8xH100", 128), *shared, *more).memory for more in ((), lora)]
+    whole, adapted = (
+        next(m for m in memory.workers if (m.worker, m.where) == ("rollout-0", "gpu")) for memory in memories
+    )
+    numbers = adapter_numbers(SEVEN_B, LoraConfig(rank=16))
+    for period in PERIODS:
+        held = {part.name: part.bytes for part in adapted.parts if period in part.periods}
+        assert held["adapters"] == 2 * numbers and not held.get("transfer")
+    parts = [{part.name: part.bytes for part in memory.parts} for memory in (whole, adapted)]
+    assert parts[0]["kv cache"] - parts[1]["kv cache"] == 2 * numbers
 
 
 def test_an_engine_without_room_for_a_sequence_is_reported() -> None:

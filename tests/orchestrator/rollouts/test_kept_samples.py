@@ -128,6 +128,54 @@ def test_a_run_that_keeps_none_samples_them_again(tmp_path: Path) -> None:
     assert outcome.ledger["trained"] == 6 * 3 * GROUP_SIZE
 
 
+def killed_after(run: RolloutRun, samples: int) -> None:
+    """Run, and end it once so many samples are finished: nothing is saved then, as after SIGKILL."""
+
+    async def killed() -> None:
+        controller = run.build()
+        await run.take_over()
+        task = asyncio.create_task(controller.run())
+        while sampled(run).total() < samples:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(killed())
+
+
+def thrown_away(out: Path, seed: int, **checkpoint: Any) -> int:
+    """Samples that were finished twice, because the run was killed at a random moment and resumed; checks which."""
+    samples, fields = random.Random(seed).randint(10, 60), {"every_steps": 1, **checkpoint}
+    first = slow_run(out, seed, checkpoint=fields)
+    killed_after(first, samples)
+    found = CheckpointStore(out / "checkpoints", 2).latest()
+    before, saved = set(sampled(first)), set[tuple[str, int]]()
+    if found is not None and (groups := found.path / SAMPLES / GROUPS).exists():
+        for group in json.loads(groups.read_text())["groups"]:
+            finished = (group["finished"] or group["summary"])["samples"]
+            saved |= {(group["prompt_uid"], sample["sample_index"]) for sample in finished}
+    again = slow_run(out, seed + 1000, resume=found is not None, checkpoint=fields)
+    assert again.run().ledger["trained"] == 6 * 3 * GROUP_SIZE
+    assert again.taken_over == len(saved) and saved <= before
+    assert not saved & set(sampled(again))  # none of what the checkpoint has
+    counts = sampled(first, again)
+    assert len(counts) == 6 * 3 * GROUP_SIZE and max(counts.values()) <= 2
+    return counts.total() - len(counts)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_kill_throws_away_only_what_was_finished_after_the_last_checkpoint(
+    tmp_path: Path, *, async_save: bool
+) -> None:
+    """At random moments of the run, with and without kept samples; without, all open groups are sampled again."""
+    kept, none = (
+        [thrown_away(tmp_path / f"{mib}-{seed}", seed, samples_mib=mib, async_save=async_save) for seed in range(6)]
+        for mib in (1024, 0)
+    )
+    print(kept, none)
+    assert 2 * sum(kept) < sum(none)
+
+
 def stopped_run(out: Path) -> tuple[RolloutRun, Checkpoint]:
     """A run that was stopped with finished samples in its newest checkpoint."""
     for seed in range(20):

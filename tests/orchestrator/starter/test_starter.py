@@ -174,6 +174,13 @@ def test_where_all_weights_do_not_fit_the_spec_trains_adapters(algorithm: str, r
     assert "lora" not in check(text_of(small, tmp_path / "x.yaml"), tmp_path / "x.yaml", small)["roles"]["policy"]
 
 
+def test_on_one_gpu_adapters_train_beside_the_engine(tmp_path: Path) -> None:
+    choices = chosen(llama(tmp_path / "model", 5120, 24, 13824), gpus=1, gpu_type="A100-40G", cpus=16)
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["roles"]["policy"]["lora"] == {"rank": 16, "alpha": 32}
+    assert document["roles"]["rollout"]["colocate_with"] == "policy"
+
+
 def test_an_algorithm_with_a_critic_needs_two_gpus(tiny_model: Path) -> None:
     choices = chosen(tiny_model, algorithm="ppo", gpus=1)
     with pytest.raises(UsageError, match="--gpus: ppo needs at least 2 GPUs"):

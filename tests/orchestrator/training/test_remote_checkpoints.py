@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from pyarrow import fs
 
+from tests.gcs_server import gcs_server
 from tests.orchestrator.test_controller import RolloutRun
 from tests.s3_server import Faults, s3_server
 from troupe.orchestrator.controller import Controller
@@ -32,10 +33,19 @@ def server() -> Iterator[tuple[str, Inject]]:
         yield f"s3://runs/a?{options}", inject
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(scope="module")
+def google() -> Iterator[str]:
+    """URL of a folder in a local server of Google Cloud Storage."""
+    with gcs_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["file", "s3", "gs"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of a store."""
-    return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue("server")[0]
+    if request.param == "file":
+        return f"file://{tmp_path}/bucket"
+    return request.getfixturevalue("google") if request.param == "gs" else request.getfixturevalue("server")[0]
 
 
 @pytest.fixture(autouse=True)

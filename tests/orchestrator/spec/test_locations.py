@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from troupe.orchestrator.spec.store_urls import checkpoint_problems, url_problem
+from troupe.orchestrator.spec.locations import checkpoint_problems, url_problem
 
 
 @pytest.mark.parametrize(
