@@ -83,6 +83,7 @@ OWNERS = {
         "workers.engine",
         "workers.weights.vllm_transfer",
         "workers.weights.vllm_adapter",
+        "workers.weights.cpu_adapters",
         "workers.weights.reload",
     ),
 }

@@ -225,16 +225,20 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
 
 
 def _without_gain(result: Result, results: Sequence[Result], field: str) -> str:
-    """A point that differs in a larger value of this field alone and is not faster; empty without one."""
+    """A value of this field that gained nothing over a smaller one, of this point and another that differs in it alone.
+
+    Empty without one.
+    """
     mine = result.point.settings
     if result.measures is None or field not in mine:
         return ""
+    own = mine[field], result.measures.tokens_per_s
     for other in results:
         if other.measures is None or not _differs_in(other.point.settings, mine, field):
             continue
-        larger = other.point.settings[field] > mine[field]
-        if larger and other.measures.tokens_per_s < _GAIN * result.measures.tokens_per_s:
-            return f"{field}: {other.point.settings[field]}"
+        (_, fewer), (larger, more) = sorted([own, (other.point.settings[field], other.measures.tokens_per_s)])
+        if more < _GAIN * fewer:
+            return f"{field}: {larger}"
     return ""
 
 

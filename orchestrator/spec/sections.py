@@ -681,7 +681,7 @@ class CheckpointConfig(Frozen):
     """Write checkpoints while training continues, which waits only until each trainer has copied its state to host
     memory (`troupe plan` counts it). The last one of a run is written before it ends."""
     path: str | None = None
-    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
+    """URL of an object store (s3, gs or file, with pyarrow's options as a query) to which checkpoints are copied
     in the background, those of each run to a folder of its name. A run resumes from there where its folder has none as
     new."""
     best: BestConfig | None = None

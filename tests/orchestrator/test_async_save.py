@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakePolicy, FakeTrainer
+from tests.fakes import FakePolicy, FakeTable, FakeTrainer
 from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
-from troupe.workers.contract.messages import SaveStatus
+from troupe.workers.contract.messages import RankPlan, SaveStatus, UpdateMetrics
 
 EACH = {"every_steps": 1, "async_save": True}
 
 
 def run_of(out: Path, *, write_s: float = 0.0, resume: bool = False, **sections: Mapping[str, Any]) -> RolloutRun:
-    run = RolloutRun(out, resume=resume, **({"checkpoint": EACH} | sections))
+    run = RolloutRun(out, 1, resume, **({"checkpoint": EACH} | sections))
     for policy in run.policies:
         policy.write_s = write_s
     return run
@@ -63,11 +63,13 @@ class Slow(FakePolicy):
         self.beside = 0
         self.release = asyncio.Event()
 
-    async def update(self, *args: Any) -> Any:
+    async def update(
+        self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0, texts: FakeTable | None = None
+    ) -> UpdateMetrics:
         self.beside += self.saving is not None and not self.saving[1].done()
         if self.beside == 3:
             self.release.set()
-        return await super().update(*args)
+        return await super().update(plan, batch, kl_old_coef, texts)
 
     async def _write(self, copy: FakeTrainer, folders: Sequence[str]) -> SaveStatus:
         await self.release.wait()

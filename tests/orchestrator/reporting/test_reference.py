@@ -36,6 +36,9 @@ WRITTEN = _WRITTEN.split()
 
 _CONFIGURED = """
 alarm/reward_hacking
+seconds/save_copy
+seconds/save_wait
+seconds/save_write
 candidates/chosen
 candidates/failed
 candidates/reward

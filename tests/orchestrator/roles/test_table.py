@@ -107,3 +107,15 @@ def test_the_environment_of_a_worker_follows_from_its_device() -> None:
     assert cpu["CUDA_VISIBLE_DEVICES"] == "" and "CUDA_VISIBLE_DEVICES" not in gpu, "Ray hides none from a CPU worker"
     assert settings_of(shipped("multinode-ppo"), "rollout").threads == 0
     assert settings_of(shipped("tiny-grpo"), "rollout").threads == 1
+
+
+def test_engines_on_the_cpu_import_vllm_before_they_are_workers() -> None:
+    """What their processes need to know for that is what the worker itself sets."""
+    spec = shipped("tiny-judge", "roles.rollout.threads=2", "sampling.top_p=0.9")
+    found = {name: settings_of(spec, name).engine for name in spec.roles.present()}
+    assert {name for name, engine in found.items() if engine is not None} == {"rollout", "judge"}
+    rollout, judge = found["rollout"], found["judge"]
+    assert rollout is not None and judge is not None
+    assert (rollout.threads, rollout.enforce_eager, rollout.records_kept) == (2, True, True)
+    assert rollout == settings_of(spec, "rollout").config.process and not judge.records_kept
+    assert settings_of(shipped("node-8gpu-grpo"), "rollout").engine is None

@@ -143,37 +143,41 @@ def killed_after(run: RolloutRun, samples: int) -> None:
     asyncio.run(killed())
 
 
-def thrown_away(out: Path, seed: int, **checkpoint: Any) -> int:
-    """Samples that were finished twice, because the run was killed at a random moment and resumed; checks which."""
-    samples, fields = random.Random(seed).randint(10, 60), {"every_steps": 1, **checkpoint}
-    first = slow_run(out, seed, checkpoint=fields)
-    killed_after(first, samples)
-    found = CheckpointStore(out / "checkpoints", 2).latest()
-    before, saved = set(sampled(first)), set[tuple[str, int]]()
-    if found is not None and (groups := found.path / SAMPLES / GROUPS).exists():
+def killed_and_resumed(out: Path, seed: int, **checkpoint: Any) -> tuple[int, int]:
+    """Kills a run at a random moment and resumes it.
+
+    Returns:
+        Samples that were finished and sampled again, and those that the checkpoint had kept; checks both.
+    """
+    steps, fields = 20, {"every_steps": 1, **checkpoint}
+    schedule, per_step = {**SLOW["schedule"], "steps": steps}, 3 * GROUP_SIZE
+    first = slow_run(out, seed, checkpoint=fields, schedule=schedule)
+    for policy in first.policies:  # updates take longer than sampling: groups wait for their batch
+        policy.update_s = 0.03
+    killed_after(first, random.Random(seed).randint(5 * per_step, 15 * per_step))
+    found, before, kept = newest(out), set(sampled(first)), set[tuple[str, int]]()
+    if (groups := found.path / SAMPLES / GROUPS).exists():
         for group in json.loads(groups.read_text())["groups"]:
             finished = (group["finished"] or group["summary"])["samples"]
-            saved |= {(group["prompt_uid"], sample["sample_index"]) for sample in finished}
-    again = slow_run(out, seed + 1000, resume=found is not None, checkpoint=fields)
-    assert again.run().ledger["trained"] == 6 * 3 * GROUP_SIZE
-    assert again.taken_over == len(saved) and saved <= before
-    assert not saved & set(sampled(again))  # none of what the checkpoint has
-    counts = sampled(first, again)
-    assert len(counts) == 6 * 3 * GROUP_SIZE and max(counts.values()) <= 2
-    return counts.total() - len(counts)
+            kept |= {(group["prompt_uid"], sample["sample_index"]) for sample in finished}
+    again = slow_run(out, seed + 1000, resume=True, checkpoint=fields, schedule=schedule)
+    assert again.run().ledger["trained"] == steps * per_step
+    assert again.taken_over == len(kept) and kept <= before
+    thrown = before & set(sampled(again))
+    assert not kept & thrown and max(sampled(first, again).values()) <= 2
+    assert len(thrown) == len(before) - found.step * per_step - len(kept)
+    return len(thrown), len(kept)
 
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_kill_throws_away_only_what_was_finished_after_the_last_checkpoint(
     tmp_path: Path, *, async_save: bool
 ) -> None:
-    """At random moments of the run, with and without kept samples; without, all open groups are sampled again."""
-    kept, none = (
-        [thrown_away(tmp_path / f"{mib}-{seed}", seed, samples_mib=mib, async_save=async_save) for seed in range(6)]
-        for mib in (1024, 0)
-    )
-    print(kept, none)
-    assert 2 * sum(kept) < sum(none)
+    """At random moments of a run whose engines are ahead; without kept samples, all open groups are sampled again."""
+    found = [killed_and_resumed(tmp_path / f"{seed}", seed, async_save=async_save) for seed in range(4)]
+    assert sum(kept for _, kept in found) > 0
+    _, none = killed_and_resumed(tmp_path / "none", 4, async_save=async_save, samples_mib=0)
+    assert none == 0
 
 
 def stopped_run(out: Path) -> tuple[RolloutRun, Checkpoint]:

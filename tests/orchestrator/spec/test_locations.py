@@ -21,11 +21,6 @@ def test_a_url_without_credentials_is_one_of_both_fields(url: str) -> None:
     assert list(checkpoint_problems(url)) == []
 
 
-def test_a_container_of_azure_is_no_user() -> None:
-    assert list(checkpoint_problems("abfs://container@account.dfs.core.windows.net/folder")) == []
-    assert "expected a URL of s3, gs or file" in str(url_problem("abfs://container@account/folder"))
-
-
 @pytest.mark.parametrize(
     "url",
     [
