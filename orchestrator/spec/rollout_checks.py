@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
@@ -22,6 +23,7 @@ from troupe.orchestrator.spec.checks import (
     trainer_problems,
 )
 from troupe.orchestrator.spec.engine_options import refused_options
+from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import checkpoint_problems, url_problem
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
@@ -342,6 +344,8 @@ def _functions(
             limit = spec.schedule.score_timeout_s
             yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
         yield from _reward_name(spec, section, f"{path}.name", function.name)
+        if function.name == "python_tests":
+            yield from _test_cases(spec, section, path, function.args.get("tests", "answer"))
         if function.batched and function.name in REWARD_FUNCTIONS:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
         if function.process and _is_held_out(section):
@@ -400,6 +404,18 @@ def _reward_name(spec: RolloutSpec, section: str, path: str, name: str) -> Itera
             yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
         if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
             yield path, f"compares with the correct answer, but data.{split}.answer is null"
+
+
+def _test_cases(spec: RolloutSpec, section: str, path: str, place: Any) -> Iterator[Finding]:
+    """Sources whose rows have no test cases where `python_tests` looks for them."""
+    for split, source in _scored_by(spec, section).items():
+        if isinstance(source, ReasoningGymSource):
+            continue
+        if place == "answer" and source.answer is None:
+            why = f"reads test cases from the answer, but data.{split}.answer is null; set args.tests to their column"
+            yield path, why
+        elif place != "answer" and place not in source.metadata:
+            yield f"{path}.args.tests", f"{show(place)} is not in data.{split}.metadata; add it there"
 
 
 def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
