@@ -123,7 +123,7 @@ class Auditor:
             previous_adapter=None if weights.previous_adapter is None else str(weights.previous_adapter),
             temperature=spec.sampling.temperature,
             thorough=thorough,
-            compare_prompts=spec.roles.environment is None,
+            compare_prompts=not spec.roles.environments(),
             threads=spec.policy_config().trainer.threads,
         )
         with self._phase("scorer"):
@@ -146,7 +146,7 @@ class Auditor:
                     samples=_SAMPLES,
                     seed=sampling_seed(spec.seed, pick.prompt_uid),
                     max_tokens=longest,
-                    episodes=self._settings[pick.row].episodes,
+                    environment=self._settings[pick.row].environment,
                     forms=False,  # log-probs would be those among the permitted tokens, which no scorer knows
                 )
                 for pick in picks

@@ -26,6 +26,7 @@ from troupe.workers.contract.messages import (
     PrepareRequest,
     RankPlan,
     SaveStatus,
+    TextCut,
     TextSummary,
     TrainSummary,
     UpdateMetrics,
@@ -356,11 +357,13 @@ class PolicyGroup(TrainerGroup[Policy]):
             )
         )
 
-    async def cut_texts(self, texts: TableRef, max_tokens: int, *, timeout_s: float) -> tuple[TextSummary, TableRef]:
-        """Splits plain texts into pieces of at most `max_tokens` tokens (PPO-ptx)."""
+    async def cut_texts(
+        self, texts: TableRef, cuts: Sequence[TextCut], *, timeout_s: float
+    ) -> tuple[tuple[TextSummary, ...], TableRef]:
+        """Splits plain texts into pieces (PPO-ptx)."""
         return await self._repeated(
             lambda: self._first(
-                Policy.cut_texts, timeout_s, lambda rank, s: rank.call_for_table(Policy.cut_texts, s, texts, max_tokens)
+                Policy.cut_texts, timeout_s, lambda rank, s: rank.call_for_table(Policy.cut_texts, s, texts, cuts)
             )
         )
 

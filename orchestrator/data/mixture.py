@@ -49,6 +49,7 @@ class PromptMixture:
         shares: Sequence[SourceShare],
         seed: int,
         curriculum: Curriculum | None = None,
+        section: str = "data.train",
     ) -> None:
         """Nothing is drawn yet.
 
@@ -57,7 +58,9 @@ class PromptMixture:
             shares: Name, weight and passes of each.
             seed: Seed of the run.
             curriculum: Decides by rows, as they are numbered in all pools together.
+            section: Path of the sources, for error messages.
         """
+        self._section = section
         starts = (0, *accumulate(pool.rows for pool in pools))
         self._curriculum = curriculum
         self._sources = [
@@ -72,7 +75,9 @@ class PromptMixture:
         while True:
             open_sources = [source for source in self._sources if not source.order.exhausted(source.share.repeats)]
             if not open_sources:
-                raise DataError("every source of data.train has had its passes (repeats): there are no more prompts")
+                raise DataError(
+                    f"every source of {self._section} has had its passes (repeats): there are no more prompts"
+                )
             drawn = min(open_sources, key=lambda source: source.due)
             pick = drawn.order.next()
             row = drawn.start + pick.row
@@ -101,7 +106,7 @@ class PromptMixture:
         saved, names = state.get("sources"), [source.share.name for source in self._sources]
         if not isinstance(saved, dict) or list(saved) != names:
             had = ", ".join(saved) if isinstance(saved, dict) else "one without a name"
-            raise DataError(f"cannot resume: the sources of data.train are not the checkpoint's ({had})")
+            raise DataError(f"cannot resume: the sources of {self._section} are not the checkpoint's ({had})")
         for source in self._sources:
             own = saved[source.share.name]
             source.order.restore(own)
@@ -162,15 +167,16 @@ def epochs(state: Mapping[str, Any]) -> dict[str, int]:
     return {"": state["epoch"]} if sources is None else {name: own["epoch"] for name, own in sources.items()}
 
 
-def drawn_rows(pool: Pool, state: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
+def drawn_rows(section: str, pool: Pool, state: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
     """(section, state of its order, digest) of every source that a checkpoint has drawn from.
 
     Args:
-        pool: The pool for training.
+        section: Path of the sources.
+        pool: Their rows.
         state: State of its order in the checkpoint.
     """
     sources = state.get("sources")
     if not pool.parts or not isinstance(sources, dict):
-        return [("data.train", state, pool.digest)]
+        return [(section, state, pool.digest)]
     parts = enumerate(pool.parts.items())
-    return [(f"data.train.{n}", sources[name], part.digest) for n, (name, part) in parts if name in sources]
+    return [(f"{section}.{n}", sources[name], part.digest) for n, (name, part) in parts if name in sources]

@@ -167,6 +167,8 @@ def concatenated(parts: Mapping[str, PoolT]) -> PoolT:
 
 
 def of_source(name: str, table: pa.Table) -> pa.Table:
-    """The table with the name of its source."""
+    """The table with the name of its source, if it has a column for that."""
+    if "source" not in table.column_names:
+        return table
     column = table.column_names.index("source")
     return table.set_column(column, table.field(column), pa.repeat(pa.scalar(name), table.num_rows))

@@ -63,7 +63,8 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
     for name, pool in pools.items():
         metrics[f"data/{name}_rows"] = float(pool.rows)
         metrics[f"data/{name}_bad_rows"] = float(pool.bad_rows)
-        metrics |= {f"source/{source}/rows": float(part.rows) for source, part in pool.parts.items()}
+        own = "source/{}/rows" if name == "train" else f"data/{name}.{{}}_rows"
+        metrics |= {own.format(source): float(part.rows) for source, part in pool.parts.items()}
         if is_held_out(name):
             metrics[f"data/{name}_removed_rows"] = float(pool.left_out)
     return metrics | {f"data/{name}_refused_rows": float(count) for name, count in (refused or {}).items()}
@@ -87,5 +88,5 @@ def _parts(pool: Pool) -> list[str]:
 
 def _of_rollouts(spec: RolloutSpec) -> Pools:
     on_bad_row = spec.failures.on_bad_row
-    texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
+    texts = load_texts(spec.data, on_bad_row)
     return named(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)

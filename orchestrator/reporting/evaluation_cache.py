@@ -62,8 +62,6 @@ def set_keys(spec: RolloutSpec, model: str, sets: Mapping[str, Json]) -> dict[st
         model: Digest of the model.
         sets: How each set is sampled and scored, with the digest of its rows (`described_sets`).
     """
-    if spec.roles.environment is not None:
-        return {}
     shared = {
         "format": _FORMAT,
         "versions": versions(),
@@ -80,7 +78,7 @@ def set_keys(spec: RolloutSpec, model: str, sets: Mapping[str, Json]) -> dict[st
     keys: dict[str, str] = {}
     for one in spec.held_out_sets():
         code = _code_of(function.name for function in one.functions)
-        if code is None:
+        if code is None or one.environment is not None:
             continue
         own = {"code": code, "set": sets[one.label], "level": one.level, "name": one.name}
         own["reward_model"] = None if one.own_rewards else _digest_of(spec.roles.reward.model)

@@ -42,6 +42,7 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
             "sampling": sampling | {"max_tokens": one.sampling.max_tokens or spec.sampling.max_tokens},
             "rewards": rewards,
             "solved_at": one.solved_at,
+            **({"environment": one.environment} if one.environment else {}),
         }
     return found
 

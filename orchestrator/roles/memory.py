@@ -9,6 +9,7 @@ from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
 from troupe.orchestrator.roles import shared_gpu
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.worker_memory import (
     WIDTHS,
     Cache,
@@ -59,7 +60,7 @@ class Seated:
     @property
     def role(self) -> str:
         """`policy` of `policy-0`."""
-        return self.worker.rpartition("-")[0]
+        return role_of(self.worker)
 
     @property
     def is_first(self) -> bool:

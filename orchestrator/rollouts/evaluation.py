@@ -189,6 +189,7 @@ class Evaluator:
             top_k=sampling.top_k,
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
+            environment=held_out.settings.environment,
         )
         tries = 0
         while True:

@@ -25,7 +25,6 @@ from troupe.orchestrator.spec.sections import (
     BaseSchedule,
     CheckpointConfig,
     ReferenceRole,
-    RoleName,
     RoleResources,
     TrainerRole,
 )
@@ -75,9 +74,9 @@ class RolesSection(Protocol):
     @property
     def reference(self) -> ReferenceRole | None: ...
 
-    def present(self) -> dict[RoleName, RoleResources]: ...
+    def present(self) -> dict[str, RoleResources]: ...
 
-    def trainers(self) -> dict[RoleName, TrainerRole]: ...
+    def trainers(self) -> dict[str, TrainerRole]: ...
 
 
 class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]

@@ -344,16 +344,14 @@ def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -
             yield f"output.sinks.{number}", f"needs the package {sink}, which is not installed: pip install {sink}"
 
 
-def unusable_environment(environment: EnvironmentConfig | None) -> Iterator[Finding]:
-    """An environment that cannot be imported, or that does not take its arguments."""
-    if environment is None:
-        return
+def unusable_environment(environment: EnvironmentConfig, path: str) -> Iterator[Finding]:
+    """An environment, whose section is at `path`, that cannot be imported or does not take its arguments."""
     try:
         ((field, problem),) = ask(_ENVIRONMENT, {"name": environment.name, "args": environment.args}, LOAD_TIMEOUT_S)
     except ProbeFailed as error:
         field, problem = "name", f"{environment.name}: cannot be loaded: {error}"
     if problem:
-        yield f"roles.environment.{field}", problem
+        yield f"{path}.{field}", problem
 
 
 def _load_functions(request: str) -> list[Any]:

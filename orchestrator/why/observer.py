@@ -28,6 +28,7 @@ from troupe.orchestrator.processes.inspection import ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
@@ -156,7 +157,7 @@ class RunObserver:
         )
         waited = tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls)
         names, roles = {call.worker for call in waited}, roles_behind(waited)
-        workers = {n: p.pid for n, p in cluster.locations().items() if n in names or n.rpartition("-")[0] in roles}
+        workers = {n: p.pid for n, p in cluster.locations().items() if n in names or section_of(role_of(n)) in roles}
         return Facts(
             run,
             DriverFacts(os.getpid(), socket.gethostname()),

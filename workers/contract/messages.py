@@ -228,8 +228,9 @@ class GroupRequest:
     training."""
     forms: bool = True
     """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
-    episodes: bool = True
-    """Whether a sample is an episode, where the run has an environment; False: one response to its prompt."""
+    environment: str | None = None
+    """Name of the environment that a sample is an episode in, empty for one without a name; None: a sample is one
+    response to its prompt."""
     finished: tuple[SampleSummary, ...] = ()
     """Samples that are not sampled again: an earlier run has finished them (`RolloutEngine.generate_rest`)."""
 
@@ -471,6 +472,16 @@ class KeptFile:
     nbytes: int
     digest: str
     """xxh3-128 of its bytes."""
+
+
+@dataclass(frozen=True)
+class TextCut:
+    """How the next texts of a table are cut."""
+
+    rows: int
+    """Number of texts."""
+    max_tokens: int
+    """Longest piece, in tokens."""
 
 
 @dataclass(frozen=True)

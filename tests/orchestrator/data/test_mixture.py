@@ -229,7 +229,7 @@ def test_a_mixture_is_one_pool_whose_rows_name_their_source(tmp_path: Path) -> N
     metrics = data_metrics(named(pool, {}))
     assert (metrics["data/train_rows"], metrics["source/sums/rows"], metrics["source/facts/rows"]) == (7, 4, 3)
     state = PromptMixture(list(pool.parts.values()), data.mixture, 1).state()
-    assert [(path, digest) for path, _, digest in drawn_rows(pool, state)] == [
+    assert [(path, digest) for path, _, digest in drawn_rows("data.train", pool, state)] == [
         ("data.train.0", alone.digest),
         ("data.train.1", pool.parts["facts"].digest),
     ]

@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
 from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, named, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.sections import FailureConfig, RoleName, RolesConfig, ScaledRole
 from troupe.workers.contract import roles
@@ -57,7 +58,7 @@ def test_a_row_agrees_with_the_classes_that_it_names(row: Role) -> None:
 
 def test_a_role_whose_workers_can_change_has_a_pool_and_restarts() -> None:
     sections = {name: field.annotation for name, field in RolesConfig.model_fields.items()}
-    classes: dict[str, Any] = {name: (get_args(kind) or (kind,))[0] for name, kind in sections.items()}
+    classes: dict[str, Any] = {name: next(models_in(kind)) for name, kind in sections.items()}
     scaled = {name for name, section in classes.items() if issubclass(section, ScaledRole)}
     assert scaled == {row.section for row in ROLES.values() if row.pool is not None}
     for row in ROLES.values():
