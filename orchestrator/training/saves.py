@@ -79,7 +79,7 @@ class _Saving:
 class RunSaves:
     """Writes checkpoints, at most one at a time.
 
-    With `checkpoint.async_save`, a task writes one from the trainers' copies while the loop goes on. It waits for the
+    With `checkpoint.async_save`, a task writes one from the copies of the trainers while the loop continues. It waits for the
     trainers, the upload before and the disk, and ends when the checkpoint is published or given up.
     """
 
