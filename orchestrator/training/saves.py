@@ -79,8 +79,8 @@ class _Saving:
 class RunSaves:
     """Writes checkpoints, at most one at a time.
 
-    With `checkpoint.async_save`, a task writes one from the copies of the trainers while the loop continues. It waits for the
-    trainers, the upload before and the disk, and ends when the checkpoint is published or given up.
+    With `checkpoint.async_save`, a task writes one from the copies of the trainers while the loop continues. It waits
+    for the trainers, the upload before and the disk, and ends when the checkpoint is published or given up.
     """
 
     def __init__(self, spec: RunSpec, parts: Saved, targets: SaveTargets, done: int) -> None:
