@@ -44,6 +44,8 @@ class Piece:
 
 _TWO_AND_TWO = ("roles.rollout.workers=2", "roles.policy.workers=2", "roles.policy.zero_stage=3")
 """Overrides for two engines and two ranks that partition the parameters."""
+_SHARED_ROWS = ("roles.policy.workers=2", "roles.policy.sequence_parallel_size=2")
+"""Overrides for two ranks that share every row."""
 _TWO_STEPS = ("schedule.steps=2", "checkpoint.every_steps=0")
 _LARGE = "{folder}/model"
 """Folder of the large piece's model."""
@@ -93,7 +95,7 @@ PIECES: tuple[Piece, ...] = (
     ),
     Piece(
         "agreement",
-        "log-probs and gradients in float32 and bfloat16, padded and packed, against float32 on the CPU",
+        "log-probs and gradients in float32 and bfloat16, padded, packed, with windows, against float32 on the CPU",
         "probe",
         on_gpu=(_probe("agreement", "--device", "cuda"),),
         on_cpu=(_probe("agreement", "--device", "cpu", *_TINY_MODEL),),
@@ -186,6 +188,19 @@ PIECES: tuple[Piece, ...] = (
         ),
         on_cpu=(_run("tiny-grpo", *_TWO_AND_TWO, "weight_sync.backend=gloo", *_TWO_STEPS),),
         gpus=4,
+    ),
+    Piece(
+        "sequence-parallel",
+        "the GRPO demo with two ranks that share every row (Ulysses), and the engine on a third GPU",
+        "run",
+        on_gpu=(
+            _run(
+                *("laptop-grpo", "model.dtype=bfloat16", *_SHARED_ROWS, "roles.rollout.gpus=1", "roles.policy.gpus=1"),
+                "roles.rollout.gpu_memory_utilization=0.3",
+            ),
+        ),
+        on_cpu=(_run("tiny-grpo", *_SHARED_ROWS, *_TWO_STEPS),),
+        gpus=3,
     ),
     Piece(
         "large",

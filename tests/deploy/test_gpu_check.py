@@ -145,8 +145,7 @@ def test_runs_send_weights_as_their_pieces_say(tmp_path: Path) -> None:
     assert backends == {
         **dict.fromkeys(("grpo", "ppo", "grpo-graphs"), "shm"),
         "large": "ipc",
-        "tensor-parallel": "nccl",
-        "zero3": "nccl",
+        **dict.fromkeys(("tensor-parallel", "zero3", "sequence-parallel"), "nccl"),
     }
     spec = spec_of(BY_NAME["zero3"].on_cpu[-1], tmp_path)
     assert (spec.resolved_backend(), spec.roles.policy.zero_stage, spec.roles.policy.workers) == ("gloo", 3, 2)
