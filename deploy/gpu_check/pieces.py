@@ -44,11 +44,14 @@ class Piece:
 
 _TWO_AND_TWO = ("roles.rollout.workers=2", "roles.policy.workers=2", "roles.policy.zero_stage=3")
 """Overrides for two engines and two ranks that partition the parameters."""
-_SHARED_ROWS = ("roles.policy.workers=2", "roles.policy.sequence_parallel_size=2")
-"""Overrides for two ranks that share every row."""
 _TWO_STEPS = ("schedule.steps=2", "checkpoint.every_steps=0")
 _LARGE = "{folder}/model"
 """Folder of the large piece's model."""
+
+
+def _sharing_rows(ranks: int) -> Command:
+    """Overrides for ranks that share every row; their number divides the attention heads."""
+    return (f"roles.policy.workers={ranks}", f"roles.policy.sequence_parallel_size={ranks}")
 
 
 def _run(spec: str, *overrides: str) -> Command:
@@ -191,16 +194,16 @@ PIECES: tuple[Piece, ...] = (
     ),
     Piece(
         "sequence-parallel",
-        "the GRPO demo with two ranks that share every row (Ulysses), and the engine on a third GPU",
+        "the GRPO demo with three ranks that share every row (Ulysses), and the engine on a fourth GPU",
         "run",
         on_gpu=(
             _run(
-                *("laptop-grpo", "model.dtype=bfloat16", *_SHARED_ROWS, "roles.rollout.gpus=1", "roles.policy.gpus=1"),
-                "roles.rollout.gpu_memory_utilization=0.3",
+                *("laptop-grpo", "model.dtype=bfloat16", *_sharing_rows(3), "roles.rollout.gpus=1"),
+                *("roles.policy.gpus=1", "roles.rollout.gpu_memory_utilization=0.3"),
             ),
         ),
-        on_cpu=(_run("tiny-grpo", *_SHARED_ROWS, *_TWO_STEPS),),
-        gpus=3,
+        on_cpu=(_run("tiny-grpo", *_sharing_rows(2), *_TWO_STEPS),),
+        gpus=4,
     ),
     Piece(
         "large",

@@ -130,13 +130,16 @@ RUNS = [piece.name for piece in PIECES if piece.kind == "run"]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs_are_valid_specs_that_fit_the_gpus_of_their_piece(name: str, tmp_path: Path) -> None:
+def test_runs_are_valid_specs_that_fit_the_gpus_of_their_piece(name: str, tmp_path: Path, demo_model: Path) -> None:
     piece, model = BY_NAME[name], ROOT / ".cache/models/tiny-llama"
     spec = spec_of(piece.on_gpu[-1], tmp_path, (f"model.path={model}",) if name == "large" else ())
     assert spec.device == "cuda"
     roles = (spec.roles.rollout, spec.roles.policy, spec.roles.critic)
     assert sum(role.workers * role.gpus for role in roles if role is not None) <= piece.gpus
     assert all(role is None or role.gpus > 0 for role in roles)
+    if name == "sequence-parallel":
+        heads = json.loads((demo_model / "config.json").read_text())["num_attention_heads"]
+        assert heads % spec.roles.policy.sequence_parallel_size == 0 < spec.roles.policy.sequence_parallel_size - 1
 
 
 def test_runs_send_weights_as_their_pieces_say(tmp_path: Path) -> None:
