@@ -118,6 +118,17 @@ PIECES: tuple[Piece, ...] = (
         on_cpu=(_run("tiny-ppo", *_TWO_STEPS),),
     ),
     Piece(
+        "adapters",
+        "the GRPO demo with adapters; the engine keeps the model below while the policy trains on its GPU",
+        "run",
+        on_gpu=(
+            _run(
+                *("laptop-grpo", *_ONE_GPU, "roles.policy.lora={rank: 16, alpha: 32}"),
+                "roles.policy.learning_rate=5e-4",
+            ),
+        ),
+    ),
+    Piece(
         "packing",
         "updates with packed rows, against padded ones: the same gradient, and their time",
         "benchmark",

@@ -9,6 +9,7 @@ from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
 from troupe.orchestrator.roles import shared_gpu
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.worker_memory import (
     WIDTHS,
     Cache,
@@ -59,7 +60,12 @@ class Seated:
     @property
     def role(self) -> str:
         """`policy` of `policy-0`."""
-        return self.worker.rpartition("-")[0]
+        return role_of(self.worker)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is rank 0."""
+        return self.worker.rpartition("-")[2] == "0"
 
 
 @dataclass
@@ -124,9 +130,10 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     if size is None:
         return (), None
     transfer = BACKENDS[config.transfer_backend].engine_buckets * bucket_bytes(size, config.model.dtype)
+    adapters = 0
     if config.lora is not None:  # every layer has memory for an adapter of its kind
         every = config.lora.model_copy(update={"targets": ALL_LINEAR})
-        transfer += WIDTHS[config.model.dtype] * adapter_numbers(size, every, config.lora.reserved_rank)
+        adapters = WIDTHS[config.model.dtype] * adapter_numbers(size, every, config.lora.reserved_rank)
     on_gpu = gpu if config.device == "cuda" else None
     shared = spec.roles.rollout.colocate_with == "policy"
 
@@ -141,6 +148,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
             on_gpu,
             process=ENGINE_PROCESS,
             transfer=transfer,
+            adapters=adapters,
             graphs=shared_gpu.GRAPHS if shared and not settings.enforce_eager else 0,
         )
         return tuple(shared_gpu.of_engine(memories, config.sleep)), cache
@@ -224,6 +232,7 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         copies_saves=spec.checkpoint.async_save,
+        exported=seat.is_first,
         adapters=_adapters(size, config.lora, values=spec.trains == "reward_model"),
     )
     return training(seat.worker, rank), None
@@ -275,6 +284,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
         copies_saves=spec.checkpoint.async_save,
+        exported=seat.is_first,
         adapters=_adapters(size, config.lora, values=False),
     )
     memories = training(seat.worker, rank)

@@ -120,7 +120,7 @@ class Training:
     copies_saves: bool = False
     """Whether checkpoints are written from a copy of the state."""
     exported: bool = True
-    """Whether checkpoints hold its model as a Hugging Face folder."""
+    """Whether this rank exports the model into checkpoints: rank 0 of the policy."""
 
 
 def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
@@ -175,10 +175,10 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
 
 
 def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int:
-    """Bytes of the copy from which rank 0 writes a checkpoint; the other ranks write less.
+    """Bytes of the copy from which a rank writes its part of a checkpoint.
 
-    It holds what DeepSpeed saves (optimizer, and below ZeRO-3 all weights), the moving average, and the whole weights
-    of each export.
+    It holds what DeepSpeed saves (optimizer, and below ZeRO-3 all weights, which rank 0 alone saves), the moving
+    average, and the whole weights of each export.
     """
     whole = trained.parameters
     share = math.ceil(whole / rank.ranks) if stage else whole
@@ -448,6 +448,7 @@ def engine(
     gpu: int | None,
     process: int,
     transfer: int = 0,
+    adapters: int = 0,
     graphs: int = 0,
 ) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
     """Memory of one vLLM engine, and its cache (None where its size is not known).
@@ -463,6 +464,7 @@ def engine(
         gpu: Memory of one GPU in bytes; 0: not known; None: the engine runs on the CPU.
         process: Host memory of the engine's processes without the model, in bytes.
         transfer: Memory of the buffers for new weights, in bytes.
+        adapters: Memory that the layers have for adapters, in bytes; each rank of an engine counts with all of it.
         graphs: Memory of the CUDA graphs, in bytes, where the cache has to leave it free.
     """
     width, ranks = WIDTHS[dtype], config.tensor_parallel_size
@@ -480,14 +482,14 @@ def engine(
         # update, the largest tensor as it was received and as it is packed anew.
         logits = Part("logits", 12 * config.max_num_seqs * size.vocabulary, "pass")
         loading = Part("loading", 2 * width * size.largest, "step")
-        held = (*parts, logits, loading, Part("transfer", transfer), Part("process", process))
+        buffers = Part("transfer", transfer), Part("adapters", adapters)
+        held = (*parts, logits, loading, *buffers, Part("process", process))
         memory = WorkerMemory(worker, "host", tuple(part for part in held if part.bytes))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))
     at_work = forward(size, width, GPU_BATCH_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
     fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
-    if graphs:
-        fixed.append(Part("graphs", graphs))
+    fixed += [part for part in (Part("adapters", adapters), Part("graphs", graphs)) if part.bytes]
     sent = Part("transfer", transfer)
     if not gpu:
         return (WorkerMemory(worker, "gpu", (*fixed, sent)), host), None

@@ -8,6 +8,7 @@ from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.weight_backends import BACKENDS
 
 _MERGE = "merge it first (troupe export --merge)"
 
@@ -17,13 +18,12 @@ def lora_problems(spec: RolloutSpec) -> Iterator[Finding]:
     yield from adapter_problems(spec)
     if spec.roles.policy.lora is None:
         return
-    rollout = spec.roles.rollout
-    if rollout.tensor_parallel_size > 1:
-        yield "roles.rollout.tensor_parallel_size", "adapters are not supported in an engine with several ranks; use 1"
-    if rollout.colocate_with is not None:
-        yield "roles.rollout.colocate_with", "adapters are not supported in engines on the policy's GPUs; remove it"
-    if spec.weight_sync.backend not in ("auto", "shm"):
-        yield "weight_sync.backend", f"{spec.weight_sync.backend} sends whole models; adapters use shm (or auto)"
+    if spec.roles.rollout.sleep == "weights":
+        why = "weights discards the model below, and an update brings only the adapters; use kv_cache"
+        yield "roles.rollout.sleep", why
+    if not BACKENDS[spec.resolved_backend()].writes_file:
+        files = " or ".join(row.name for row in BACKENDS.values() if row.writes_file)
+        yield "weight_sync.backend", f"{spec.weight_sync.backend} sends whole models; adapters use {files} (or auto)"
     if algorithms.trust_region(spec.algorithm) is not None:
         why = f"is not supported by {spec.algorithm.name}, which shortens steps; train all weights"
         yield "roles.policy.lora", why

@@ -166,7 +166,7 @@ def adapted_candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
     if unfit or has_experts(ModelConfig(path=choices.model)):
         return
     for settings in candidates(choices, tokens):
-        if not (settings.shared_gpus or settings.tensor_parallel > 1 or settings.offload_optimizer):
+        if not settings.offload_optimizer:  # the adapters' is small
             yield replace(settings, adapters=True)
 
 

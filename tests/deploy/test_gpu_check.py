@@ -62,7 +62,7 @@ def test_what_a_machine_cannot_run_is_skipped_with_the_reason() -> None:
     assert skipped(4, gib=24.0) == {"large": "needs a GPU of 78 GiB: 24 GiB visible"}
     assert skipped(0)["install"] == "needs 1 GPU: no NVIDIA GPU is visible"
     assert set(skipped(0)) == set(BY_NAME)
-    assert set(skipped(0, on_cpu=True)) == {"ipc", "nccl", "transfer-nccl", "grpo-graphs", "sleep"}
+    assert set(skipped(0, on_cpu=True)) == {"adapters", "ipc", "nccl", "transfer-nccl", "grpo-graphs", "sleep"}
 
 
 class Resting:
@@ -146,7 +146,7 @@ def test_runs_send_weights_as_their_pieces_say(tmp_path: Path) -> None:
     model = f"model.path={ROOT / '.cache/models/tiny-llama'}"
     backends = {name: spec_of(BY_NAME[name].on_gpu[-1], tmp_path, (model,)).resolved_backend() for name in RUNS}
     assert backends == {
-        **dict.fromkeys(("grpo", "ppo", "grpo-graphs"), "shm"),
+        **dict.fromkeys(("grpo", "ppo", "adapters", "grpo-graphs"), "shm"),
         "large": "ipc",
         **dict.fromkeys(("tensor-parallel", "zero3", "sequence-parallel"), "nccl"),
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from troupe.workers.weights.vllm_adapter import AdapterExtension, AdapterTransferEngine
 
@@ -16,9 +17,12 @@ class FaultyAdapterExtension(AdapterExtension):
     """Plants faults in the process that holds the engine's model."""
 
     model_runner: Any
+    rank: int
 
-    def plant(self, fault: str) -> None:
-        """Plants a fault."""
+    def plant(self, fault: str, rank: int | None = None) -> None:
+        """Plants a fault, in one rank of the engine or in all."""
+        if rank not in (None, self.rank):
+            return
         if fault == "no effect":
             _without_effect(self.model_runner)
         else:
@@ -41,6 +45,16 @@ def _remember(self: AdapterTransferEngine, version: Any, tensors: Tensors) -> No
 
 
 AdapterTransferEngine._install = _remember
+
+
+def _discard(self: CPUWorker, tags: tuple[str, ...]) -> None:
+    """What a GPU's memory holds after it was given away and taken back. vLLM's CPU build refuses to release any."""
+    assert tags == ("kv_cache",)
+    for cache in self.model_runner.kv_caches:
+        cache.fill_(7.0)
+
+
+CPUWorker.discard = _discard
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:

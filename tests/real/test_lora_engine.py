@@ -16,14 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.real.rollout_helpers import chat, prompt_table, reference_logprobs, rollout_config
-from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.contract.config import LoraConfig, ModelConfig, RolloutConfig
 from troupe.workers.contract.messages import GroupRequest, WeightUpdate
 from troupe.workers.engine import settings
-from troupe.workers.engine.errors import EngineClosed
+from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep
 from troupe.workers.models.adapter_files import DESCRIPTION, Description, as_bytes
 from troupe.workers.rollout import RolloutWorker
 from troupe.workers.training.model_adapter import ModelAdapter
-from troupe.workers.weights.file import WeightDigestMismatch, WeightPublisher
+from troupe.workers.weights.file import WeightDigestMismatch, WeightPublisher, read_payload
+from troupe.workers.weights.store import WeightStore
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -86,15 +87,21 @@ async def worker(tiny_model: Path, policy: Policy) -> AsyncIterator[RolloutWorke
     """An engine that has loaded the adapters of a policy at its start, after a refusal to sample without."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "_ADAPTER_EXTENSION", "tests.real.adapter_faults.FaultyAdapterExtension")
-        worker = RolloutWorker(rollout_config(tiny_model).model_copy(update={"lora": LORA}), "rollout-0")
+        worker = RolloutWorker(adapted(tiny_model), "rollout-0")
         await worker.start()
     with pytest.raises(EngineClosed, match="has not loaded the policy's adapters yet"):
         await rows(worker)
+    await worker.rest()  # as an engine on the policy's GPU, when a resumed run sends the first version
     update = policy.publish()
     ack = await worker.update_weights(update)
     assert (ack.version, ack.digest) == (1, update.digest)
     yield worker
     await worker.close()
+
+
+def adapted(model: Path) -> RolloutConfig:
+    """An engine that samples with adapters, and may rest."""
+    return rollout_config(model).model_copy(update={"lora": LORA, "sleep": "kv_cache"})
 
 
 async def rows(worker: RolloutWorker, request: GroupRequest = REQUEST) -> list[dict[str, Any]]:
@@ -107,10 +114,10 @@ def agrees(row: dict[str, Any], expected: torch.Tensor) -> bool:
 
 
 @asynccontextmanager
-async def planted(worker: RolloutWorker, fault: str) -> AsyncIterator[None]:
-    """A fault in the engine's process, until the block ends."""
+async def planted(worker: RolloutWorker, fault: str, rank: int | None = None) -> AsyncIterator[None]:
+    """A fault in the engine's processes, or in that of one rank, until the block ends."""
     engine: Any = worker._engine
-    await engine.collective_rpc("plant", args=(fault,))
+    await engine.collective_rpc("plant", args=(fault, rank))
     try:
         yield
     finally:
@@ -250,6 +257,85 @@ async def test_an_engine_that_adapters_have_no_effect_on_is_refused(worker: Roll
         with pytest.raises(EngineClosed, match="the same log-probs with adapters and without"):
             await worker.update_weights(policy.publish())
     await recovers(worker, policy)
+
+
+async def test_an_engine_that_rests_wakes_with_the_next_adapters(worker: RolloutWorker, policy: Policy) -> None:
+    """Its requests rest with it, and continue on them."""
+    config = worker._config
+    longer = config.sampling.model_copy(update={"max_tokens": LONG})
+    worker._config = config.model_copy(update={"sampling": longer})
+    try:
+        running = asyncio.create_task(rows(worker))
+        await asyncio.sleep(0.3)
+        await worker.rest()
+        policy.train()
+        async with planted(worker, "not pushed"):
+            with pytest.raises(WeightDigestMismatch):
+                await worker.update_weights(policy.publish())
+        with pytest.raises(EngineClosed):
+            await running
+        assert not worker._memory.awake  # nothing wakes an engine whose adapters were not verified
+        await worker.update_weights(policy.publish())
+        running = asyncio.create_task(rows(worker))
+        await asyncio.sleep(0.3)
+        await worker.rest()
+        policy.train()
+        await worker.update_weights(policy.publish())
+        found = await running
+    finally:
+        worker._config = config
+    for row in found:
+        assert row["weight_versions"][-1]["version"] == policy.version
+        switch = row["weight_versions"][-1]["start"]
+        scores = torch.tensor(row["rollout_logprobs"])[switch:]
+        assert torch.allclose(scores, policy.expected(row)[switch:], atol=1e-4)
+
+
+async def test_another_node_gets_adapters_from_an_object_store(
+    worker: RolloutWorker, policy: Policy, tmp_path: Path
+) -> None:
+    policy.train()
+    update, store = policy.publish(), WeightStore(f"file://{tmp_path}/bucket", "run")
+    stored = store.put("1.weights", read_payload(update))
+    there = replace(update, path=str(tmp_path / Path(update.path).name))
+    await worker.write_weights(there, stored)
+    ack = await worker.update_weights(there)
+    store.close()
+    assert ack.digest == update.digest
+    assert all(agrees(row, policy.expected(row)) for row in await rows(worker))
+
+
+@pytest.mark.long
+async def test_both_ranks_of_an_engine_hold_their_shares_and_a_fault_in_one_is_named(
+    tiny_model: Path, policy: Policy
+) -> None:
+    config = adapted(tiny_model)
+    engine = config.engine.model_copy(update={"tensor_parallel_size": 2, "threads": 1})
+    worker = RolloutWorker(config.model_copy(update={"engine": engine}), "rollout-1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "_ADAPTER_EXTENSION", "tests.real.adapter_faults.FaultyAdapterExtension")
+        await worker.start()
+    try:
+        for _ in range(2):
+            policy.train()
+            update = policy.publish()
+            ack = await worker.update_weights(update)
+            assert (ack.version, ack.digest) == (update.version, update.digest)
+            assert all(agrees(row, policy.expected(row)) for row in await rows(worker))
+        for fault, said in (("not pushed", "no adapter"), ("previous version", "another adapter of model.layers.0.")):
+            policy.train()
+            async with planted(worker, fault, rank=1):
+                with pytest.raises(WeightDigestMismatch, match=f"rollout-1: .*the engine holds {said}"):
+                    await worker.update_weights(policy.publish())
+            await recovers(worker, policy)
+        _base_changed(policy)
+        try:
+            with pytest.raises(EngineOutOfStep, match="were trained on another base model"):
+                await worker.update_weights(policy.publish())
+        finally:
+            policy.replaced.clear()
+    finally:
+        await worker.close()
 
 
 async def test_a_sample_without_the_adapters_is_an_error(worker: RolloutWorker) -> None:

@@ -304,7 +304,7 @@ class Scenario:
 
     def late_files(self, worker: PolicyWorker, writer: LateWriter, checkpoint: str, late: str) -> list[Any]:
         """Let what was copied before the updates be written: [done before, after, refused meanwhile, what differs]."""
-        statuses = [worker.save_status(late)]
+        statuses, refused = [worker.save_status(late)], ""
         try:
             worker.save(checkpoint)
         except RuntimeError as error:

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.environments import Message
+from troupe.workers.contract.urls import has_credentials
 from troupe.workers.rewards.answer_text import plain, visible
 
 FIELDS = ("prompt", "response", "answer")
@@ -46,6 +47,13 @@ class HttpJudgeConfig(Frozen):
     """Most requests of one reward worker at the same time."""
     retries: int = Field(default=4, ge=0)
     """Repetitions of a request that was refused for load (429), failed (5xx) or lost, with exponential back-off."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_no_credentials(cls, url: str) -> str:
+        if has_credentials(url):
+            raise ValueError("holds credentials, and a spec holds none: put the key into a variable (api_key_variable)")
+        return url
 
 
 class JudgeArgs(Frozen):
@@ -169,7 +177,7 @@ def _played(messages: str, conversation: str) -> str:
 
 
 def _behind(turn: Message, asked: Message) -> str | None:
-    """What a message says behind one of the prompt, in paragraphs of its own; None if it does not begin with it."""
+    """What a message says behind one of the prompt, in separate paragraphs; None if it does not begin with it."""
     content, known = str(turn["content"]).strip(), str(asked["content"]).strip()
     if turn["role"] != asked["role"] or not content.startswith(known):
         return None

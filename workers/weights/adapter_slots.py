@@ -65,11 +65,24 @@ def slot_problem(
     if homeless := sorted(set(adapters) - {part for own in parts.values() for part in own}):
         return f"the engine has no layer for the adapter of {_some(homeless)}"
     for name, layer in layers.items():
-        for number, part in enumerate(parts[name]):
+        expected = _share(layer, [adapters.get(part) for part in parts[name]])
+        for number, (part, own) in enumerate(zip(parts[name], expected, strict=True)):
             a, b = (_memory(of, number, slot) for of in (layer.lora_a_stacked, layer.lora_b_stacked))
-            if problem := _difference(part, a, b, adapters.get(part), scaling):
+            if problem := _difference(part, a, b, own, scaling):
                 return problem
     return ""
+
+
+def _share(layer: Any, adapters: Sequence[LayerAdapter | None]) -> Sequence[LayerAdapter | None]:
+    """What one rank of an engine holds of a layer's adapters: vLLM divides them as it divides the layer's weights."""
+    present = [one for one in adapters if one is not None]
+    if not present or layer.tp_size == 1:
+        return adapters
+    if len(adapters) == 1:
+        return [LayerAdapter(layer.slice_lora_a(present[0].a), layer.slice_lora_b(present[0].b))]
+    a = layer.slice_lora_a([one and one.a for one in adapters])
+    b = layer.slice_lora_b([one and one.b for one in adapters])
+    return [None if one is None else LayerAdapter(*own) for one, *own in zip(adapters, a, b, strict=True)]
 
 
 def _memory(stacked: torch.Tensor | Sequence[torch.Tensor], number: int, slot: int) -> torch.Tensor:

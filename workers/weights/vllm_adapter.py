@@ -22,6 +22,7 @@ from troupe.workers.engine.settings import ADAPTER_BACKEND, ADAPTER_ID
 from troupe.workers.models.adapter_files import DESCRIPTION, Description
 from troupe.workers.models.base_files import base_digest
 from troupe.workers.weights.adapter_slots import LayerAdapter, missing_parts, slot_problem
+from troupe.workers.weights.cpu_adapters import multiply_at_once
 from troupe.workers.weights.file import WeightDigestMismatch, open_weights
 from troupe.workers.weights.shared_memory import FileMapping
 from troupe.workers.weights.vllm_transfer import (
@@ -64,6 +65,8 @@ class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        if device.type == "cpu":
+            multiply_at_once()
         self._adapted: Any = model
         self._base = base_digest(vllm_config.model_config.model)
         self._mapping = FileMapping(mmap.PROT_READ)

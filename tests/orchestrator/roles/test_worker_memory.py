@@ -25,6 +25,8 @@ from troupe.orchestrator.roles.worker_memory import (
     CPU_BATCH_TOKENS,
     KV_BLOCK,
     LIVE,
+    PERIODS,
+    WIDTHS,
     Part,
     Scoring,
     Training,
@@ -35,13 +37,14 @@ from troupe.orchestrator.roles.worker_memory import (
     head,
     kv_bytes,
     layer_bytes,
+    save_copy,
     scoring,
     sequence_bytes,
     training,
     zero_states,
 )
 from troupe.orchestrator.spec.load import RunSpec, plan_runs, read_document
-from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, LoraConfig, TrainerConfig
+from troupe.workers.contract.config import CHUNK_LOGITS, Dtype, EngineConfig, LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
 
 SMALL = ModelSize(
@@ -132,6 +135,34 @@ def test_zero_3_holds_its_share_and_gathers_the_rest_for_a_pass() -> None:
             assert found[f"host {part}"] == alone[f"host {part}"] // ranks
         assert found["host gathered"] == 2 * WHOLE
         assert alone["host gathered"] == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "ranks", "ema", "exported", "copy"),
+    [
+        # Weights, two moments; the exported weights.
+        (0, "float32", 1, 0.0, True, (4 + 8 + 4) * WHOLE),
+        (0, "bfloat16", 1, 0.0, True, (2 + 12 + 2) * WHOLE),
+        (1, "float32", 4, 0.0, True, (4 + 3 + 4) * WHOLE),
+        (2, "bfloat16", 4, 0.0, False, (2 + 3) * WHOLE),
+        # The average is whole below ZeRO-3, and is exported as well.
+        (1, "bfloat16", 4, 0.9, True, (2 + 3 + 4 + 2 + 2) * WHOLE),
+        # ZeRO-3: no weights besides the masters; the export is whole on rank 0.
+        (3, "bfloat16", 4, 0.0, True, (3 + 2) * WHOLE),
+        (3, "bfloat16", 4, 0.9, True, (3 + 1 + 2 + 2) * WHOLE),
+    ],
+)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_copy_of_a_save_beside_training_is_in_host_memory(
+    stage: int, dtype: Dtype, ranks: int, ema: float, copy: int, *, exported: bool, gpu: bool
+) -> None:
+    rank = Training(SMALL, dtype, TrainerConfig(zero_stage=stage, ema_decay=ema), ranks, gpu, longest=64)
+    beside = replace(rank, copies_saves=True, exported=exported)
+    assert save_copy(SMALL, WIDTHS[dtype], beside, stage) == copy
+    host = [
+        sum(memory.total for memory in training("policy-0", one) if memory.where == "host") for one in (rank, beside)
+    ]
+    assert host[1] - host[0] == copy
 
 
 def test_on_a_gpu_the_bucket_is_reserved_whole() -> None:
@@ -450,6 +481,23 @@ def test_a_gpu_that_is_too_small_is_reported_with_a_change_that_helps() -> None:
     assert planned(SEVEN_B, described_nodes("1x8xH100", 128)).misfit == ""
     wider = planned(SEVEN_B, described_nodes("2x8xA100-40G", 128), "roles.policy.workers=8")
     assert wider.misfit == ""
+
+
+@pytest.mark.parametrize("sleep", ["none", "kv_cache"])
+def test_an_engine_on_a_shared_gpu_always_holds_memory_for_adapters(sleep: str) -> None:
+    """Of every linear layer and the reserved rank; the file that brings adapters takes no buffer."""
+    lora = ("roles.policy.lora={rank: 12, targets: [q_proj]}", "weight_sync.backend=auto")
+    shared = colocated(sleep, 0.5)
+    memories = [planned(SEVEN_B, described_nodes("1x8xH100", 128), *shared, *more).memory for more in ((), lora)]
+    whole, adapted = (
+        next(m for m in memory.workers if (m.worker, m.where) == ("rollout-0", "gpu")) for memory in memories
+    )
+    numbers = adapter_numbers(SEVEN_B, LoraConfig(rank=16))
+    for period in PERIODS:
+        held = {part.name: part.bytes for part in adapted.parts if period in part.periods}
+        assert held["adapters"] == 2 * numbers and not held.get("transfer")
+    parts = [{part.name: part.bytes for part in memory.parts} for memory in (whole, adapted)]
+    assert parts[0]["kv cache"] - parts[1]["kv cache"] == 2 * numbers
 
 
 def test_an_engine_without_room_for_a_sequence_is_reported() -> None:

@@ -58,8 +58,7 @@ def test_without_the_section_all_weights_train() -> None:
         (f"{FIELD}.rank=513", f"{FIELD}.rank: must be at most 512"),
         (f"{FIELD}.alpha=0", f"{FIELD}.alpha: must be greater than 0"),
         (f"{FIELD}.rnak=8", f"{FIELD}.rnak: unknown field (did you mean 'rank'?)"),
-        ("weight_sync.backend=gloo", "weight_sync.backend: gloo sends whole models; adapters use shm"),
-        ("roles.rollout.tensor_parallel_size=2", "roles.rollout.tensor_parallel_size: adapters are not supported"),
+        ("weight_sync.backend=gloo", "weight_sync.backend: gloo sends whole models; adapters use shm or store (or"),
         (
             "roles.rollout.engine={max_loras: 2}",
             "roles.rollout.engine.max_loras: Troupe sets it: set roles.",
@@ -79,9 +78,24 @@ def test_trpo_is_refused() -> None:
     assert f"{FIELD}: is not supported by trpo" in refusals(spec="algorithms/trpo.yaml")
 
 
-def test_engines_on_the_gpus_of_the_policy_are_refused() -> None:
-    found = refusals("roles.rollout.colocate_with=policy", "roles.rollout.gpus=0.5", "roles.policy.gpus=0.5")
-    assert "roles.rollout.colocate_with: adapters are not supported" in found
+SHARED = ("roles.rollout.colocate_with=policy", "roles.rollout.gpus=0.5", "roles.policy.gpus=0.5")
+
+
+def test_engines_on_the_gpus_of_the_policy_keep_the_model_below() -> None:
+    spec = loaded(f"{FIELD}={{}}", *SHARED)
+    assert (spec.resolved_sleep, spec.resolved_backend()) == ("kv_cache", "shm")
+    found = refusals(*SHARED, "roles.rollout.sleep=weights")
+    assert "roles.rollout.sleep: weights discards the model below, and an update brings only the adapters" in found
+    for backend in ("ipc", "nccl"):
+        assert f"weight_sync.backend: {backend} sends whole models; adapters use shm" in refusals(
+            *SHARED, f"weight_sync.backend={backend}"
+        )
+
+
+def test_engines_of_several_ranks_and_an_object_store_have_adapters(tmp_path: Path) -> None:
+    overrides = ("roles.rollout.tensor_parallel_size=2", "roles.rollout.cpus=2", "weight_sync.backend=store")
+    spec = loaded(f"{FIELD}={{}}", *overrides, f"weight_sync.url=file://{tmp_path}")
+    assert spec.rollout_config().lora is not None and spec.policy_config().weight_store == f"file://{tmp_path}"
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "kto", "rrhf", "reward-model"])
@@ -105,6 +119,15 @@ def test_a_critic_has_adapters_of_its_own() -> None:
 def test_names_of_other_trainers_lead_to_the_section(name: str) -> None:
     with pytest.raises(SpecError, match=rf"{name}: unknown field \(did you mean 'roles\.policy\.lora\.rank'"):
         loaded(f"{name}=8")
+
+
+@pytest.mark.parametrize(
+    "field", [f"{FIELD}.load_in_4bit", f"{FIELD}.quantize", "load_in_8bit", f"{FIELD}.bits", "roles.policy.qlora"]
+)
+def test_a_model_in_few_bits_below_adapters_is_refused_with_the_reason(field: str) -> None:
+    """On the CPU and on GPUs."""
+    with pytest.raises(SpecError, match=rf"{field}: .*The model below adapters stays in bfloat16 or float32: engines"):
+        loaded(f"{FIELD}.rank=8", f"{field}=4")
 
 
 def test_models_with_experts_are_refused(tmp_path: Path) -> None:

@@ -174,6 +174,13 @@ def test_where_all_weights_do_not_fit_the_spec_trains_adapters(algorithm: str, r
     assert "lora" not in check(text_of(small, tmp_path / "x.yaml"), tmp_path / "x.yaml", small)["roles"]["policy"]
 
 
+def test_on_one_gpu_adapters_train_beside_the_engine(tmp_path: Path) -> None:
+    choices = chosen(llama(tmp_path / "model", 5120, 24, 13824), gpus=1, gpu_type="A100-40G", cpus=16)
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["roles"]["policy"]["lora"] == {"rank": 16, "alpha": 32}
+    assert document["roles"]["rollout"]["colocate_with"] == "policy"
+
+
 def test_an_algorithm_with_a_critic_needs_two_gpus(tiny_model: Path) -> None:
     choices = chosen(tiny_model, algorithm="ppo", gpus=1)
     with pytest.raises(UsageError, match="--gpus: ppo needs at least 2 GPUs"):
@@ -276,7 +283,10 @@ def test_what_is_held_out_is_found_beside_the_data_or_the_spec_says_why_not(tiny
     pools = read_pools(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec)
     assert {name: pool.rows for name, pool in pools.items()} == {"train": 16, "eval": 2}
     other = text_of(chosen(tiny_model, data=str(tmp_path / "other.csv")), tmp_path / "run.yaml")
-    assert "# No evaluation: no file beside other.csv is called as it is with `test` (data.eval)." in other
+    assert (
+        "# No evaluation: no file beside other.csv is its held-out part, as test.csv beside train.csv (data.eval)."
+        in other
+    )
 
 
 def test_a_folder_of_datasets_and_its_splits_are_found(tiny_model: Path, tmp_path: Path) -> None:

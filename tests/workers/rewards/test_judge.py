@@ -212,6 +212,14 @@ def test_a_reward_is_the_position_on_the_scale(low: int, width: int, place: floa
         ({"rubric": RUBRIC, "template": "{answer}"}, "judge: template: needs {response}"),
         ({"rubric": RUBRIC, "template": "{text}"}, "judge: template: has no field {text}; it can have prompt, "),
         ({"rubric": RUBRIC, "endpoint": {"url": "http://x"}}, "judge: endpoint.model: Field required"),
+        (
+            {"rubric": RUBRIC, "endpoint": {"url": "https://me:pass@host/v1", "model": "m"}},
+            "judge: endpoint.url: holds credentials",
+        ),
+        (
+            {"rubric": RUBRIC, "endpoint": {"url": "https://host/v1?api-key=x", "model": "m"}},
+            "judge: endpoint.url: holds credentials",
+        ),
         ({"rubrik": RUBRIC}, "judge: rubric: Field required"),
     ],
 )

@@ -25,6 +25,26 @@ class Layer:
 
     lora_a_stacked: Any
     lora_b_stacked: Any
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    def slice_lora_b(self, b: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The rows of this rank, as a layer that divides its outputs has them."""
+        return [one if one is None else one.chunk(self.tp_size)[self.tp_rank] for one in b]
+
+    def slice_lora_a(self, a: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """All of it."""
+        return a
+
+
+class DividedInputs(Layer):
+    """Memory of a layer that divides its inputs, and has one adapter."""
+
+    def slice_lora_a(self, a: Any) -> Any:
+        return a.chunk(self.tp_size, dim=1)[self.tp_rank]
+
+    def slice_lora_b(self, b: Any) -> Any:
+        return b
 
 
 def adapter(seed: int, inputs: int = 5, outputs: int = 4, rank: int = RANK) -> LayerAdapter:
@@ -97,6 +117,41 @@ def _beyond_the_rank(adapters: dict[str, LayerAdapter]) -> dict[str, Layer]:
 )
 def test_every_difference_is_named(fault: Callable[[dict[str, LayerAdapter]], dict[str, Layer]], said: str) -> None:
     assert said in problem(fault(version()), version())
+
+
+def ranks_of(adapters: dict[str, LayerAdapter], ranks: int = 2) -> list[dict[str, Layer]]:
+    """Memory of each rank of an engine: `qkv` divides its outputs, `down` its inputs."""
+    found: list[dict[str, Layer]] = []
+    for rank in range(ranks):
+        parts = {
+            **{name: LayerAdapter(one.a, one.b.chunk(ranks)[rank]) for name, one in adapters.items() if name != DOWN},
+            DOWN: LayerAdapter(adapters[DOWN].a.chunk(ranks, dim=1)[rank], adapters[DOWN].b),
+        }
+        whole = engine({})
+        layers: dict[str, Layer] = {}
+        for name, kind, members in ((QKV, Layer, PACKED[QKV]), (DOWN, DividedInputs, [DOWN])):
+            layers[name] = kind(whole[name].lora_a_stacked, whole[name].lora_b_stacked, ranks, rank)
+            for number, part in enumerate(members):
+                if (one := parts.get(part)) is not None:
+                    layers[name].lora_a_stacked[number][1, 0, :RANK, : one.a.shape[1]] = one.a
+                    layers[name].lora_b_stacked[number][1, 0, : one.b.shape[0], :RANK] = one.b * SCALING
+        found.append(layers)
+    return found
+
+
+def test_each_rank_of_an_engine_holds_its_share() -> None:
+    first, second = ranks_of(version())
+    assert problem(first, version()) == problem(second, version()) == ""
+    chosen = {name: one for name, one in version().items() if name != "layers.0.k"}
+    assert [problem(layers, chosen) for layers in ranks_of(chosen)] == ["", ""]
+
+
+@pytest.mark.parametrize(("name", "part"), [(QKV, "layers.0.q"), (DOWN, DOWN)])
+def test_a_rank_with_the_share_of_another_is_named(name: str, part: str) -> None:
+    first, second = ranks_of(version())
+    second[name].lora_a_stacked, second[name].lora_b_stacked = first[name].lora_a_stacked, first[name].lora_b_stacked
+    assert problem(first, version()) == ""
+    assert problem(second, version()) == f"the engine holds another adapter of {part}"
 
 
 def test_an_adapter_of_a_layer_that_the_engine_does_not_have_is_named() -> None:

@@ -119,8 +119,7 @@ def test_s3_that_fails_now_and_then_delivers_the_bytes(
     assert not paths(bucket)
 
 
-@pytest.mark.parametrize("nbytes", [1000, 25 << 20])
-@pytest.mark.parametrize("method", ["POST", "PUT", "GET"])
+@pytest.mark.parametrize(("method", "nbytes"), [("POST", 1000), ("PUT", 25 << 20), ("GET", 25 << 20)])
 def test_google_that_fails_now_and_then_delivers_the_bytes(
     google: LocalGcs, google_bucket: str, method: str, nbytes: int
 ) -> None:

@@ -1,0 +1,73 @@
+"""Adapters on vLLM's CPU build: one product for all tokens of a batch.
+
+Its kernels copy the matrices of each token's adapter before they multiply, which takes several times as long as the
+model below. An engine of Troupe has memory for one adapter, so that all of these copies are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
+
+
+def _shrink(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, scaling: float = 1.0) -> None:
+    """output [tokens, >= rank] = scaling * inputs [tokens, inputs] times matrix [rank, inputs]."""
+    output[:, : len(matrix)] = scaling * (inputs @ matrix.T)
+
+
+def _expand(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, add_inputs: bool = True) -> None:
+    """output [tokens, columns] (+)= inputs [tokens, rank] times matrix [outputs, rank], as far as both have columns."""
+    size = min(len(matrix), output.shape[1])
+    _expand_slice(inputs, matrix[:size], output, 0, size, add_inputs)
+
+
+def _expand_slice(
+    inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, start: int, size: int, add_inputs: bool = True
+) -> None:
+    """As `_expand`, of the columns from `start` on."""
+    columns = output[:, start : start + size]
+    if add_inputs:
+        columns += inputs @ matrix.T
+    else:
+        columns.copy_(inputs @ matrix.T)
+
+
+_PRODUCTS: dict[str, Callable[..., None]] = {
+    "bgmv_shrink": _shrink,
+    "bgmv_expand": _expand,
+    "bgmv_expand_slice": _expand_slice,
+}
+"""What replaces vLLM's kernels; those for the computation of prompts (`sgmv_...`) call them."""
+
+
+def multiply_at_once() -> None:
+    """Replace vLLM's kernels in this process where an engine has memory for one adapter."""
+    for name, product in _PRODUCTS.items():
+        replaced = _with_one_adapter(vars(lora_ops)[name], product)
+        for module in (lora_ops, punica_cpu):
+            setattr(module, name, replaced)
+
+
+def _with_one_adapter(kernel: Callable[..., None], product: Callable[..., None]) -> Callable[..., None]:
+    """The kernel, or the product where all tokens have the same adapter. `kernel` gets the index of each token's."""
+
+    @wraps(kernel)
+    def multiply(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        indices: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> None:
+        if len(weights) > 1 or len(inputs) != len(output):
+            return kernel(inputs, weights, output, indices, *rest, **named)
+        matrix = weights.reshape(weights.shape[-2:])
+        return product(inputs.to(output.dtype), matrix.to(output.dtype), output, *rest, **named)
+
+    return multiply
