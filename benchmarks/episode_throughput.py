@@ -61,13 +61,7 @@ class MeasuredEpisodeRollout(RolloutWorker):
 
     async def without_episodes(self, request: GroupRequest, prompts: Any) -> tuple[GroupSummary, Any]:
         """Sample a group on the plain path."""
-        config, self._config = self._config, self._config.model_copy(update={"episode": None})
-        try:
-            generating = asyncio.ensure_future(self.generate(request, prompts))
-            await asyncio.sleep(0)  # it has read the configuration
-        finally:
-            self._config = config
-        return await generating
+        return await self.generate(replace(request, environment=None), prompts)
 
     async def by_hand(self, request: GroupRequest, prompt_ids: list[int], between: list[int], turns: int) -> list[int]:
         """Sample episodes with nothing around the engine; the number of tokens sampled and of those cached."""
@@ -103,7 +97,7 @@ class EpisodeContenders:
     def _requests(self, turn: int) -> list[GroupRequest]:
         number, size = self._settings.groups, self._settings.samples
         rows = range(turn * number, (turn + 1) * number)
-        return [GroupRequest(f"{next(self._serial)}", row, 0, size, seed=1000 * row) for row in rows]
+        return [GroupRequest(f"{next(self._serial)}", row, 0, size, seed=1000 * row, environment="") for row in rows]
 
     async def _measured(
         self, turn: int, one: Callable[[GroupRequest], Coroutine[Any, Any, tuple[int, int, int]]], sampled_turns: int
@@ -199,7 +193,8 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         launcher = WorkerLauncher(spec, cluster, classes={"rollout": MeasuredEpisodeRollout})
         workers = await launcher.open(frozenset({"rollout", "environment"}))
         engine = workers.engines[0]
-        await engine.connect_environments(cluster.environment_link(workers.each("environment"), ""), TIMEOUT_S)
+        link = cluster.environment_link(workers.each("environment"), "")
+        await engine.connect_environments("", link, TIMEOUT_S)
         pool, _ = load_pools(spec.data)
         tokenizer: Any = load_chat_tokenizer(spec.model)
         prompts = encode_prompts(Path(spec.model.path), pool.table, range(needed), longest)

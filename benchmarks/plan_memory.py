@@ -4,7 +4,7 @@
     python -m benchmarks.plan_memory --only "zero 3"    # some of the cases
     python -m benchmarks.plan_memory --processes        # processes without a model
 
-Each case starts `PolicyWorker`s in processes of their own, without Ray, and runs two updates of two micro-batches at
+Each case starts `PolicyWorker`s in separate processes, without Ray, and runs two updates of two micro-batches at
 the full token budget. It measures the peak resident memory (VmHWM, reset before the model is built) and compares it
 with `training`. `--processes` measures processes without a model; the constants of
 `orchestrator/roles/memory.py` come from there. Linux only.

@@ -49,7 +49,7 @@ _LONGEST_PROMPT = 1024
 _PROCESSES = {
     "vllm": ("VLLM::", "EngineCore"),
     "fork server": ("multiprocessing.forkserver",),
-    "rollout": ("ray::RolloutWorker",),
+    "rollout": ("ray::RolloutWorker", "preloaded:run_worker"),
     "policy": ("ray::PolicyWorker",),
     "reward": ("ray::RewardWorker",),
     "data check": ("prompt_probe", "isolation.probe"),

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recording_cost import SHARE as RECORDING
+from benchmarks.save_cost import BESIDE
+from benchmarks.save_cost import SHARE as WAITED
 from benchmarks.support.harness import Spread, Turn, command_parser, ratios, where
 from benchmarks.zero3_loading import PARTITIONED, PEAK
 
@@ -168,6 +170,17 @@ SUITE = (
         (Goal("engine killed until all it held is sampled again, of a bare engine's start", _TROUPE, "ratio", 0.91),),
     ),
     Benchmark(
+        "startup",
+        ("--turns", "3"),
+        (Goal("seconds of `troupe run` to its first token, tiny model", _TROUPE, "seconds", 8.0, most=True, digits=1),),
+    ),
+    Benchmark(
+        "startup",
+        ("--turns", "3", "--spec", "deploy/specs/laptop-grpo.yaml"),
+        (Goal("the same with SmolLM2-135M", _TROUPE, "seconds", 12.0, most=True, digits=1),),
+        "smollm2",
+    ),
+    Benchmark(
         "packing",
         (),
         (
@@ -179,6 +192,14 @@ SUITE = (
         "zero3_loading",
         (),
         (Goal("peak host memory of each of 2 ranks, of the model", PARTITIONED, PEAK, 0.7, most=True, digits=2),),
+    ),
+    Benchmark(
+        "save_cost",
+        (),
+        (
+            Goal("steps/s with a save each beside training, of saves that wait", BESIDE, "ratio", 1.1, digits=2),
+            Goal("time that training waits for such a save, % of the step", BESIDE, WAITED, 10.0, most=True, digits=1),
+        ),
     ),
     Benchmark(
         "time_to_reward",

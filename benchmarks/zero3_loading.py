@@ -45,7 +45,7 @@ LlamaForCausalLM(LlamaConfig(vocab_size=8192, pad_token_id=2, **sizes, **heads))
 
 
 def make(folder: Path, hidden: int, layers: int) -> Path:
-    """Write a random model, in a process of its own so that this one does not load torch."""
+    """Write a random model, in a separate process so that this one does not load torch."""
     subprocess.run([sys.executable, "-c", _MAKE, str(folder), str(hidden), str(layers)], check=True)
     return folder
 

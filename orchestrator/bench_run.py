@@ -62,7 +62,7 @@ def bench(request: BenchRequest, console: Console, on_results: OnResults) -> Non
     Raises:
         TroupeError: No cluster, no data, or the user stopped the command.
     """
-    if request.baseline and any(point.spec.roles.environment is not None for point in request.points):
+    if request.baseline and any(point.spec.roles.environments() for point in request.points):
         raise UsageError("the baseline samples one response to a prompt, but the spec has roles.environment")
     asyncio.run(_bench(request, console, on_results))
 
@@ -208,7 +208,7 @@ class _PointBench:
                 samples=self._settings[pick.row].samples,
                 seed=sampling_seed(self._spec.seed, pick.prompt_uid),
                 max_tokens=self._settings[pick.row].max_tokens,
-                episodes=self._settings[pick.row].episodes,
+                environment=self._settings[pick.row].environment,
             )
             for pick in picks
         ]

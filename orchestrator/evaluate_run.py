@@ -118,7 +118,7 @@ async def _sample(
 def _require_chat(spec: RolloutSpec) -> None:
     """Raises UsageError where an endpoint would not sample what the spec asks for."""
     refused = {
-        "roles.environment": spec.roles.environment is not None,
+        "roles.environment": any(one.environment is not None for one in spec.held_out_sets()),
         "sampling.stop": bool(spec.sampling.stop),
         "sampling.structured": spec.sampling.structured is not None,
         "model.chat_template: none": spec.model.plain,

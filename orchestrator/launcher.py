@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.event_loop import gather_all
@@ -19,7 +19,6 @@ from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.run_actors import RunActors
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import WorkerHealth
@@ -57,7 +56,7 @@ class WorkerLauncher:
         """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
 
         Args:
-            only: Roles to start; None: all.
+            only: Sections of `roles` to start; None: all.
             progress: Called with how far the start is.
 
         Raises:
@@ -80,7 +79,7 @@ class WorkerLauncher:
         sections, started = self._spec.roles.present(), dict[str, asyncio.Task[Started]]()
 
         async def start(role: str) -> Started:
-            section = sections[cast(RoleName, role)]
+            section = sections[role]
             host = started.get(section.colocate_with or "")
             if host is not None and section.device == "cuda":
                 await asyncio.wait({host})

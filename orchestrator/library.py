@@ -22,6 +22,7 @@ from troupe.orchestrator.spec.checks import is_url
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.workers.contract.urls import has_credentials
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -163,6 +164,8 @@ def evaluate(
     from troupe.orchestrator.run import RunRequest, evaluate_offline
 
     url = str(model) if is_endpoint(model) else None
+    if url is not None and has_credentials(url):
+        raise UsageError("--model: the URL holds credentials, which would be seen and saved: set OPENAI_API_KEY")
     if best and (model is None or url is not None):
         raise UsageError("--best needs the folder of a run as the model")
     if served is not None and url is None:
@@ -204,7 +207,7 @@ def is_endpoint(model: str | Path | None) -> bool:
 
 
 def evaluated_model(model: str | Path, *, best: bool = False, whole: bool = True) -> Path:
-    """The folder, or the name on the hub, of a model that is named by itself, by a checkpoint or by a run.
+    """The folder, or the name on the hub, of a model that is named directly, by a checkpoint or by a run.
 
     Args:
         model: The name.

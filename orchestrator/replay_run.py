@@ -218,7 +218,7 @@ class _Sampling:
             samples=group.samples,
             seed=seed,
             max_tokens=own.max_tokens,
-            episodes=own.episodes,
+            environment=own.environment,
         )
         engine = await self.pool.acquire(group.samples)
         try:

@@ -28,8 +28,8 @@ _REFUSED = {
     r"roles\.critic": "the checkpoint was written with the other set of trainers",
     r"roles\.critic\.model(\..*)?": "the critic's weights are the checkpoint's; start another run",
     r"data\.max_length": "it decides which examples are trained on, and so their order",
-    r"data\.ptx\.max_tokens": "it decides where texts are cut, and so their order",
-    r"data\.train\.\d+\.name": "the checkpoint holds the position in each source by its name",
+    r"data\.ptx(\.\d+)?\.max_tokens": "it decides where texts are cut, and so their order",
+    r"data\.(train|ptx)\.\d+\.name": "the checkpoint holds the position in each source by its name",
     r"(algorithm|data\.train\.\d+)\.group_size": "groups in flight at the checkpoint are sampled again as they were",
     r"data\.train\.\d+\.environment": "groups in flight at the checkpoint are sampled again as they were",
 }

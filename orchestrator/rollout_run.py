@@ -17,7 +17,7 @@ from troupe.orchestrator.data.prompts import DataError, PromptOrder, evaluation_
 from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.data.summary import data_metrics
-from troupe.orchestrator.data.texts import Pieces, TextOrder
+from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.replay.step_recorder import StepRecorder
@@ -35,6 +35,7 @@ from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.spec.sections import SourceShare
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
@@ -44,6 +45,7 @@ from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.orchestrator.why.facts import EngineQueue, Queues
 from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.messages import TextCut
 
 
 class RolloutRun:
@@ -242,20 +244,29 @@ class RolloutRun:
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
         """The texts of PPO-ptx, tokenized and split once."""
-        pool, source = self._data.texts, self._spec.data.ptx
-        if pool is None or source is None:
+        pool, sources = self._data.texts, self._spec.data.text_sources()
+        if pool is None:
             return None
-        timeout_s = self._spec.schedule.train_timeout_s
+        parts, timeout_s = list(pool.parts.values()) or [pool], self._spec.schedule.train_timeout_s
+        cuts = [TextCut(part.rows, own.max_tokens) for part, own in zip(parts, sources.values(), strict=True)]
         texts = self._context.cluster.put(pool.table)
-        summary, table = await policy.cut_texts(texts, source.max_tokens, timeout_s=timeout_s)
-        if summary.refused:
-            count = f"data.ptx: {summary.refused} of {pool.table.num_rows} texts cannot be used: {summary.problems[0]}"
-            if self._spec.failures.on_bad_row == "stop" or not summary.tokens:
-                raise DataError(count)
-            self._context.console.message(count)
-        if not summary.tokens:
-            raise DataError("data.ptx: no text has two tokens or more: there is nothing to train on")
-        return TextOrder(Pieces(table, summary.tokens, pool.digest), source.texts_per_step, self._spec.seed)
+        summaries, table = await policy.cut_texts(texts, cuts, timeout_s=timeout_s)
+        for section, part, summary in zip(sources, parts, summaries, strict=True):
+            if summary.refused:
+                what = f"{summary.refused} of {part.rows} texts cannot be used: {summary.problems[0]}"
+                if self._spec.failures.on_bad_row == "stop" or not summary.tokens:
+                    raise DataError(f"data.{section}: {what}")
+                self._context.console.message(f"data.{section}: {what}")
+            if not summary.tokens:
+                raise DataError(f"data.{section}: no text has two tokens or more: there is nothing to train on")
+        tokens = tuple(count for summary in summaries for count in summary.tokens)
+        listed = self._spec.data.ptx if isinstance(self._spec.data.ptx, tuple) else ()  # one source has no parts
+        own = tuple(
+            SourcePieces(SourceShare(name=source.name, weight=source.texts_per_step), len(summary.tokens), part.digest)
+            for source, summary, part in zip(listed, summaries, parts, strict=False)
+        )
+        per_step = sum(source.texts_per_step for source in sources.values())
+        return TextOrder(Pieces(table, tokens, pool.digest, own), per_step, self._spec.seed)
 
     def _scheduler(
         self,

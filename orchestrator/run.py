@@ -239,10 +239,11 @@ async def _train_on_rollouts(
     if found is not None:
         with found.restoring():
             state = found.state["source"]
-            for section, own, digest in drawn_rows(data.train, state["prompts"]):
-                require_same_rows(section, own, digest)
+            drawn = drawn_rows("data.train", data.train, state["prompts"])
             if data.texts is not None:
-                require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
+                drawn += drawn_rows("data.ptx", data.texts, state.get("texts", {}))
+            for section, own, digest in drawn:
+                require_same_rows(section, own, digest)
     checks = _check_data(console, local.spec, data.pools, COUNTED)
     async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
         data = replace(data, refused=(await unless_stopped(context.stop, checks)).refused)
@@ -277,7 +278,7 @@ async def _train_offline(
     examples = load_examples(local.spec)
     if found is not None:
         with found.restoring():
-            for section, own, digest in drawn_rows(examples[0], found.state["source"]):
+            for section, own, digest in drawn_rows("data.train", examples[0], found.state["source"]):
                 require_same_rows(section, own, digest)
     checks = _check_data(console, local.spec, named_examples(*examples))
     async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:

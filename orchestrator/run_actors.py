@@ -55,8 +55,7 @@ class RunActors:
             engine = config.engine.model_copy(update={"gpu_memory_utilization": share})
             config = config.model_copy(update={"kv_cache_bytes": cache or None, "engine": engine})
         arguments = (config, name, *settings.extra)
-        preloads = None if own is not None else settings.engine
-        actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent, preloads)
+        actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent, settings.engine)
         worker = self._cluster.spawn(placement, seat, name, actor)
         self._workers[name] = worker
         return worker

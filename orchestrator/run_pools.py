@@ -16,8 +16,7 @@ from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.spec.rollout import RolloutSpec, environment_role
 from troupe.workers.contract import roles
 from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.naming import resolve
@@ -37,7 +36,7 @@ class RunPools:
         """Connects and watches nothing yet."""
         self.spec = spec
         self.context = context
-        self.by_role: dict[RoleName, ReplicaPool[Any]] = {
+        self.by_role: dict[str, ReplicaPool[Any]] = {
             role: resolve(path)(self, role)
             for role in spec.roles.present()
             if (path := row_of(spec, role).pool) is not None
@@ -55,9 +54,9 @@ class RunPools:
         return cast("RewardPool", self.by_role["reward"])
 
     @property
-    def environments(self) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink] | None:
-        """The environment workers, if the run has them."""
-        return cast("Any", self.by_role.get("environment"))
+    def environments(self) -> list[LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]]:
+        """The workers of each environment."""
+        return [cast("Any", self.by_role[environment_role(name)]) for name in self.spec.roles.environments()]
 
     @property
     def judges(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
@@ -83,7 +82,7 @@ class RunPools:
 
     async def start(self) -> None:
         """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
-        for pool in (self.environments, self.judges):
+        for pool in (*self.environments, self.judges):
             if pool is not None:
                 await pool.start()
 
@@ -93,25 +92,23 @@ class RunPools:
             await pool.close()
 
 
-def replica_pool(run: RunPools, role: RoleName) -> ReplicaPool[Any]:
+def replica_pool(run: RunPools, role: str) -> ReplicaPool[Any]:
     """A pool of workers that have nothing to do with those of other roles."""
     workers, launch = run.context.workers.each(role), run.context.launcher.replica
     return ReplicaPool(workers, launch, RestartBudget.of_role(run.spec, role))
 
 
-def engine_pool(run: RunPools, role: RoleName) -> EnginePool:
+def engine_pool(run: RunPools, role: str) -> EnginePool:
     """The rollout engines, each connected to the environments."""
 
     async def start(name: str) -> Engine:
         engine = await run.context.launcher.engine(name)
-        if run.environments is not None:
-            await run.environments.connect(engine)
+        for environments in run.environments:
+            await environments.connect(engine)
         return engine
 
     async def end_episodes(engine: str) -> None:
         """Ends the episodes of a lost engine, whose seats those of other engines need."""
-        if run.environments is None:
-            return
 
         async def end(worker: WorkerHandle[roles.EnvironmentServer]) -> None:
             try:
@@ -119,14 +116,14 @@ def engine_pool(run: RunPools, role: RoleName) -> EnginePool:
             except WorkerError as error:  # the worker's own pool notices what is wrong with it
                 logger.warning("%s", error)
 
-        await gather_all(end(worker) for worker in list(run.environments.workers))
+        await gather_all(end(worker) for environments in run.environments for worker in list(environments.workers))
 
     pool = EnginePool(run.context.workers.each(role), start, run.spec)
     pool.on_loss = end_episodes
     return pool
 
 
-def reward_pool(run: RunPools, role: RoleName) -> RewardPool:
+def reward_pool(run: RunPools, role: str) -> RewardPool:
     """The reward workers, each connected to the judges."""
 
     async def start(name: str) -> WorkerHandle[roles.Reward]:
@@ -144,15 +141,15 @@ def reward_pool(run: RunPools, role: RoleName) -> RewardPool:
     )
 
 
-def environment_pool(
-    run: RunPools, role: RoleName
-) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]:
-    """The environment workers, which engines call through a link."""
+def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]:
+    """The workers of one environment, which engines call through a link."""
+    name = next(name for name in run.spec.roles.environments() if environment_role(name) == role)
 
     async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
-        await engine.connect_environments(link, _CONNECT_TIMEOUT_S)
+        await engine.connect_environments(name, link, _CONNECT_TIMEOUT_S)
 
     return LinkedPool(
+        role,
         run.context.workers.each(role),
         callers=Callers(lambda: run.engines.engines, connect),
         make_link=run.context.cluster.environment_link,
@@ -162,7 +159,7 @@ def environment_pool(
     )
 
 
-def judge_pool(run: RunPools, role: RoleName) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge]:
+def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge]:
     """The judge workers, which reward workers call through a link."""
     name = settings_of(run.spec, role).config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
 
@@ -174,6 +171,7 @@ def judge_pool(run: RunPools, role: RoleName) -> LinkedPool[roles.JudgeEngine, W
         return run.context.cluster.judge_link(name, workers, lost)
 
     return LinkedPool(
+        role,
         run.context.workers.each(role),
         callers=Callers(lambda: run.rewards.workers, connect),
         make_link=make_link,

@@ -12,7 +12,7 @@ _LOOK_S = 1.0
 """Time between two looks at what the workers do that are starting."""
 
 Progress = Callable[[int, int, str], None]
-"""Is told how many workers have started, how many there are, and the names of the others."""
+"""Called with how many workers have started, how many there are, and the names of the others."""
 Activities = Callable[[Sequence[str]], Awaitable[dict[str, str]]]
 """What workers that are starting do, by name."""
 

@@ -119,7 +119,7 @@ class Page:
 
 @asynccontextmanager
 async def browser_page(width: int = 1280, height: int = 900) -> AsyncIterator[Page]:
-    """A tab of a browser of its own."""
+    """A tab of a separate browser."""
     if CHROMIUM is None:
         raise RuntimeError("no chromium")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

@@ -50,6 +50,7 @@ from troupe.workers.contract.messages import (
     RewardSummary,
     SampleSummary,
     SaveStatus,
+    TextCut,
     TextSummary,
     TrainRow,
     TrainSummary,
@@ -304,7 +305,7 @@ class FakeEngine:
     async def close(self) -> None:
         """Nothing to close."""
 
-    async def connect_environments(self, link: EnvironmentLink) -> None:
+    async def connect_environments(self, name: str, link: EnvironmentLink) -> None:
         """There is no environment."""
 
     async def reset_prefix_cache(self) -> bool:
@@ -609,9 +610,9 @@ class FakePolicy(FakeTrainer):
         """Keeps none."""
         return 0, FakeTable("records", ())
 
-    async def cut_texts(self, texts: FakeTable, max_tokens: int) -> tuple[TextSummary, FakeTable]:
+    async def cut_texts(self, texts: FakeTable, cuts: Sequence[TextCut]) -> tuple[tuple[TextSummary, ...], FakeTable]:
         """No text."""
-        return TextSummary(()), texts
+        return tuple(TextSummary(()) for _ in cuts), texts
 
     async def hold_distributions(self, plan: RankPlan, batch: FakeTable, stride: int, weights: bool = False) -> None:
         """Records the request."""

@@ -168,11 +168,11 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         """The content of the request; Arrow may send it in chunks with their sizes, and checksums behind them."""
         if self.headers.get("Transfer-Encoding", "") == "chunked":
-            content = b"".join(_chunks(self.rfile))
+            content = b"".join(chunks(self.rfile))
         else:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         encoded = "aws-chunked" in self.headers.get("Content-Encoding", "")
-        return b"".join(_chunks(BytesIO(content))) if encoded else content
+        return b"".join(chunks(BytesIO(content))) if encoded else content
 
     def _answer(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -187,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
         """Logs nothing."""
 
 
-def _chunks(stream: BufferedIOBase) -> Iterator[bytes]:
+def chunks(stream: BufferedIOBase) -> Iterator[bytes]:
     """The content of a stream of chunks, each behind a line with its size, up to the end of what follows them."""
     while length := int(stream.readline().partition(b";")[0], 16):
         yield stream.read(length)

@@ -59,7 +59,7 @@ ROOTS = tuple(
 """Layer 3. All other modules of orchestrator/ are services, layer 2."""
 
 CREATES_MODELS = "orchestrator.starter.demo_models"
-"""Writes the models of the examples with transformers, in a process of its own."""
+"""Writes the models of the examples with transformers, in a separate process."""
 ROLES = {row.worker.partition(":")[0].removeprefix("troupe.") for row in table.ROLES.values()}
 BUILT_ON = {"workers.judge": {"workers.rollout"}}
 """Roles whose worker is another one, with more around it."""

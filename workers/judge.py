@@ -11,9 +11,11 @@ import pyarrow as pa
 
 from troupe.workers.contract.config import MIN_TEMPERATURE, JudgeConfig, RolloutConfig, SamplingConfig
 from troupe.workers.contract.environments import Message
-from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.contract.judges import JudgeAnswer, whole_words
 from troupe.workers.contract.messages import PROMPTS, GroupRequest, WorkerGone, WorkerHealth
 from troupe.workers.engine.errors import EngineClosed, EngineDead
+from troupe.workers.rewards.answer_text import visible
+from troupe.workers.rewards.thoughts import template_opens_thought
 from troupe.workers.rollout import RolloutWorker
 
 _WATCH_S = 1.0
@@ -39,10 +41,14 @@ class JudgeWorker:
             device=config.device,
         )
         self._engine = RolloutWorker(rollout, name)
+        self._opens_thought = False
 
     async def start(self) -> WorkerHealth:
         """Load the model. Raises what `RolloutWorker.start` raises."""
-        return await self._engine.start()
+        health = await self._engine.start()
+        if self._config.structured is None:  # a form is sampled from the first token on
+            self._opens_thought = await asyncio.to_thread(template_opens_thought, self._config.model)
+        return health
 
     async def answer(self, questions: Sequence[list[Message]]) -> list[JudgeAnswer]:
         """Answer questions; one that does not fit the model is a failure.
@@ -66,8 +72,7 @@ class JudgeWorker:
         summary, table = await self._engine.generate(request, questions)
         if summary.refused:
             return JudgeAnswer(failure=summary.refused)
-        text = str(table["response"][0].as_py())
-        return JudgeAnswer(text) if text.strip() else JudgeAnswer(failure="an empty answer")
+        return _read(str(table["response"][0].as_py()), str(table["finish_reason"][0]), self._opens_thought)
 
     async def health(self) -> WorkerHealth:
         """Health of the engine. Raises EngineClosed, EngineDead."""
@@ -87,3 +92,12 @@ class JudgeWorker:
     async def close(self) -> None:
         """Stop the engine."""
         await self._engine.close()
+
+
+def _read(text: str, finish_reason: str, opens_thought: bool) -> JudgeAnswer:
+    """An answer without its thought, and of one that was cut without its last word."""
+    said = visible(text, opens_thought=opens_thought)
+    if text.strip() and not said.strip():
+        return JudgeAnswer(failure="an answer that is a thought only", said=text)
+    said = whole_words(said) if finish_reason == "length" else said
+    return JudgeAnswer(said) if said.strip() else JudgeAnswer(failure="an empty answer")

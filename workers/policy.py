@@ -20,6 +20,7 @@ from troupe.workers.contract.messages import (
     TOKEN_RECORDS,
     PrepareRequest,
     RankPlan,
+    TextCut,
     TextSummary,
     TrainSummary,
     UpdateMetrics,
@@ -30,7 +31,7 @@ from troupe.workers.contract.messages import (
 from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
-from troupe.workers.data.texts import cut_texts, text_batches
+from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
@@ -100,9 +101,9 @@ class PolicyWorker(TrainingRank):
         """See `troupe.workers.algorithms.train_batch.prepare`. Not collective: one rank prepares the batch for all."""
         return prepare(self._config.advantage, request, tables)
 
-    def cut_texts(self, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
-        """See `troupe.workers.data.texts.cut_texts`. Not collective: one rank cuts the texts for all."""
-        return cut_texts(load_tokenizer(self._config.model), texts, max_tokens)
+    def cut_texts(self, texts: pa.Table, cuts: Sequence[TextCut]) -> tuple[tuple[TextSummary, ...], pa.Table]:
+        """See `troupe.workers.data.texts.cut_sources`. Not collective: one rank cuts the texts for all."""
+        return cut_sources(load_tokenizer(self._config.model), texts, cuts)
 
     def update(
         self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0, texts: pa.Table | None = None

@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import EpisodeConfig, RolloutConfig, StructuredConfig
+from troupe.workers.contract.config import RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone
 from troupe.workers.contract.messages import (
     ROLLOUTS,
@@ -106,7 +107,7 @@ class RolloutWorker:
     is recomputed, so that every token is sampled from exactly the version it is recorded under. After a failed update
     the engine stays closed until an update succeeds.
 
-    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested.
+    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested on GPU.
     """
 
     def __init__(self, config: RolloutConfig, name: str) -> None:
@@ -130,13 +131,14 @@ class RolloutWorker:
         """The policy's adapters that the engine has loaded, if the policy trains adapters."""
         self._files_written: set[str] = set()
         self._kept = ("", "")
-        """Path and digest of the weight file that this worker wrote whole; empty: there is none."""
-        self._environments: EnvironmentLink | None = None
-        self._reader: TurnReader | None = None
+        """Path and digest of the weight file that this worker wrote whole; empty: no file."""
+        self._environments: dict[str, EnvironmentLink] = {}
+        self._readers: dict[str, TurnReader] = {}
+        """Those of episodes, by the name of their environment; so are `_long`."""
         # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
-        self._long: LongReader | None = None
+        self._long: dict[str, LongReader] = {}
         self._stat_loggers: list[Any] = []
         """vLLM tells them about every iteration of the engine."""
 
@@ -160,11 +162,12 @@ class RolloutWorker:
 
         check_structured(self._config.sampling.structured)
         self._tokenizer = load_chat_tokenizer(self._config.model)
-        if self._config.episode is not None:
-            parser, other = self._config.episode.tool_parser, deepcopy(self._tokenizer)
-            self._reader = TurnReader(self._tokenizer, tool_parser(parser, self._tokenizer))
-            thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizing-long")
-            self._long = LongReader(TurnReader(other, tool_parser(parser, other)), thread)
+        if self._config.episodes:
+            other, thread = deepcopy(self._tokenizer), ThreadPoolExecutor(1, thread_name_prefix="tokenizing-long")
+            for name, bounds in self._config.episodes.items():
+                parser = bounds.tool_parser
+                self._readers[name] = TurnReader(self._tokenizer, tool_parser(parser, self._tokenizer))
+                self._long[name] = LongReader(TurnReader(other, tool_parser(parser, other)), thread)
         try:
             with engine_processes(self._config.device):
                 self._engine = AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=self._stat_loggers)
@@ -244,8 +247,8 @@ class RolloutWorker:
         if not 0 <= request.row < prompts.num_rows:
             raise IndexError(f"row {request.row} is outside the pool of {prompts.num_rows} prompts")
         prompt = prompts.slice(request.row, 1).to_pylist()[0]
-        if self._config.episode is not None and request.episodes:
-            return await self._generate_episodes(request, prompt, self._config.episode, finished)
+        if request.environment is not None:
+            return await self._generate_episodes(request, prompt, request.environment, finished)
         started = time.monotonic()
         try:
             prompt_ids = await self._encode(prompt["messages"], request.max_tokens)
@@ -273,16 +276,16 @@ class RolloutWorker:
         return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *given])
 
     async def _generate_episodes(
-        self, request: GroupRequest, prompt: dict[str, Any], bounds: EpisodeConfig, finished: pa.Table | None
+        self, request: GroupRequest, prompt: dict[str, Any], environment: str, finished: pa.Table | None
     ) -> tuple[GroupSummary, pa.Table]:
-        """Play one episode for each sample of the group."""
+        """Play one episode in the environment of this name for each sample of the group."""
         engine, started = self._open_engine(), time.monotonic()
-        tokenizer, reader = self._live_tokenizer(), self._reader
-        if reader is None:
-            raise EngineClosed(self._name, self._closed_because)
+        tokenizer, bounds = self._live_tokenizer(), self._config.episodes[environment]
+        reader, long = self._readers[environment], self._long[environment]
         sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
         records = self._records(request)
-        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem, self._long)
+        link = partial(self._link, environment)
+        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, link, self._form_problem, long)
 
         async def play(index: int) -> Played:
             async def sample(
@@ -313,9 +316,9 @@ class RolloutWorker:
         """Whether the tokens that the sampler left to each token are part of the samples."""
         return self._config.sampling.truncates and _as_in_training(request)
 
-    async def connect_environments(self, link: EnvironmentLink) -> None:
-        """Use these environment workers for new episodes."""
-        self._environments = link
+    async def connect_environments(self, name: str, link: EnvironmentLink) -> None:
+        """Use these environment workers for new episodes in the environment of this name."""
+        self._environments[name] = link
 
     def _form_problem(self, form: StructuredConfig) -> str:
         """Why a turn cannot have this form; empty: it can."""
@@ -329,10 +332,10 @@ class RolloutWorker:
             return str(error)
         return ""
 
-    def _link(self) -> EnvironmentLink:
-        if self._environments is None:
+    def _link(self, environment: str) -> EnvironmentLink:
+        if environment not in self._environments:
             raise EnvironmentGone("no environment worker is connected")
-        return self._environments
+        return self._environments[environment]
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
         """Load a published file of weights while running requests are paused.
@@ -494,8 +497,8 @@ class RolloutWorker:
         for path in self._files_written:
             retire(path)
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
-        if self._long is not None:
-            self._long.thread.shutdown(wait=False, cancel_futures=True)
+        for long in self._long.values():  # they share a thread
+            long.thread.shutdown(wait=False, cancel_futures=True)
 
     # The receiving side of transfers from device to device, driven by the trainer's sender. Untested on GPU.
 
@@ -531,7 +534,7 @@ class RolloutWorker:
         engine, started = self._live_engine(), time.monotonic()
         await self._closing_on_failure(engine.finish_weight_update(str(version)))
         await self._closing_on_failure(self._confirmed_digest(version, digest))
-        await self._resume(version)
+        await self._closing_on_failure(self._resume(version))
         return WeightAck(self._name, version, digest, time.monotonic() - started, peak=await self._peak())
 
     async def _closing_on_failure(

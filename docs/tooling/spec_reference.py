@@ -15,7 +15,7 @@ from troupe.orchestrator.algorithms.description import as_yaml
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import HubFiles, SourceShare
+from troupe.orchestrator.spec.sections import HubFiles, SourceName
 
 _HEAD = """\
 # The spec
@@ -53,7 +53,7 @@ interrupted one. `--set stages.ppo.schedule.steps=3` sets a field of one stage. 
 [PPO and the three stages](../guides/three-stages.md).
 """
 
-_IN_A_LIST = "A source in a list. Besides the fields of its kind under `data.train`, it has these:"
+_IN_A_LIST = "A source in a list. Besides the fields of its kind as the only source, it has these:"
 
 _TYPES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true / false"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -78,11 +78,12 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseMode
     yield model, path
     for name, info in model.model_fields.items():
         inner = list(_members(info.annotation))
-        shared = [member for member, _ in inner if issubclass(member, SourceShare)]
+        shared = [member for member, _ in inner if issubclass(member, SourceName)]
         for member, place in inner:
             if member in shared and member is not shared[0] and not issubclass(member, HubFiles):
                 continue  # a source in a list has the same fields besides those of its kind, whatever its kind
-            kind = f"[{_kind(member)}]" if len(inner) > 1 and member not in shared[:1] else ""
+            several = "kind" in member.model_fields and len(inner) > 1 and member not in shared[:1]
+            kind = f"[{_kind(member)}]" if several else ""
             yield from _sections(member, f"{path}.{name}{place}{kind}".lstrip("."))
 
 
@@ -110,7 +111,7 @@ def _bare(annotation: Any) -> Any:
 
 def _section(model: type[BaseModel], paths: list[str]) -> str:
     title = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "Top level"
-    mixed = issubclass(model, SourceShare)
+    mixed = issubclass(model, SourceName)
     words = _IN_A_LIST if mixed else " ".join((model.__doc__ or "").split())
     lines = [f"## {title}", "", words, ""]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
@@ -123,7 +124,7 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
 
 def _added(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields that a source has in a list only."""
-    alone = [one for one in model.__mro__ if issubclass(one, BaseModel) and not issubclass(one, SourceShare)]
+    alone = [one for one in model.__mro__ if issubclass(one, BaseModel) and not issubclass(one, SourceName)]
     known = next(one.model_fields for one in alone if "kind" in one.model_fields)
     return {name: info for name, info in model.model_fields.items() if name not in known or name == "name"}
 

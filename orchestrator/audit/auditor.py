@@ -45,7 +45,7 @@ class AuditedWeights:
     previous: Path | None = None
     """Folder with the weights that the engines served before; None: no others."""
     adapter: Path | None = None
-    """Folder of the adapter on the weights; None: there is none."""
+    """Folder of the adapter on the weights; None: no adapter."""
     previous_adapter: Path | None = None
     """Folder of the adapter that the engines served before; None: it had no effect."""
 
@@ -91,7 +91,7 @@ class Auditor:
         return self._report(weights, found, fresh)
 
     async def warm(self) -> None:
-        """Samples as an audit does, so that the engines' caches hold the prompts under the weights of now."""
+        """Samples as an audit does, so that the engines' caches hold the prompts under the current weights."""
         await self._sample()
 
     async def forget(self) -> None:
@@ -123,7 +123,7 @@ class Auditor:
             previous_adapter=None if weights.previous_adapter is None else str(weights.previous_adapter),
             temperature=spec.sampling.temperature,
             thorough=thorough,
-            compare_prompts=spec.roles.environment is None,
+            compare_prompts=not spec.roles.environments(),
             threads=spec.policy_config().trainer.threads,
         )
         with self._phase("scorer"):
@@ -146,7 +146,7 @@ class Auditor:
                     samples=_SAMPLES,
                     seed=sampling_seed(spec.seed, pick.prompt_uid),
                     max_tokens=longest,
-                    episodes=self._settings[pick.row].episodes,
+                    environment=self._settings[pick.row].environment,
                     forms=False,  # log-probs would be those among the permitted tokens, which no scorer knows
                 )
                 for pick in picks

@@ -10,6 +10,7 @@ from typing import Any
 
 from troupe.orchestrator.bench.points import WORKERS, Point
 from troupe.orchestrator.bench.results import Measures, Result
+from troupe.orchestrator.spec.rollout import environment_role
 
 MAX_NUM_SEQS = "roles.rollout.max_num_seqs"
 _FULL = 0.9
@@ -69,7 +70,7 @@ def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bo
     kind = kind_of(result.point, result.measures)
     found = _EXPLAIN[kind](result.point, result.measures)
     if kind is Kind.SLOTS and (tried := _without_gain(result, results, MAX_NUM_SEQS)):
-        why = f"{found.why}, but {tried} gained nothing: the engines compute as fast as they can"
+        why = f"{found.why}, but {tried}: the engines compute as fast as they can"
         found = Bound(Kind.DECODE, why)
     if found.kind is Kind.DECODE and not found.lines:
         found = _compute(result, results, cores, found.why)
@@ -90,7 +91,7 @@ def kind_of(point: Point, measures: Measures) -> Kind:
     if measures.waiting >= _WAITS and measures.most_running >= _FULL * role.max_num_seqs:
         return Kind.SLOTS
     if measures.busy < _IDLE:
-        return Kind.ENVIRONMENT if point.spec.roles.environment is not None else Kind.DRIVER
+        return Kind.ENVIRONMENT if point.spec.roles.environments() else Kind.DRIVER
     if measures.least_busy < _UNEVEN * measures.busy:
         return Kind.UNEVEN
     if measures.running < _DRAINS * measures.most_running:
@@ -135,9 +136,9 @@ def _slots(point: Point, measures: Measures) -> Bound:
 
 
 def _environment(point: Point, measures: Measures) -> Bound:
-    environment = point.spec.roles.environment
+    environments = point.spec.roles.environments()
     why = f"the engines compute {measures.busy:.0%} of the time and wait for the environment"
-    lines = () if environment is None else (f"roles.environment.workers: {2 * environment.workers}",)
+    lines = tuple(f"roles.{environment_role(name)}.workers: {2 * one.workers}" for name, one in environments.items())
     return Bound(Kind.ENVIRONMENT, why, lines)
 
 
@@ -215,7 +216,7 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
     point = result.point
     more = f"{WORKERS}: {2 * point.workers}"
     if tried := _without_gain(result, results, WORKERS):
-        return Bound(Kind.DECODE, why, (), f"{tried} gained nothing: this is the machine's limit")
+        return Bound(Kind.DECODE, why, (), f"{tried}: this is the machine's limit")
     if cores is None:
         return Bound(Kind.DECODE, why, (more,), "if the cluster has room")
     threads = max(1, point.spec.rollout_config().engine.threads)
@@ -225,16 +226,18 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
 
 
 def _without_gain(result: Result, results: Sequence[Result], field: str) -> str:
-    """A point that differs in a larger value of this field alone and is not faster; empty without one."""
+    """Says which value of this field gained nothing over which smaller one: that of this point, and one that differs
+    in it alone. Empty where there is no such other point."""
     mine = result.point.settings
     if result.measures is None or field not in mine:
         return ""
+    own = mine[field], result.measures.tokens_per_s
     for other in results:
         if other.measures is None or not _differs_in(other.point.settings, mine, field):
             continue
-        larger = other.point.settings[field] > mine[field]
-        if larger and other.measures.tokens_per_s < _GAIN * result.measures.tokens_per_s:
-            return f"{field}: {other.point.settings[field]}"
+        (less, few), (more, many) = sorted([own, (other.point.settings[field], other.measures.tokens_per_s)])
+        if many < _GAIN * few:
+            return f"{field}: {more} gained nothing over {less}"
     return ""
 
 

@@ -109,9 +109,8 @@ def engine_key(spec: RolloutSpec) -> str:
     it is truncated, which engines record."""
     role = spec.roles.rollout.model_dump(mode="json", exclude=set(SCALING))
     config = spec.rollout_config().model_dump(mode="json", exclude={"sampling"})
-    environment = spec.roles.environment
-    own = None if environment is None else environment.model_dump(mode="json")
-    return _text([role, config, own, spec.sampling.truncates])
+    environments = {name: one.model_dump(mode="json") for name, one in spec.roles.environments().items()}
+    return _text([role, config, environments, spec.sampling.truncates])
 
 
 def launch_spec(points: Sequence[Point]) -> RolloutSpec:

@@ -12,7 +12,7 @@ from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.shared_gpu import HEADROOM
-from troupe.orchestrator.roles.table import named, row_of, settings_of
+from troupe.orchestrator.roles.table import ENGINES, row_of, settings_of
 from troupe.orchestrator.roles.worker_memory import (
     PERIODS,
     WIDTHS,
@@ -243,7 +243,7 @@ class _SharedGpu:
     def misfit(self) -> Misfit:
         # An engine takes a fixed share of the GPU, so of two workers on a GPU the other one is too large.
         needs = self.needs
-        roles = [s.role for s in sorted(needs, key=lambda seat: (seat.role == "rollout", -needs[seat]))]
+        roles = [s.role for s in sorted(needs, key=lambda seat: (seat.role in ENGINES, -needs[seat]))]
         need = "need" if len(needs) > 1 else "needs"
         problem = f"{self.names} {need} {gib(self.total)} GiB of a GPU's {gib(self.capacity)}"
         if self.alternates:
@@ -278,7 +278,7 @@ def _nearly_full_gpus(shared: Sequence[_SharedGpu]) -> Iterator[str]:
     alike: dict[tuple[tuple[str, ...], int, int], list[_SharedGpu]] = {}
     for use in shared:
         roles = tuple(seat.role for seat in use.memories)
-        if use.total <= use.capacity < use.total / (1 - HEADROOM) and {*roles} - named(lambda row: row.engine):
+        if use.total <= use.capacity < use.total / (1 - HEADROOM) and {*roles}.difference(ENGINES):
             alike.setdefault((roles, use.total, use.capacity), []).append(use)
     for (_, total, capacity), uses in alike.items():
         more = f" (and {len(uses) - 1} more)" if len(uses) > 1 else ""

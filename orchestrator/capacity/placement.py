@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from troupe.orchestrator.spec.load import RunSpec
-from troupe.orchestrator.spec.sections import RoleName, RoleResources, ScaledRole, TrainerRole
+from troupe.orchestrator.spec.sections import RoleResources, ScaledRole, TrainerRole
 
 Strategy = Literal["PACK", "SPREAD"]
 ACCELERATOR = "ray.io/accelerator-type"
@@ -45,7 +45,7 @@ GPU_GIB = {
 class RoleSize:
     """Resources that a role requests."""
 
-    role: RoleName
+    role: str
     workers: int
     cpus: float
     gpus: float
@@ -63,7 +63,7 @@ class RoleSize:
 class Seat:
     """Place of one worker in a bundle."""
 
-    role: RoleName
+    role: str
     index: int
     bundle: int
     cpus: float

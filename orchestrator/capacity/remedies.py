@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from troupe.orchestrator.roles.table import named
+from troupe.orchestrator.roles.table import ENGINES
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.workers.contract.config import OWN_GPU_SHARE
-
-_ENGINES = named(lambda row: row.engine)
 
 Changes = Mapping[str, Any]
 """New values by the dotted path of their field."""
@@ -125,7 +123,7 @@ def _alternatives(spec: RunSpec, misfit: Misfit) -> Iterator[Iterator[Changes]]:
     for role in misfit.roles:
         if role in spec.roles.trainers() and misfit.kind != "placement":
             yield from _of_trainer(spec, role, misfit.kind == "gpu")
-        elif role in _ENGINES and misfit.kind != "placement":
+        elif role in ENGINES and misfit.kind != "placement":
             yield from _of_engine(spec, role, misfit.kind == "gpu")
         elif role == "reference" and misfit.kind == "gpu":
             yield _more_shards(spec)

@@ -21,7 +21,7 @@ _ENOUGH = 5
 """Calls of a method after which they say how long the next one may take."""
 
 
-class Pace:
+class AdaptiveTimeouts:
     """How long the calls of one group of workers take, by method."""
 
     def __init__(self, hung_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:

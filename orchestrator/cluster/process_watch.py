@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
 from troupe.orchestrator.processes.proc import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
@@ -242,7 +243,7 @@ class ProcessWatch:
         there = None if here is not None else self._node_actor(node)
         while True:
             watched = {
-                process.pid: worker.name.rpartition("-")[0] in _WITH_DESCENDANTS
+                process.pid: role_of(worker.name) in _WITH_DESCENDANTS
                 for process, worker in self._workers.items()
                 if process.node == node
             }

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from troupe.orchestrator.capacity.placement import Placement, Seat, place, place_one, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.base import RunSpec
 
 
@@ -37,7 +38,7 @@ class Seats(Mapping[str, tuple[Placement, Seat]]):
         return [f"{role}-{index}" for index in sorted(s.index for _, s in self.values() if s.role == role)]
 
     async def reserve(self, only: frozenset[str] | None = None) -> None:
-        """Reserves the resources of all workers of the spec, or of the roles in `only`.
+        """Reserves the resources of all workers of the spec, or of the sections of `roles` in `only`.
 
         Raises:
             DoesNotFit: The cluster has no room.
@@ -45,7 +46,7 @@ class Seats(Mapping[str, tuple[Placement, Seat]]):
         placements = [
             placement
             for placement in place(list(self._sizes.values()))
-            if only is None or any(seat.role in only for seat in placement.seats)
+            if only is None or any(section_of(seat.role) in only for seat in placement.seats)
         ]
         await self._cluster.reserve(placements, self._timeout_s)
         for placement in placements:
@@ -69,6 +70,6 @@ class Seats(Mapping[str, tuple[Placement, Seat]]):
             self._cluster.release(placement.name)
 
     def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
-        """Takes the seats of a placement, or those of the roles in `only`."""
-        seats = [seat for seat in placement.seats if only is None or seat.role in only]
+        """Takes the seats of a placement, or those of the sections in `only`."""
+        seats = [seat for seat in placement.seats if only is None or section_of(seat.role) in only]
         self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}

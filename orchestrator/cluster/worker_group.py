@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from troupe.orchestrator.cluster.adaptive_timeout import Pace
+from troupe.orchestrator.cluster.adaptive_timeout import AdaptiveTimeouts
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.errors import WorkerDied
 from troupe.workers.contract.config import Rendezvous
@@ -26,6 +26,7 @@ from troupe.workers.contract.messages import (
     PrepareRequest,
     RankPlan,
     SaveStatus,
+    TextCut,
     TextSummary,
     TrainSummary,
     UpdateMetrics,
@@ -132,7 +133,7 @@ class WorkerGroup(Generic[W]):
             role: The role's name in metrics and checkpoints.
             workers: The ranks, by number.
             micro_batch_tokens: Most tokens of a micro-batch.
-            hung_s: See `Pace`; the calls that compute are bounded by it, those that read or write files are not.
+            hung_s: See `AdaptiveTimeouts`; it bounds the calls that compute, not those that read or write files.
             sequence_parallel_size: Adjacent ranks that share each micro-batch.
         """
         self.role = role
@@ -141,7 +142,7 @@ class WorkerGroup(Generic[W]):
         self.sequence_parallel_size = sequence_parallel_size
         self.packs = False
         """Whether the rows of a micro-batch are concatenated without padding; known once the group has started."""
-        self._pace = Pace(hung_s)
+        self._timeouts = AdaptiveTimeouts(hung_s)
 
     @property
     def ranks(self) -> int:
@@ -156,20 +157,20 @@ class WorkerGroup(Generic[W]):
     @property
     def idle(self) -> bool:
         """Whether no call is under way, whose failure would tell of a lost worker."""
-        return self._pace.idle
+        return self._timeouts.idle
 
     async def _broadcast(
         self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         """The same call on every rank; results by rank."""
-        with self._pace.occupied():
+        with self._timeouts.occupied():
             return await gather_all(worker.call(method, timeout_s, *args, **kwargs) for worker in self.workers)
 
     async def _compute(
         self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         """As `_broadcast`, for methods that compute only."""
-        with self._pace.bounded(method.__name__, timeout_s) as bound_s:
+        with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             return await gather_all(worker.call(method, bound_s, *args, **kwargs) for worker in self.workers)
 
     async def _first(
@@ -179,7 +180,7 @@ class WorkerGroup(Generic[W]):
         call: Callable[[WorkerHandle[W], float], Coroutine[Any, Any, R]],
     ) -> R:
         """A call of a method that computes only, of rank 0 alone; `call` gets the rank and the seconds it may take."""
-        with self._pace.bounded(method.__name__, timeout_s) as bound_s:
+        with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             return await call(self.workers[0], bound_s)
 
     async def _scatter(
@@ -191,7 +192,7 @@ class WorkerGroup(Generic[W]):
         **kwargs: P.kwargs,
     ) -> list[R]:
         """The same method with `parts[rank]` as first argument; results by rank."""
-        with self._pace.bounded(method.__name__, timeout_s) as bound_s:
+        with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             return await gather_all(
                 worker.call(method, bound_s, part, *args, **kwargs)
                 for worker, part in zip(self.workers, parts, strict=True)
@@ -226,7 +227,7 @@ class WorkerGroup(Generic[W]):
         **kwargs: P.kwargs,
     ) -> Scores:
         """As `_run_plans`, for methods that return (summary, table)."""
-        with self._pace.bounded(method.__name__, timeout_s) as bound_s:
+        with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             scores = await gather_all(
                 worker.call_for_table(method, bound_s, plan, *tables, **kwargs)
                 for worker, plan in zip(self.workers, self._of_ranks(plans), strict=True)
@@ -309,7 +310,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         """Has rank 0 write a step's batch, and these rows of its texts, to files."""
 
         async def keep() -> dict[str, KeptFile]:
-            with self._pace.occupied():
+            with self._timeouts.occupied():
                 return await self.workers[0].call(Trainer.keep_batch, timeout_s, folder, batch, texts, rows)
 
         return await self._repeated(keep)
@@ -356,11 +357,13 @@ class PolicyGroup(TrainerGroup[Policy]):
             )
         )
 
-    async def cut_texts(self, texts: TableRef, max_tokens: int, *, timeout_s: float) -> tuple[TextSummary, TableRef]:
-        """Splits plain texts into pieces of at most `max_tokens` tokens (PPO-ptx)."""
+    async def cut_texts(
+        self, texts: TableRef, cuts: Sequence[TextCut], *, timeout_s: float
+    ) -> tuple[tuple[TextSummary, ...], TableRef]:
+        """Splits plain texts into pieces (PPO-ptx)."""
         return await self._repeated(
             lambda: self._first(
-                Policy.cut_texts, timeout_s, lambda rank, s: rank.call_for_table(Policy.cut_texts, s, texts, max_tokens)
+                Policy.cut_texts, timeout_s, lambda rank, s: rank.call_for_table(Policy.cut_texts, s, texts, cuts)
             )
         )
 
@@ -386,7 +389,7 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     async def token_records(self, *, timeout_s: float) -> list[TableRef]:
         """What the updates computed for every token since the last call, by share. Call it after a step's updates."""
-        with self._pace.bounded(Policy.token_records.__name__, timeout_s) as bound_s:
+        with self._timeouts.bounded(Policy.token_records.__name__, timeout_s) as bound_s:
             workers = self._by_share(self.workers)
             calls = (worker.call_for_table(Policy.token_records, bound_s) for worker in workers)
             return [table for _, table in await gather_all(calls)]

@@ -16,6 +16,7 @@ from troupe.orchestrator.capacity.measured import PEAK
 from troupe.orchestrator.capacity.plan import Plan
 from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
 from troupe.orchestrator.reporting.run_summary import duration
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Where, WorkerMemory
 
 COLUMNS = {
@@ -157,8 +158,7 @@ def _alike(workers: Sequence[WorkerMemory]) -> Iterator[tuple[str, WorkerMemory]
     """`policy-0..3` and one of these workers, for workers of a role that need the same memory."""
     groups: dict[tuple[str, str, tuple[Part, ...]], list[WorkerMemory]] = {}
     for worker in workers:
-        role, _, _ = worker.worker.rpartition("-")
-        groups.setdefault((role, worker.where, worker.parts), []).append(worker)
+        groups.setdefault((role_of(worker.worker), worker.where, worker.parts), []).append(worker)
     for same in groups.values():
         first, last = same[0].worker, same[-1].worker.rpartition("-")[2]
         yield (first if len(same) == 1 else f"{first}..{last}"), same[0]

@@ -39,7 +39,8 @@ class PromptMixture:
 
     After n draws a source with weight w has had about n w / sum(w) of them, in any stretch of the order: each draw goes
     to the source whose next draw is due first, where draws of a source are 1 / w apart, beginning with half of that. A
-    source that has had its passes (`repeats`) is not drawn again; the others keep their proportions.
+    source that has had its passes (`repeats`) is not drawn again; the others keep their proportions. After a resumption
+    with other weights or passes, a source is drawn in proportion from there on: it makes up for nothing.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class PromptMixture:
         shares: Sequence[SourceShare],
         seed: int,
         curriculum: Curriculum | None = None,
+        section: str = "data.train",
     ) -> None:
         """Nothing is drawn yet.
 
@@ -56,37 +58,47 @@ class PromptMixture:
             shares: Name, weight and passes of each.
             seed: Seed of the run.
             curriculum: Decides by rows, as they are numbered in all pools together.
+            section: Path of the sources, for error messages.
         """
+        self._section = section
         starts = (0, *accumulate(pool.rows for pool in pools))
         self._curriculum = curriculum
         self._sources = [
             _Drawn(share, start, PromptSource(pool, source_seed(seed, share.name)), 0.5 / share.weight)
             for pool, share, start in zip(pools, shares, starts, strict=False)
         ]
+        self._time = 0.0
+        """Virtual time of the last draw."""
 
     def next(self) -> PromptPick:
         """The next prompt. Raises DataError where every source has had its passes."""
         while True:
             open_sources = [source for source in self._sources if not source.order.exhausted(source.share.repeats)]
             if not open_sources:
-                raise DataError("every source of data.train has had its passes (repeats): there are no more prompts")
+                raise DataError(
+                    f"every source of {self._section} has had its passes (repeats): there are no more prompts"
+                )
             drawn = min(open_sources, key=lambda source: source.due)
             pick = drawn.order.next()
             row = drawn.start + pick.row
             if self._curriculum is not None and not self._curriculum.draws(row, pick.epoch):
                 continue
             factor = 1.0 if self._curriculum is None else self._curriculum.source_factor(row)
+            self._time = drawn.due
             drawn.due += 1.0 / (drawn.share.weight * factor)
             return PromptPick(f"{drawn.share.name}-{pick.prompt_uid}", row, pick.epoch)
 
     def state(self) -> dict[str, Any]:
         """Position in the order of every source, JSON-ready."""
-        sources = {source.share.name: source.order.state() | {"due": source.due} for source in self._sources}
+        sources = {
+            source.share.name: source.order.state() | {"due": source.due, "weight": source.share.weight}
+            for source in self._sources
+        }
         curriculum = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
-        return {"sources": sources, **curriculum}
+        return {"sources": sources, "time": self._time, **curriculum}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a position that `state` returned. Weights may differ: they count from here on.
+        """Resume from a position that `state` returned. Weights and passes may differ: they count from here on.
 
         Raises:
             DataError: The sources, their rows or the seed differ, or the state is damaged.
@@ -94,17 +106,31 @@ class PromptMixture:
         saved, names = state.get("sources"), [source.share.name for source in self._sources]
         if not isinstance(saved, dict) or list(saved) != names:
             had = ", ".join(saved) if isinstance(saved, dict) else "one without a name"
-            raise DataError(f"cannot resume: the sources of data.train are not the checkpoint's ({had})")
+            raise DataError(f"cannot resume: the sources of {self._section} are not the checkpoint's ({had})")
         for source in self._sources:
             own = saved[source.share.name]
             source.order.restore(own)
-            due = own.get("due")
-            if not isinstance(due, float) or not 0.0 < due < math.inf:
-                raise DataError(f"cannot resume: the order's state is damaged (due {due!r})")
-            source.due = due
+            source.due = _number(own, "due")
+        # Checkpoints of earlier versions have neither the time nor weights.
+        self._time = _number(state, "time") if "time" in state else min(source.due for source in self._sources)
+        for source in self._sources:
+            own, weight = saved[source.share.name], source.share.weight
+            before = _number(own, "weight") if "weight" in own else weight
+            if source.due < self._time:  # it had had its passes; it begins again as every source does
+                source.due = self._time + 0.5 / weight
+            elif before != weight:
+                source.due = self._time + (source.due - self._time) * before / weight
         if self._curriculum is not None and "curriculum" in state:
             last = self._sources[-1]
             self._curriculum.restore(state["curriculum"], last.start + last.order.rows)
+
+
+def _number(state: Mapping[str, Any], name: str) -> float:
+    """A number of a state. Raises DataError."""
+    value = state.get(name)
+    if not isinstance(value, float) or not 0.0 <= value < math.inf:
+        raise DataError(f"cannot resume: the order's state is damaged ({name} {value!r})")
+    return value
 
 
 def prompt_order(spec: RolloutSpec, pool: PromptPool, curriculum: Curriculum | None = None) -> PromptOrder:
@@ -141,15 +167,16 @@ def epochs(state: Mapping[str, Any]) -> dict[str, int]:
     return {"": state["epoch"]} if sources is None else {name: own["epoch"] for name, own in sources.items()}
 
 
-def drawn_rows(pool: Pool, state: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
+def drawn_rows(section: str, pool: Pool, state: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
     """(section, state of its order, digest) of every source that a checkpoint has drawn from.
 
     Args:
-        pool: The pool for training.
+        section: Path of the sources.
+        pool: Their rows.
         state: State of its order in the checkpoint.
     """
     sources = state.get("sources")
     if not pool.parts or not isinstance(sources, dict):
-        return [("data.train", state, pool.digest)]
+        return [(section, state, pool.digest)]
     parts = enumerate(pool.parts.items())
-    return [(f"data.train.{n}", sources[name], part.digest) for n, (name, part) in parts if name in sources]
+    return [(f"{section}.{n}", sources[name], part.digest) for n, (name, part) in parts if name in sources]

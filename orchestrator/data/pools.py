@@ -40,6 +40,8 @@ class Pool:
     """Rows that repeat an earlier one."""
     deduped: int = 0
     """Further rows of that kind, which were left out."""
+    alike: int = 0
+    """Rows that ask what another pool asks too, in another form: with another system message or template."""
     parts: Mapping[str, Pool] = field(default_factory=dict)
     """The pools of a mixture by the name of their source, in the order of their rows; empty: there is one source."""
 
@@ -165,6 +167,8 @@ def concatenated(parts: Mapping[str, PoolT]) -> PoolT:
 
 
 def of_source(name: str, table: pa.Table) -> pa.Table:
-    """The table with the name of its source."""
+    """The table with the name of its source, if it has a column for that."""
+    if "source" not in table.column_names:
+        return table
     column = table.column_names.index("source")
     return table.set_column(column, table.field(column), pa.repeat(pa.scalar(name), table.num_rows))

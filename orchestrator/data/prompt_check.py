@@ -62,7 +62,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     # `data.eval`, the smaller one, comes first: where the time ends, less is left out.
     parts = by_source(pools)
     held_out = [name for name in parts if is_held_out(name)]
-    sections = held_out + [name for name in parts if name not in (*held_out, "ptx")]
+    sections = held_out + [name for name in parts if name.partition(".")[0] == "train"]
     messages: dict[str, list[str]] = {name: _first(parts[name], "messages", most) for name in sections}
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}

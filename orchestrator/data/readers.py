@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from troupe.orchestrator.data.columns import Tree, arrow_columns, find_column, require_columns
 from troupe.orchestrator.errors import DataError, nearest
-from troupe.orchestrator.spec.patterns import matching_files
+from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.spec.sections import (
     DatasetsFolder,
     DatasetsSource,

@@ -31,5 +31,5 @@ class RunData:
 def load_data(spec: RolloutSpec) -> RunData:
     """Reads the data sets of the spec. Raises DataError."""
     on_bad_row = spec.failures.on_bad_row
-    texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
+    texts = load_texts(spec.data, on_bad_row)
     return RunData(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)

@@ -63,7 +63,8 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
     for name, pool in pools.items():
         metrics[f"data/{name}_rows"] = float(pool.rows)
         metrics[f"data/{name}_bad_rows"] = float(pool.bad_rows)
-        metrics |= {f"source/{source}/rows": float(part.rows) for source, part in pool.parts.items()}
+        own = "source/{}/rows" if name == "train" else f"data/{name}.{{}}_rows"
+        metrics |= {own.format(source): float(part.rows) for source, part in pool.parts.items()}
         if is_held_out(name):
             metrics[f"data/{name}_removed_rows"] = float(pool.left_out)
     return metrics | {f"data/{name}_refused_rows": float(count) for name, count in (refused or {}).items()}
@@ -73,6 +74,8 @@ def _parts(pool: Pool) -> list[str]:
     parts = [f"{pool.rows} rows"]
     if pool.left_out:
         parts.append(f"{pool.left_out} removed because data.train has the same prompt (data.held_out)")
+    if pool.alike:
+        parts.append(f"{pool.alike} ask what data.train asks with another system message or template, and stay")
     if pool.repeated:
         parts.append(f"{pool.repeated} repeat an earlier one (dedupe: true leaves them out)")
     if pool.deduped:
@@ -85,5 +88,5 @@ def _parts(pool: Pool) -> list[str]:
 
 def _of_rollouts(spec: RolloutSpec) -> Pools:
     on_bad_row = spec.failures.on_bad_row
-    texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
+    texts = load_texts(spec.data, on_bad_row)
     return named(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)

@@ -8,10 +8,11 @@ from typing import Any
 import pyarrow as pa
 
 from troupe.orchestrator.data.conversations import BadRow, require_whole
-from troupe.orchestrator.data.pools import OnBadRow, Pool, collect
-from troupe.orchestrator.data.prompts import PromptSource
+from troupe.orchestrator.data.mixture import PromptMixture
+from troupe.orchestrator.data.pools import OnBadRow, Pool, collect, concatenated
+from troupe.orchestrator.data.prompts import PromptOrder, PromptSource
 from troupe.orchestrator.data.readers import RawValues, read_table
-from troupe.orchestrator.spec.sections import TextSource
+from troupe.orchestrator.spec.sections import DataConfig, SourceShare, TextSource
 from troupe.workers.contract.roles import TableRef
 
 _SCHEMA = pa.schema([pa.field("text", pa.string(), nullable=False), pa.field("origin", pa.string(), nullable=False)])
@@ -21,10 +22,21 @@ class TextPool(Pool):
     """Texts; columns `text` and `origin` ("file.jsonl:17")."""
 
 
-def load_texts(source: TextSource, on_bad_row: OnBadRow) -> TextPool:
-    """Read the texts. Raises DataError: the source cannot be read, a row is bad with `stop`, or no row is left."""
-    rows = read_table(source, {"text": source.text}, "data.ptx")
-    found = collect(rows, lambda raw: _row(raw, source.text), "data.ptx", on_bad_row)
+def load_texts(data: DataConfig, on_bad_row: OnBadRow) -> TextPool | None:
+    """Read the texts of `data.ptx`; those of several sources one after another. None: there are none.
+
+    Raises:
+        DataError: A source cannot be read, a row is bad with `stop`, or no row of a source is left.
+    """
+    pools = [_load(source, f"data.{section}", on_bad_row) for section, source in data.text_sources().items()]
+    if isinstance(data.ptx, tuple):
+        return concatenated({source.name: pool for source, pool in zip(data.ptx, pools, strict=True)})
+    return pools[0] if pools else None
+
+
+def _load(source: TextSource, section: str, on_bad_row: OnBadRow) -> TextPool:
+    rows = read_table(source, {"text": source.text}, section)
+    found = collect(rows, lambda raw: _row(raw, source.text), section, on_bad_row)
     table = pa.Table.from_pylist(found.rows, schema=_SCHEMA)
     return found.pool(TextPool, table, (row["text"].encode() for row in found.rows))
 
@@ -49,6 +61,16 @@ class TextPicks:
 
 
 @dataclass(frozen=True)
+class SourcePieces:
+    """The pieces of one of several sources."""
+
+    share: SourceShare
+    """Its name, and as weight the pieces that a step trains on."""
+    rows: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Pieces:
     """The texts as tokens, cut in pieces."""
 
@@ -57,6 +79,8 @@ class Pieces:
     """Length of every piece, in tokens."""
     digest: str
     """Digest of the texts' content."""
+    parts: tuple[SourcePieces, ...] = ()
+    """The sources in the order of their rows; empty: there is one."""
 
     @property
     def rows(self) -> int:
@@ -70,7 +94,11 @@ class TextOrder:
     def __init__(self, pieces: Pieces, per_step: int, seed: int) -> None:
         self._pieces = pieces
         self._per_step = per_step
-        self._order = PromptSource(pieces, seed)
+        # Weights are whole numbers that add up to `per_step`: of each source, every step has as many as its weight.
+        shares = [part.share for part in pieces.parts]
+        self._order: PromptOrder = (
+            PromptMixture(pieces.parts, shares, seed, section="data.ptx") if shares else PromptSource(pieces, seed)
+        )
         self._state = self._order.state()
 
     def pick(self) -> TextPicks:

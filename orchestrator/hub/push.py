@@ -7,7 +7,7 @@ from pathlib import Path
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub import client
-from troupe.orchestrator.spec.hub_names import is_name
+from troupe.orchestrator.spec.locations import is_name
 from troupe.workers.contract.units import MIB
 
 

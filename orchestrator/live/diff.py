@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.yaml_reader import Document
 
+_ROLE = re.compile(r"[a-z_]+|environment\.[a-z0-9-]+")
 _AUTOSCALE = "roles.rollout.autoscale"
 _READ_AT_START = "it is read only when a run starts; stop this run, which saves it, and resume with --resume"
 _LONGEST = 120
@@ -118,8 +120,8 @@ def worker_changes(texts: Sequence[str]) -> dict[str, int]:
     changes = {}
     for text in texts:
         role, _, number = text.partition("=")
-        if not (role.isidentifier() and number.isascii() and number.isdecimal()):
-            raise UsageError(f"{text[:60]}: expected ROLE=WORKERS, as in rollout=3")
+        if not (_ROLE.fullmatch(role) and number.isascii() and number.isdecimal()):
+            raise UsageError(f"{text[:60]}: expected ROLE=WORKERS, as in rollout=3 or environment.tools=3")
         changes[f"roles.{role}.workers"] = int(number)
     return changes
 

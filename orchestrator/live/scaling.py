@@ -20,7 +20,6 @@ from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import RoleName
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class WorkerScaler:
     def __init__(
         self,
         spec: RolloutSpec,
-        pools: Mapping[RoleName, ReplicaPool[Any]],
+        pools: Mapping[str, ReplicaPool[Any]],
         seats: WorkerResources,
         console: Console,
         save: Callable[[RolloutSpec], None],
@@ -76,7 +75,7 @@ class WorkerScaler:
         self._save = save
         self._file = file
         self._wanted = {role: config.workers for role, config in spec.roles.scaled().items()}
-        self._tasks: dict[RoleName, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._waits: list[float] = []
 
     def change(self, changes: Mapping[str, Any]) -> None:
@@ -147,10 +146,10 @@ class WorkerScaler:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _is_scaling(self, role: RoleName) -> bool:
+    def _is_scaling(self, role: str) -> bool:
         return role in self._tasks and not self._tasks[role].done()
 
-    async def _scale(self, role: RoleName) -> None:
+    async def _scale(self, role: str) -> None:
         """Add and remove workers until the role has the wanted number, which may change meanwhile."""
         workers = self._pools[role]
         while (wanted := self._wanted[role]) != len(workers.names):
@@ -168,7 +167,7 @@ class WorkerScaler:
                 await asyncio.gather(*(self._remove(role, name) for name in removed))
             self._console.message(f"{role}: {len(workers.names)} workers")
 
-    async def _add(self, role: RoleName, name: str) -> bool:
+    async def _add(self, role: str, name: str) -> bool:
         """Add a worker; returns whether it failed to start, in which case its resources are released."""
         try:
             await self._seats.make_room(name)
@@ -182,7 +181,7 @@ class WorkerScaler:
             return True
         return False
 
-    async def _remove(self, role: RoleName, name: str) -> None:
+    async def _remove(self, role: str, name: str) -> None:
         """Let a worker finish its outstanding work within the timeout, then stop it."""
         await self._pools[role].retire(name, self.spec.schedule.generate_timeout_s)
         await self._seats.dismiss(name, CLOSE_TIMEOUT_S)

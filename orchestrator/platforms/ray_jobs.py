@@ -93,7 +93,7 @@ class JobServer:
         Args:
             spec: What to run.
             submission: What to send along.
-            note: Is told what of the working directory is not sent.
+            note: Called with what of the working directory is not sent.
 
         Returns:
             The submission id.

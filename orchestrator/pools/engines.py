@@ -119,9 +119,11 @@ class Engine:
         """Turns the version that the engine wrote before into this one; False where it lacks the delta's base."""
         return self.handle.call(roles.RolloutEngine.change_weights, timeout_s, update, delta)
 
-    def connect_environments(self, link: roles.EnvironmentLink, timeout_s: float) -> Coroutine[Any, Any, None]:
-        """Uses these environment workers for new episodes."""
-        return self.handle.call(roles.RolloutEngine.connect_environments, timeout_s, link)
+    def connect_environments(
+        self, name: str, link: roles.EnvironmentLink, timeout_s: float
+    ) -> Coroutine[Any, Any, None]:
+        """Uses these environment workers for new episodes in the environment of this name."""
+        return self.handle.call(roles.RolloutEngine.connect_environments, timeout_s, name, link)
 
     def reset_prefix_cache(self, timeout_s: float) -> Coroutine[Any, Any, bool]:
         """Forgets the states of earlier prompts."""

@@ -50,6 +50,7 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
 
     def __init__(
         self,
+        role: str,
         workers: Sequence[WorkerHandle[WorkerT]],
         callers: Callers[CallerT, LinkT],
         make_link: Callable[[Sequence[WorkerHandle[WorkerT]], str], LinkT],
@@ -60,6 +61,7 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         """Watches nothing yet.
 
         Args:
+            role: Name of the role, for messages.
             workers: Those that have started.
             callers: The workers that call them.
             make_link: Makes the link to these workers; the text says why no worker will serve again, or is empty.
@@ -69,6 +71,7 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         """
         super().__init__(workers, launch, budget, retry_s=None)
         self.on_change = self._connect_all
+        self._role = role
         self._callers = callers
         self._make_link = make_link
         self._watch_s = watch_s
@@ -106,7 +109,7 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
             logger.warning("%s", error)
 
     def _link(self) -> LinkT:
-        lost = "" if self.names else f"no {self.budget.role} worker is left ({self.budget})"
+        lost = "" if self.names else f"no {self._role} worker is left ({self.budget})"
         return self._make_link(self.serving, lost)
 
     async def _connect_all(self) -> None:

@@ -1,4 +1,4 @@
-"""Process states, stacks, GPUs and disks of this node.
+"""Inspects this node for `troupe why` and the process watch: its processes and their stacks, its GPUs and disks.
 
 Everything is read from outside, so that a process that hangs needs no part in it.
 """

@@ -1,4 +1,4 @@
-"""Process state from `/proc`, and errors from Ray's log files."""
+"""Reads one process: its state in `/proc`, and the last error in its Ray log."""
 
 from __future__ import annotations
 

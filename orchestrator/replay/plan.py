@@ -13,9 +13,8 @@ from troupe.orchestrator.replay.step_record import REPLAY, RecordedStep, read_st
 from troupe.orchestrator.roles.table import TRAINERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.patterns import matching_files
+from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.spec.preflight import Located
-from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 
 
@@ -110,7 +109,7 @@ def _training(spec: RunSpec) -> tuple[object, ...]:
     return spec.update_rules, *(_trained_by(spec, role) for role in TRAINERS if role in spec.roles.trainers())
 
 
-def _trained_by(spec: RunSpec, role: RoleName) -> tuple[object, ...]:
+def _trained_by(spec: RunSpec, role: str) -> tuple[object, ...]:
     """What the updates of a role depend on. A constant learning rate does not depend on the length of the run."""
     settings = settings_of(spec, role)
     config = settings.config

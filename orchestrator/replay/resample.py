@@ -73,7 +73,7 @@ def plan_resample(run: Path, step: int) -> ResamplePlan:
     spec: RolloutSpec | None = spec_of(folder).rollouts
     if spec is None:
         raise UsageError(f"step {step} was trained on offline data: it has no samples")
-    if spec.roles.environment is not None:
+    if spec.roles.environments():
         raise UsageError("--resample: samples of a run with an environment depend on its answers, which are not kept")
     single = [group for group in folder.kept.groups if group.oldest_version == group.newest_version]
     mixed = len(folder.kept.groups) - len(single)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -28,9 +29,10 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
         pools: The rows of each, by the name of their section in `data`.
     """
     reward = spec.roles.reward
+    forms = spec.sampling.model_dump(mode="json", include={"stop", "structured"}, exclude_defaults=True)
     found: dict[str, Json] = {}
     for one in spec.held_out_sets():
-        sampling = one.sampling.model_dump(mode="json")
+        sampling = one.sampling.model_dump(mode="json") | forms
         rewards = [function.model_dump(mode="json", exclude_defaults=True) for function in one.functions]
         if reward.model is not None and not one.own_rewards:
             model = {"path": reward.model.path, "revision": reward.model.revision}
@@ -40,8 +42,14 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
             "sampling": sampling | {"max_tokens": one.sampling.max_tokens or spec.sampling.max_tokens},
             "rewards": rewards,
             "solved_at": one.solved_at,
+            **({"environment": one.environment} if one.environment else {}),
         }
     return found
+
+
+def settings_of(sets: Mapping[str, Json]) -> str:
+    """Digest of how the sets are sampled and scored: evaluations with the same one can be compared."""
+    return hashlib.blake2b(json.dumps(sets, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def as_json(sets: Mapping[str, Json], evaluations: list[Json]) -> Json:
@@ -55,19 +63,28 @@ def evaluation_as_json(step: int, results: Mapping[str, SetResult]) -> Json:
 
 
 class EvaluationLog:
-    """Writes the file anew after every evaluation."""
+    """Writes the file anew after every evaluation.
+
+    Its `sets` are those of the last evaluation; evaluations before a change of the spec have other `settings`.
+    """
 
     def __init__(self, file: Path, sets: Mapping[str, Json], done: int) -> None:
         """Evaluations after step `done`, from which the run resumes, are forgotten."""
         self._file = file
         self._sets = sets
+        self._settings = settings_of(sets)
         self._evaluations = [one for one in read_evaluations(file).get("evaluations", []) if one["step"] <= done]
 
     def add(self, step: int, results: Mapping[str, SetResult]) -> None:
         """Adds an evaluation, in place of one of the same step. Raises OSError."""
         kept = [one for one in self._evaluations if one["step"] != step]
-        self._evaluations = [*kept, evaluation_as_json(step, results)]
+        self._evaluations = [*kept, evaluation_as_json(step, results) | {"settings": self._settings}]
         write_atomic(self._file, json.dumps(as_json(self._sets, self._evaluations), indent=1) + "\n")
+
+
+def comparable(evaluations: list[Json]) -> list[Json]:
+    """The evaluations whose sets were sampled and scored as those of the last one."""
+    return [one for one in evaluations if one.get("settings") == evaluations[-1].get("settings")]
 
 
 def read_evaluations(file: Path) -> Json:

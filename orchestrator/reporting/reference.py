@@ -15,8 +15,13 @@ from troupe.orchestrator.roles import table
 PHASES = ("generate", "prepare", "update", "sync", "evaluate", "checkpoint")
 """What `PHASE` in a pattern stands for: the phases of `seconds/PHASE` and `utilisation/PHASE`."""
 
-_PLACEHOLDERS = {"TRAINER": "|".join(table.TRAINED), "ROLE": "|".join(table.NAMES), "PHASE": "|".join(PHASES)}
+_PLACEHOLDERS = {
+    "TRAINER": "|".join(table.TRAINED),
+    "ROLE": "|".join((*table.NAMES, r"environment\.[a-z0-9-]+")),
+    "PHASE": "|".join(PHASES),
+}
 _PLACEHOLDERS |= {"COMPONENT": ".+", "LEVEL": ".+", "K": "[0-9]+", "SET": "[a-z0-9-]+", "SOURCE": "[a-z0-9-]+"}
+_PLACEHOLDERS |= {"ENVIRONMENT": "[a-z0-9-]+"}
 _OF_SETS = ("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high", "solved_at")
 _OF_SETS += ("response_tokens", "truncated", "pass@[0-9]+", "maj@[0-9]+")
 _PLACEHOLDERS |= {"RESULT": "|".join(_OF_SETS), "COUNT": "rows|bad_rows|removed_rows|refused_rows"}

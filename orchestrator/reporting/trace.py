@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from troupe.orchestrator.reporting.utilization import step_windows
+from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.roles.table import NAMES
 from troupe.orchestrator.telemetry.timeline import OK
 from troupe.workers.contract.atomic_file import replacing
@@ -59,7 +60,12 @@ def write_trace(events: Sequence[Event], path: Path) -> None:
 
 def _roles(rows: Sequence[Row]) -> list[str]:
     found = {row["role"] for row in rows}
-    return sorted(found, key=lambda role: (_ORDER.index(role) if role in _ORDER else len(_ORDER), role))
+
+    def place(role: str) -> tuple[int, str]:
+        section = section_of(role)
+        return _ORDER.index(section) if section in _ORDER else len(_ORDER), role
+
+    return sorted(found, key=place)
 
 
 def _natural(worker: str) -> tuple[str, int]:

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from troupe.orchestrator.roles.table import TRAINERS
+from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.telemetry.timeline import DRIVER
-
-ENGINES = ("rollout",)
-"""Roles whose time is R: they generate."""
 
 Interval = tuple[float, float]
 
@@ -94,7 +91,7 @@ def step_bounds(timeline: pa.Table) -> list[StepBound]:
         return max((_seconds(busy, window) for (role, _), busy in workers.items() if role in roles), default=0.0)
 
     return [
-        StepBound(step, window[1] - window[0], longest(ENGINES, window), longest(TRAINERS, window))
+        StepBound(step, window[1] - window[0], longest(SAMPLERS, window), longest(TRAINERS, window))
         for step, window in step_windows(timeline).items()
     ]
 

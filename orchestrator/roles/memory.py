@@ -9,6 +9,7 @@ from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
 from troupe.orchestrator.roles import shared_gpu
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.worker_memory import (
     WIDTHS,
     Cache,
@@ -59,7 +60,12 @@ class Seated:
     @property
     def role(self) -> str:
         """`policy` of `policy-0`."""
-        return self.worker.rpartition("-")[0]
+        return role_of(self.worker)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is rank 0."""
+        return self.worker.rpartition("-")[2] == "0"
 
 
 @dataclass
@@ -226,6 +232,7 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         copies_saves=spec.checkpoint.async_save,
+        exported=seat.is_first,
         adapters=_adapters(size, config.lora, values=spec.trains == "reward_model"),
     )
     return training(seat.worker, rank), None
@@ -277,6 +284,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
         copies_saves=spec.checkpoint.async_save,
+        exported=seat.is_first,
         adapters=_adapters(size, config.lora, values=False),
     )
     memories = training(seat.worker, rank)

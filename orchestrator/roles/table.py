@@ -6,12 +6,13 @@ named by their path (`module:Class`), so that the table imports none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from troupe.orchestrator.roles import memory
 from troupe.orchestrator.roles.memory import MemoryOf
+from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -47,7 +48,7 @@ class WorkerSettings:
     sequence_parallel_size: int = 1
     """Adjacent workers that share each micro-batch."""
     engine: EngineProcess | None = None
-    """The engine in its process, which imports vLLM before it is a worker of Ray; None: there is none on the CPU."""
+    """The engine in its process, which imports vLLM before it is a worker of Ray; None: it has no engine on the CPU."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -75,8 +76,9 @@ class Role:
     """Path of the worker class."""
     protocol: type[Any]
     """What its workers can be asked to do."""
-    settings: Callable[[Any], WorkerSettings | None]
-    """How the workers of a spec are started; None if the spec has no workers of this role."""
+    settings: Callable[[Any], WorkerSettings | Mapping[str, WorkerSettings] | None]
+    """How the workers of a spec are started, by `ROLE.NAME` where its section may be a map; None if the spec has no
+    workers of this role."""
     memory: MemoryOf
     """Memory of one worker."""
     name: RoleName | None = None
@@ -116,9 +118,9 @@ def _rollout(spec: RolloutSpec) -> WorkerSettings:
     return _engine(config)
 
 
-def _environment(spec: RolloutSpec) -> WorkerSettings | None:
-    config = spec.environment_config()
-    return None if config is None else WorkerSettings(config, 1, "cpu", extra=(spec.model,))
+def _environment(spec: RolloutSpec) -> dict[str, WorkerSettings]:
+    configs = spec.environment_configs().items()
+    return {role: WorkerSettings(config, 1, "cpu", extra=(spec.model,)) for role, config in configs}
 
 
 def _judge(spec: RolloutSpec) -> WorkerSettings | None:
@@ -284,6 +286,10 @@ NAMES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.v
 """The roles that a spec can have, in the order of the data."""
 TRAINERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.trains))
 """The roles whose workers train a model."""
+ENGINES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.engine))
+"""The roles whose workers are engines."""
+SAMPLERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.samples))
+"""The roles whose workers sample what is trained on."""
 TRAINED = (*TRAINERS, "reward_model")
 """Prefixes of the trainers' metrics: those of a reward model are not named after its role."""
 
@@ -294,8 +300,8 @@ def named(role: Callable[[Role], bool]) -> frozenset[str]:
 
 
 def row_of(spec: RunSpec, role: str) -> Role:
-    """The row of a role of this spec."""
-    return ROLES[spec.trainer if role == "policy" else role]
+    """The row of a role of this spec, by its name: `environment.NAME` has that of `environment`."""
+    return ROLES[spec.trainer if role == "policy" else section_of(role)]
 
 
 def settings_of(spec: RunSpec, role: str) -> WorkerSettings:
@@ -305,6 +311,8 @@ def settings_of(spec: RunSpec, role: str) -> WorkerSettings:
         KeyError: The spec has no workers of this role.
     """
     settings = row_of(spec, role).settings(spec) if role in spec.roles.present() else None
+    if isinstance(settings, Mapping):
+        settings = settings.get(role)
     if settings is None:
         raise KeyError(role)
     return settings

@@ -120,7 +120,7 @@ class Training:
     copies_saves: bool = False
     """Whether checkpoints are written from a copy of the state."""
     exported: bool = True
-    """Whether checkpoints hold its model as a Hugging Face folder."""
+    """Whether this rank exports the model into checkpoints: rank 0 of the policy."""
 
 
 def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
@@ -175,10 +175,10 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
 
 
 def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int:
-    """Bytes of the copy from which rank 0 writes a checkpoint; the other ranks write less.
+    """Bytes of the copy from which a rank writes its part of a checkpoint.
 
-    It holds what DeepSpeed saves (optimizer, and below ZeRO-3 all weights), the moving average, and the whole weights
-    of each export.
+    It holds what DeepSpeed saves (optimizer, and below ZeRO-3 all weights, which rank 0 alone saves), the moving
+    average, and the whole weights of each export.
     """
     whole = trained.parameters
     share = math.ceil(whole / rank.ranks) if stage else whole

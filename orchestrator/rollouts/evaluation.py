@@ -19,6 +19,7 @@ from troupe.orchestrator.rollouts.scoring import RewardPool
 from troupe.orchestrator.spec.held_out import HeldOutSettings
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import TableRef
+from troupe.workers.isolation.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ SAVED_SAMPLES = 4096
 """Most samples of each set that an evaluation writes: those of the first prompts, the same ones in every evaluation."""
 MOST_LEVELS = 32
 """Most levels of a set that are reported: a key with more values is no level."""
+LONGEST_LEVEL = 64
+"""Characters of a level: a key with a longer value is no level."""
 
 
 Sampler = Callable[[GroupRequest, TableRef], Awaitable[tuple[GroupSummary, TableRef]]]
@@ -76,11 +79,13 @@ class _Sampled:
 
 
 def levels_of(pool: PromptPool, key: str) -> list[str]:
-    """Level of each row of a pool, by a key of its metadata; none where no row has it, or it has too many values."""
+    """Level of each row of a pool, by a key of its metadata; none where no row has it, or it has too many or too long
+    values. A level is part of the names of metrics, so that it is one line without control characters."""
     values = [json.loads(text).get(key) for text in pool.table["metadata"].to_pylist()]
-    levels = ["" if value is None else str(value) for value in values]
+    levels = ["" if value is None else one_line(str(value)) for value in values]
     distinct = {level for level in levels if level}
-    return levels if 0 < len(distinct) <= MOST_LEVELS else []
+    longest = max(map(len, distinct), default=0)
+    return levels if 0 < len(distinct) <= MOST_LEVELS and longest <= LONGEST_LEVEL else []
 
 
 class Evaluator:
@@ -184,6 +189,7 @@ class Evaluator:
             top_k=sampling.top_k,
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
+            environment=held_out.settings.environment,
         )
         tries = 0
         while True:

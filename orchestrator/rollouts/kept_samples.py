@@ -40,7 +40,9 @@ _PER_PART = 16
 """Groups in the same files: a damaged file costs these."""
 _NOT_OF_SAMPLES = frozenset(ScaledRole.model_fields)
 """Fields of a role that say where and how often it runs."""
-_OF_SOURCE = {"name", "group_size", "max_tokens", "rewards", "environment"}
+_SCORE = frozenset({"reward", "reference", "environment", "judge"})
+"""Roles that samples and their scores depend on."""
+_OF_SOURCE = {"name", "group_size", "max_tokens", "rewards", "environment", "mask_truncated", "dynamic_sampling_on"}
 """Fields of a mixture's source that its samples depend on."""
 
 
@@ -77,16 +79,13 @@ _JSON = TypeAdapter(KeptGroups)
 def fingerprint(spec: RolloutSpec) -> str:
     """Digest of what the spec says about sampling and scoring, without numbers of workers and their resources."""
     roles, mixture = spec.roles, spec.data.mixture
+    present = {"reference": None, "environment": None, "judge": None} | roles.present()
     scoring = {
         name: None
         if role is None
         else role.model_dump(mode="json", exclude=set(_NOT_OF_SAMPLES), exclude_defaults=True)
-        for name, role in (
-            ("reward", roles.reward),
-            ("reference", roles.reference),
-            ("environment", roles.environment),
-            ("judge", roles.judge),
-        )
+        for name, role in present.items()
+        if name.partition(".")[0] in _SCORE
     }
     parts = {
         "sampling": spec.sampling.model_dump(mode="json", exclude_defaults=True),

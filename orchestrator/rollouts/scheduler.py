@@ -103,7 +103,7 @@ class RolloutScheduler:
             next_prompt: The order of prompts.
             prompt_pool: The table that they are rows of.
             version: Version of the policy.
-            observe: Is told of groups that are replaced although they are scored.
+            observe: Called with groups that are replaced although they are scored.
             settings: How groups are sampled, by the row of their prompt; None: all alike.
         """
         self._schedule = spec.schedule
@@ -116,7 +116,7 @@ class RolloutScheduler:
         """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
         self._replaceable = algorithms.dynamic_sampling(spec.algorithm) * spec.schedule.prompts_per_step
         """Groups without signal that may be replaced in a step."""
-        self._signal = SignalTest(spec.algorithm, group_filter(spec.algorithm))
+        self._signal = SignalTest(group_filter(spec.algorithm))
         self.version = version
         self._pool = pool
         self._scorer = scorer
@@ -442,7 +442,7 @@ class RolloutScheduler:
                 seed=sampling_seed(self._seed, group.pick.prompt_uid),
                 candidates=True,
                 max_tokens=settings.max_tokens,
-                episodes=settings.episodes,
+                environment=settings.environment,
                 finished=done,
             )
             rows = None if group.finished is None else group.finished.rollouts
@@ -484,7 +484,8 @@ class RolloutScheduler:
             self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, reason)
         group.failed += len(failures)
         self._count_failures(len(failures))
-        if self._without_signal < self._replaceable and (why := self._signal.problem(scored)):
+        settings = self.settings[scored.row]
+        if self._without_signal < self._replaceable and (why := self._signal.problem(scored, settings)):
             self._without_signal += 1
             self._drop(group, f"no signal: {why}")
             if self._observe is not None:

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, WorkerGroup, WorkerHandle
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.rollouts.fault_log import FaultLog
+from troupe.orchestrator.spec.rollout import GroupSettings
 from troupe.orchestrator.training.micro_batches import plan_ranks
 from troupe.workers.contract.messages import GroupSummary, KeepRequest, KeptTable, RewardSummary
 from troupe.workers.contract.roles import Reward, TableRef
@@ -73,14 +73,18 @@ class ScoredGroup:
 class SignalTest:
     """Which groups are worth training on (dynamic sampling: DAPO, arXiv 2503.14476, sec. 3.2)."""
 
-    algorithm: AlgorithmConfig
-    """Says which component must differ between the samples, and whether truncated ones carry no loss."""
     keep: Callable[[RewardSummary], bool] | None = None
     """The user's filter, used instead of the comparison of rewards."""
 
-    def problem(self, group: ScoredGroup) -> str:
-        """Why the group is worth replacing; empty: it is not."""
-        component = self.algorithm.dynamic_sampling_on
+    def problem(self, group: ScoredGroup, settings: GroupSettings) -> str:
+        """Why the group is worth replacing; empty: it is not.
+
+        Args:
+            group: The group.
+            settings: Of its source: which component must differ between the samples, and whether truncated ones carry
+                no loss.
+        """
+        component = settings.signal_in
         if self.keep is not None:
             if not self.keep(group.rewards):
                 return "the algorithm's keep_group refused the group"
@@ -89,7 +93,7 @@ class SignalTest:
                 return "all rewards of the group are equal"
         elif len({group.rewards.components[component][i] for i in group.rewarded}) < 2:
             return f"all values of {component} in the group are equal"
-        if self.algorithm.mask_truncated and group.truncated.issuperset(group.rewarded):
+        if settings.mask_truncated and group.truncated.issuperset(group.rewarded):
             return "all samples of the group are truncated"
         return ""
 

@@ -33,7 +33,7 @@ from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.environments import OK
-from troupe.workers.contract.messages import PrepareRequest
+from troupe.workers.contract.messages import PrepareRequest, SampleSummary
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
@@ -126,9 +126,9 @@ class RolloutSource:
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
-        metrics |= episode_metrics(self._groups) | self._source_metrics()
+        metrics |= episode_metrics(self._groups, self._components.scheduler.settings) | self._source_metrics()
         metrics["rollout/tokens_per_s"] = self._components.pool.meter.read()
-        if self._spec.algorithm.mask_truncated:
+        if any(one.mask_truncated for one in self._components.scheduler.settings.entries):
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum
         return metrics if curriculum is None else metrics | curriculum.metrics()
@@ -250,7 +250,8 @@ class RolloutSource:
 
     def _masked(self, group: ScoredGroup) -> list[int]:
         """Indices of the samples that have a reward and carry no loss."""
-        truncated = group.truncated if self._spec.algorithm.mask_truncated else frozenset()
+        masks = self._components.scheduler.settings[group.row].mask_truncated
+        truncated = group.truncated if masks else frozenset()
         return [i for i in group.rewarded if i in truncated]
 
     def _check_staleness(self, version: int, groups: Sequence[ScoredGroup]) -> None:
@@ -379,25 +380,51 @@ def _measured(group: ScoredGroup, component: str | None) -> list[float]:
     return [value for value, reward in pairs if value is not None and reward is not None]
 
 
-def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Turns, failures and waits of the episodes in an environment, and the means of the numbers that it reports."""
-    samples = [sample for group in groups for sample in group.summary.samples if sample.episode is not None]
-    episodes = [sample.episode for sample in samples if sample.episode is not None]
-    if not episodes:
+def episode_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSettings]) -> dict[str, float]:
+    """Turns, failures and waits of the episodes of a batch, and the means of the numbers that environments report.
+
+    Args:
+        groups: Scored groups.
+        settings: Environment of each row.
+
+    Returns:
+        Metrics of all episodes; those of each environment with a name besides, with the name in theirs. Numbers that
+        an environment reports are never averaged over environments.
+    """
+    by_name: dict[str, list[SampleSummary]] = {}
+    for group in groups:
+        name = settings[group.row].environment
+        played = [sample for sample in group.summary.samples if sample.episode is not None]
+        if name is not None and played:
+            by_name.setdefault(name, []).extend(played)
+    if not by_name:
         return {}
-    reported: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.info.items():
-            reported.setdefault(name, []).append(value)
-    return {
-        "episodes/turns": fmean(episode.turns for episode in episodes),
-        "episodes/failed": float(sum(sample.status != OK for sample in samples)),
-        "episodes/restarted": float(sum(episode.restarts > 0 for episode in episodes)),
+    samples = [sample for members in by_name.values() for sample in members]
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    metrics = _of_episodes("", samples) | {
         "episodes/forked": float(sum(len(sample.segments) > 1 for sample in samples)),
-        "episodes/max_turns": fmean(sample.finish_reason == "max_turns" for sample in samples),
         "episodes/cut_observations": float(sum(episode.cut_observations for episode in episodes)),
-        "seconds/environment": fmean(episode.environment_s for episode in episodes),
-        **{f"environment/{name}": fmean(values) for name, values in reported.items()},
+    }
+    for name, members in sorted(by_name.items()):
+        part = f"/{name}" if name else ""
+        metrics |= _of_episodes(part, members) if name else {}
+        reported: dict[str, list[float]] = {}
+        for sample in members:
+            for number, value in ({} if sample.episode is None else sample.episode.info).items():
+                reported.setdefault(number, []).append(value)
+        metrics |= {f"environment{part}/{number}": fmean(values) for number, values in reported.items()}
+    return metrics
+
+
+def _of_episodes(part: str, samples: Sequence[SampleSummary]) -> dict[str, float]:
+    """Metrics of some episodes; `part` goes into their names."""
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    return {
+        f"episodes{part}/turns": fmean(episode.turns for episode in episodes),
+        f"episodes{part}/failed": float(sum(sample.status != OK for sample in samples)),
+        f"episodes{part}/restarted": float(sum(episode.restarts > 0 for episode in episodes)),
+        f"episodes{part}/max_turns": fmean(sample.finish_reason == "max_turns" for sample in samples),
+        f"seconds/environment{part}": fmean(episode.environment_s for episode in episodes),
     }
 
 

@@ -1,4 +1,4 @@
-"""Whether the adapters that a spec names (`model.adapter`) are there, and fit what trains on from them."""
+"""Whether the adapters that a spec names (`model.adapter`) exist, and fit the training that continues from them."""
 
 from __future__ import annotations
 

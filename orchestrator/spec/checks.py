@@ -10,14 +10,16 @@ from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import Finding
-from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.rollout import NO_ENVIRONMENT, RolloutSpec, environment_role
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
     EnvironmentRole,
+    HeldOut,
+    MixedPrompts,
     PromptText,
     ReasoningGymSource,
     ReferenceRole,
-    RoleName,
+    SourceName,
     SourceShare,
     TrainerRole,
 )
@@ -46,7 +48,7 @@ def changed(section: Frozen, field: str) -> bool:
     return dict(section)[field] != type(section).model_fields[field].get_default(call_default_factory=True)
 
 
-def trainer_problems(trainers: Mapping[RoleName, TrainerRole]) -> Iterator[Finding]:
+def trainer_problems(trainers: Mapping[str, TrainerRole]) -> Iterator[Finding]:
     """Settings of training roles that cannot work, whatever they train on."""
     for name, role in trainers.items():
         if role.offload_optimizer and role.gpus == 0:
@@ -92,12 +94,17 @@ def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[
         yield "evaluation", "never runs: set every_steps, at_start or at_end, or remove the section"
 
 
-def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
-    """Shares of the sources of `data.train` that cannot work together."""
+def name_problems(path: str, sources: Sequence[SourceName]) -> Iterator[Finding]:
+    """Names that several sources of the list at this path have."""
     names = [source.name for source in sources]
     for number, name in enumerate(names):
         if name in names[:number]:
-            yield f"data.train.{number}.name", f"two sources have the name '{name}'"
+            yield f"{path}.{number}.name", f"two sources have the name '{name}'"
+
+
+def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
+    """Shares of the sources of `data.train` that cannot work together."""
+    yield from name_problems("data.train", sources)
     if sources and all(source.repeats for source in sources):
         yield "data.train.0.repeats", "a run would end when all passes are over: give one source no limit (0)"
 
@@ -156,24 +163,18 @@ def template_problems(
 def environment_problems(spec: RolloutSpec) -> Iterator[Finding]:
     """Combinations of fields that cannot work, each with the path of the field to change."""
     yield from _environment_rewards(spec)
-    role = spec.roles.environment
-    if role is None:
-        return
-    yield from _environment(spec, role)
-    if spec.data.mixture and not any(settings.episodes for settings in spec.group_settings):
-        yield "roles.environment", "no source of data.train plays in it (environment: none); remove the role"
+    for name, role in spec.roles.environments().items():
+        yield from _environment(spec, f"roles.{environment_role(name)}", role)
+    misnamed = list(_misnamed(spec))  # then the environment that was meant seems unused
+    yield from misnamed or (problem for name in spec.roles.environments() for problem in _unused(spec, name))
+    single = without_episodes(spec)
     for split, source in spec.data.prompt_sources().items():
-        if split in without_episodes(spec):
-            continue
-        if not isinstance(source, ReasoningGymSource) and source.candidates is not None:
-            yield (
-                f"data.{split}.candidates",
-                "answers from other sources are no episodes: remove it, or the environment",
-            )
+        if split not in single and not isinstance(source, ReasoningGymSource) and source.candidates is not None:
+            why = "answers from other sources are no episodes: remove it, or the environment"
+            yield f"data.{split}.candidates", why
 
 
-def _environment(spec: RolloutSpec, role: EnvironmentRole) -> Iterator[Finding]:
-    path = "roles.environment"
+def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterator[Finding]:
     if role.name not in ENVIRONMENTS and not IMPORTED.fullmatch(role.name):
         known = f"shipped: {', '.join(ENVIRONMENTS)}; your own: package.module:Class"
         yield f"{path}.name", f"no environment '{role.name[:60]}' ({nearest(role.name, ENVIRONMENTS) or known})"
@@ -186,28 +187,68 @@ def _environment(spec: RolloutSpec, role: EnvironmentRole) -> Iterator[Finding]:
             yield f"{path}.{field}", "environments run on separate CPU cores; remove it"
     if role.turn_timeout_s > role.episode_timeout_s:
         limit = f"{role.episode_timeout_s:g}"
-        yield f"{path}.turn_timeout_s", f"must be at most roles.environment.episode_timeout_s, {limit}"
+        yield f"{path}.turn_timeout_s", f"must be at most {path}.episode_timeout_s, {limit}"
     if role.episode_timeout_s >= spec.schedule.generate_timeout_s:
         limit = f"{spec.schedule.generate_timeout_s:g}"
         yield f"{path}.episode_timeout_s", f"must be less than schedule.generate_timeout_s, {limit}"
 
 
+def _misnamed(spec: RolloutSpec) -> Iterator[Finding]:
+    """Names of environments that would be read as something else, and sources that name one that does not exist."""
+    names = list(spec.roles.environments())
+    for name in names:
+        if name == NO_ENVIRONMENT or name in EnvironmentRole.model_fields:
+            means = "no environment" if name == NO_ENVIRONMENT else "a field of an environment"
+            yield f"roles.environment.{name}", f"stands for {means}; use another name"
+    sources: dict[str, MixedPrompts | HeldOut] = {f"train.{n}": one for n, one in enumerate(spec.data.mixture)}
+    sources |= {path: one for path, one in spec.data.held_out_sets().items() if isinstance(one, HeldOut)}
+    for path, source in sources.items():
+        name = source.environment
+        if name is None or (names and name == NO_ENVIRONMENT) or (name and name in names):
+            continue
+        if not names:
+            why = "has no effect: there is no role environment; remove it"
+        elif names == [""]:
+            why = f"no environment '{name[:60]}': roles.environment has no names (none: single responses); remove it"
+        else:
+            hint = nearest(name, names) or f"there are: {', '.join(names)}, and none"
+            why = f"no environment '{name[:60]}' ({hint})"
+        yield f"data.{path}.environment", why
+
+
+def _unused(spec: RolloutSpec, name: str) -> Iterator[Finding]:
+    """An environment that no samples are episodes in."""
+    trained = {settings.environment for settings in spec.group_settings}
+    if name:
+        if name not in trained | {one.environment for one in spec.held_out_sets()}:
+            where = f"name it in a source of data.train or a set of data.eval (environment: {name})"
+            if not spec.data.mixture:
+                where = f"write data.train as a list of sources, which name theirs (environment: {name})"
+            yield f"roles.environment.{name}", f"no samples are episodes in it: {where}, or remove it"
+    elif name not in trained:
+        yield "roles.environment", "no source of data.train plays in it (environment: none); remove the role"
+
+
+def _environments(spec: RolloutSpec) -> dict[str, str | None]:
+    """The environment of samples by the path of their source in the section `data`; None: they are no episodes."""
+    settings = spec.group_settings
+    paths = [f"train.{number}" for number in range(len(settings))] if spec.data.mixture else ["train"]
+    trained = dict(zip(paths, (own.environment for own in settings), strict=True))
+    return trained | {one.section: one.environment for one in spec.held_out_sets()}
+
+
 def without_episodes(spec: RolloutSpec) -> frozenset[str]:
     """Sources of prompts whose samples are single responses, by their path in the section `data`."""
-    sources = spec.data.prompt_sources()
-    if spec.roles.environment is None:
-        return frozenset(sources)
-    settings = enumerate(spec.group_settings)
-    return frozenset(f"train.{n}" for n, own in settings if spec.data.mixture and not own.episodes)
+    return frozenset(path for path, environment in _environments(spec).items() if environment is None)
 
 
-def _scored_without_episodes(spec: RolloutSpec, section: str) -> list[str]:
-    """Sources of single responses that a list of reward functions scores."""
+def _scored(spec: RolloutSpec, section: str) -> dict[str, str | None]:
+    """The environment of each source that a list of reward functions scores, by its path."""
     own = {f"train.{n}" for n, one in enumerate(spec.data.mixture) if one.rewards is not None}
-    single = without_episodes(spec)
-    if section == "roles.reward.functions":
-        return sorted(single - own)
-    return sorted(single & {section.removeprefix("data.").removesuffix(".rewards")})
+    own |= {one.section for one in spec.held_out_sets() if one.own_rewards}
+    only = section.removeprefix("data.").removesuffix(".rewards")
+    shared = section == "roles.reward.functions"
+    return {path: one for path, one in _environments(spec).items() if (path not in own if shared else path == only)}
 
 
 def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
@@ -216,13 +257,14 @@ def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
     advantage = algorithms.advantage(spec.algorithm)
     lists = ((section, index, one) for section, own in spec.reward_functions().items() for index, one in enumerate(own))
     for section, index, function in lists:
-        path, single = f"{section}.{index}", _scored_without_episodes(spec, section)
+        path, scored = f"{section}.{index}", _scored(spec, section)
+        single = sorted(source for source, environment in scored.items() if environment is None)
         given = function.name == ENVIRONMENT_REWARD
-        if given and spec.roles.environment is None:
+        if given and not spec.roles.environments():
             yield f"{path}.name", "there is no roles.environment that could give rewards"
         elif given and single:
-            yield f"{path}.name", f"scores episodes only, but data.{single[0]} has none (environment: none)"
-        if function.process and not given and spec.roles.environment is not None:
+            yield f"{path}.name", f"scores episodes only, but the samples of data.{single[0]} are single responses"
+        if function.process and not given and len(single) < len(scored):
             yield f"{path}.process", "the steps of an episode are its turns: only `environment` rewards them"
         if function.process and estimator != "group":
             if advantage.reward_scale != "none":

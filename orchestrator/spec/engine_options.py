@@ -144,7 +144,7 @@ _ROLLOUT = {
     "diffusion_config": _DISTRIBUTION,
 }
 """Options that a frozen model may have, but not the policy, whose weights change and whose log-probs are trained on."""
-_UNTRIED = (
+_UNTESTED = (
     "untested with weights that change while the engine runs, and it may sample from another distribution than the one "
     "that is trained"
 )
@@ -215,7 +215,7 @@ def _refusal(name: str, role: str, device: Device) -> str:
         return "Troupe turns it off on the CPU, where vLLM cannot resume a request that has a seed"
     if name in _ALWAYS or role != "rollout" or name in _OF_POLICY:
         return _ALWAYS.get(name, "")
-    return _ROLLOUT.get(name, _UNTRIED if name in _installed_options() else "")
+    return _ROLLOUT.get(name, _UNTESTED if name in _installed_options() else "")
 
 
 def _mismatch(value: Any, annotation: str) -> str:

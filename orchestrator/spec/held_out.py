@@ -24,6 +24,9 @@ class HeldOutSettings:
     """Reward from which a sample counts as solved; None: the reward does not say."""
     level: str
     """Key of the metadata by whose values results are also reported."""
+    environment: str | None = None
+    """Name of the environment that its samples are episodes in, empty for one without a name; None: its samples are
+    single responses."""
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from troupe.orchestrator.spec.hub_names import is_commit, is_hub_name
+from troupe.orchestrator.spec.locations import is_commit, is_hub_name
 from troupe.orchestrator.spec.sections import HubFiles
 from troupe.workers.contract.config import Frozen, ModelConfig
 

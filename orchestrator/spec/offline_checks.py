@@ -16,11 +16,11 @@ from troupe.orchestrator.spec.checks import (
     template_problems,
     trainer_problems,
 )
+from troupe.orchestrator.spec.locations import checkpoint_problems
 from troupe.orchestrator.spec.lora_checks import adapter_problems
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import ReferenceRole
-from troupe.orchestrator.spec.store_urls import checkpoint_problems
 
 
 def find_problems(spec: OfflineSpec) -> list[Finding]:

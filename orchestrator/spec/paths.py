@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.spec.hub_names import is_hub_name
+from troupe.orchestrator.spec.locations import is_hub_name
 from troupe.orchestrator.spec.stages import STAGE
 from troupe.workers.contract.config import NO_TEMPLATE
 

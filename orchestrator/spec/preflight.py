@@ -24,8 +24,7 @@ from troupe.orchestrator.model_facts.model_size import (
     quantization,
     read_config,
 )
-from troupe.orchestrator.spec.hub_names import is_hub_name
-from troupe.orchestrator.spec.patterns import is_pattern, matching_files
+from troupe.orchestrator.spec.locations import is_hub_name, is_pattern, matching_files
 from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
@@ -345,16 +344,14 @@ def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -
             yield f"output.sinks.{number}", f"needs the package {sink}, which is not installed: pip install {sink}"
 
 
-def unusable_environment(environment: EnvironmentConfig | None) -> Iterator[Finding]:
-    """An environment that cannot be imported, or that does not take its arguments."""
-    if environment is None:
-        return
+def unusable_environment(environment: EnvironmentConfig, path: str) -> Iterator[Finding]:
+    """An environment, whose section is at `path`, that cannot be imported or does not take its arguments."""
     try:
         ((field, problem),) = ask(_ENVIRONMENT, {"name": environment.name, "args": environment.args}, LOAD_TIMEOUT_S)
     except ProbeFailed as error:
         field, problem = "name", f"{environment.name}: cannot be loaded: {error}"
     if problem:
-        yield f"roles.environment.{field}", problem
+        yield f"{path}.{field}", problem
 
 
 def _load_functions(request: str) -> list[Any]:

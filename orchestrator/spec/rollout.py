@@ -52,6 +52,8 @@ from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, a
 
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
+NO_ENVIRONMENT = "none"
+"""In place of an environment's name: samples of the source are single responses."""
 _KEPT_BYTES = 1024
 """Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
 _SCORERS = ("reference", "reward", "environment")
@@ -69,10 +71,20 @@ class GroupSettings:
     """Longest response, in tokens; None: `sampling.max_tokens`."""
     rewards: str = ""
     """Key of the source's reward functions in the configuration of reward workers; empty: those of the role."""
-    episodes: bool = False
-    """Whether a sample is an episode in the environment; False: one response to its prompt."""
+    environment: str | None = None
+    """Name of the environment that a sample is an episode in, empty for one without a name; None: a sample is one
+    response to its prompt."""
     solved_at: float | None = None
     """A sample with at least this reward counts as solved; None: the reward does not say."""
+    mask_truncated: bool = False
+    """Whether responses that were cut carry no loss."""
+    signal_in: str | None = None
+    """Reward component that must differ within a group (dynamic sampling); None: the reward."""
+
+
+def environment_role(name: str) -> str:
+    """The role of an environment by its name: `environment`, or `environment.NAME`."""
+    return f"environment.{name}" if name else "environment"
 
 
 class RolloutSpec(RunSpec, frozen=True):
@@ -110,7 +122,14 @@ class RolloutSpec(RunSpec, frozen=True):
     def group_settings(self) -> tuple[GroupSettings, ...]:
         """How groups are sampled and scored, for each source of `data.train`."""
         if not self.data.mixture:
-            return (GroupSettings(self.group_size, episodes=self.roles.environment is not None),)
+            return (
+                GroupSettings(
+                    self.group_size,
+                    environment=self._environment_of(None),
+                    mask_truncated=self.algorithm.mask_truncated,
+                    signal_in=self.algorithm.dynamic_sampling_on,
+                ),
+            )
         return tuple(self._of_source(number, source) for number, source in enumerate(self.data.mixture))
 
     def _of_source(self, number: int, source: MixedSource) -> GroupSettings:
@@ -125,8 +144,16 @@ class RolloutSpec(RunSpec, frozen=True):
             max_tokens=source.max_tokens,
             rewards=own,
             solved_at=solved_at,
-            episodes=self.roles.environment is not None and source.environment != "none",
+            environment=self._environment_of(source.environment),
+            mask_truncated=self.algorithm.mask_truncated if source.mask_truncated is None else source.mask_truncated,
+            signal_in=source.dynamic_sampling_on or self.algorithm.dynamic_sampling_on,
         )
+
+    def _environment_of(self, name: str | None) -> str | None:
+        """The environment of samples by its name in their source; None: they are single responses."""
+        if name == NO_ENVIRONMENT:
+            return None
+        return "" if name is None and "" in self.roles.environments() else name
 
     @property
     def group_sizes(self) -> frozenset[int]:
@@ -191,8 +218,8 @@ class RolloutSpec(RunSpec, frozen=True):
         An episode that waits for its environment takes no place in the engine, so that an engine gets as many groups as
         there are episodes.
         """
-        environment, engines = self.roles.environment, self.roles.rollout.workers
-        episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
+        episodes = sum(one.workers * one.episodes for one in self.roles.environments().values())
+        episodes = -(-episodes // self.roles.rollout.workers)
         largest = max(self.group_sizes)
         return max(self.roles.rollout.max_num_seqs, largest, episodes) + 2 * largest
 
@@ -245,6 +272,7 @@ class RolloutSpec(RunSpec, frozen=True):
                     own_rewards=rewards is not None,
                     solved_at=solved_at if own.solved_at is None else own.solved_at,
                     level=own.level,
+                    environment=self._environment_of(own.environment),
                 )
             )
         return found
@@ -264,8 +292,12 @@ class RolloutSpec(RunSpec, frozen=True):
         options = engine_options.unknown_options(engines)
         lists = self.reward_functions().items()
         functions = [problem for path, one in lists for problem in preflight.unusable_functions(one, path)]
-        environment = preflight.unusable_environment(self.roles.environment)
-        return [*super().missing(), *options, *functions, *environment, *self._algorithm_problems()]
+        environments = [
+            problem
+            for role, config in self.environment_configs().items()
+            for problem in preflight.unusable_environment(config, f"roles.{role}")
+        ]
+        return [*super().missing(), *options, *functions, *environments, *self._algorithm_problems()]
 
     def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:
         """See `RunSpec.model_problems`; and what the engines do not support."""
@@ -301,10 +333,10 @@ class RolloutSpec(RunSpec, frozen=True):
         samples = groups * max(self.group_sizes)
         most = {"rollout": (groups, "groups")} | dict.fromkeys(_SCORERS, (samples, "samples"))
         return [
-            f"roles.{name}.workers: {role.workers}, but at most {most[name][0]} {most[name][1]} are in progress at a "
+            f"roles.{name}.workers: {role.workers}, but at most {bound[0]} {bound[1]} are in progress at a "
             "time (schedule.prompts_per_step, max_staleness, algorithm.group_size); the other workers are idle"
             for name, role in self.roles.scaled().items()
-            if name in most and role.workers > most[name][0]
+            if (bound := most.get(name.partition(".")[0])) is not None and role.workers > bound[0]
         ]
 
     def resolved_backend(self) -> TransferBackend:
@@ -335,7 +367,7 @@ class RolloutSpec(RunSpec, frozen=True):
             seed=self.seed,
             transfer_backend=self.resolved_backend(),
             device=self.device,
-            episode=self.episode_config(),
+            episodes={name: role.part(EpisodeConfig) for name, role in self.roles.environments().items()},
             turn_forms=self._accounts_for_forms,
             sleep=self.resolved_sleep,
             lora=self.roles.policy.lora,
@@ -353,15 +385,10 @@ class RolloutSpec(RunSpec, frozen=True):
         policy = self.roles.policy.model_copy(update={"lora": None})
         return self.model_copy(update={"roles": self.roles.model_copy(update={"policy": policy})})
 
-    def episode_config(self) -> EpisodeConfig | None:
-        """Bounds of an episode; None without an environment."""
-        role = self.roles.environment
-        return None if role is None else role.part(EpisodeConfig)
-
-    def environment_config(self) -> EnvironmentConfig | None:
-        """Configuration of each environment worker; None without an environment."""
-        role = self.roles.environment
-        return None if role is None else role.part(EnvironmentConfig)
+    def environment_configs(self) -> dict[str, EnvironmentConfig]:
+        """Configuration of the workers of each environment, by role: `environment`, or `environment.NAME`."""
+        environments = self.roles.environments().items()
+        return {environment_role(name): one.part(EnvironmentConfig) for name, one in environments}
 
     def judge_config(self) -> JudgeConfig | None:
         """Configuration of each judge worker; None without a judge."""
@@ -455,7 +482,7 @@ class RolloutSpec(RunSpec, frozen=True):
         longest = self.roles.rollout.max_model_len
         for held_out in self.held_out_sets():
             response = held_out.sampling.max_tokens
-            if held_out.section == section and response is not None and self.roles.environment is None:
+            if held_out.section == section and response is not None and held_out.environment is None:
                 words = f"roles.rollout.max_model_len {longest} leaves beside a response of {response} in evaluation"
                 return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
         return self.prompt_room
@@ -498,8 +525,9 @@ class RolloutSpec(RunSpec, frozen=True):
     def sequence_lengths(self) -> dict[str, int]:
         """Every limit on the length of a sequence in tokens, by the dotted path of its field."""
         lengths = {"roles.rollout.max_model_len": self.roles.rollout.max_model_len}
-        return lengths if self.data.ptx is None else lengths | {"data.ptx.max_tokens": self.data.ptx.max_tokens}
+        texts = self.data.text_sources().items()
+        return lengths | {f"data.{section}.max_tokens": source.max_tokens for section, source in texts}
 
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
-        return {**self.data.prompt_sources(), **({} if self.data.ptx is None else {"ptx": self.data.ptx})}
+        return {**self.data.prompt_sources(), **self.data.text_sources()}

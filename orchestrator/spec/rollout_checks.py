@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
@@ -14,6 +15,7 @@ from troupe.orchestrator.spec.checks import (
     environment_problems,
     evaluation_problems,
     mixture_problems,
+    name_problems,
     output_problems,
     shard_problems,
     shares_of,
@@ -21,11 +23,12 @@ from troupe.orchestrator.spec.checks import (
     trainer_problems,
 )
 from troupe.orchestrator.spec.engine_options import refused_options
+from troupe.orchestrator.spec.errors import show
+from troupe.orchestrator.spec.locations import checkpoint_problems, url_problem
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import DataSource, EngineRole, HeldOut, ReasoningGymSource
-from troupe.orchestrator.spec.store_urls import checkpoint_problems, url_problem
+from troupe.orchestrator.spec.sections import DataSource, EngineRole, HeldOut, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
@@ -63,8 +66,10 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
         yield "algorithm.group_size", f"{row.name} compares samples of a group: needs at least {row.min_group_size}"
     for name in algorithms.unused_options(config):
         yield f"algorithm.{name}", f"{row.name} does not use it; remove it"
-    if config.mask_truncated and row.advantage.estimator == "best_of_group":
-        yield "algorithm.mask_truncated", f"{row.name} trains on one sample of a group and does not use it; remove it"
+    masking = ["algorithm"] if config.mask_truncated else []
+    masking += [f"data.train.{n}" for n, source in enumerate(spec.data.mixture) if source.mask_truncated]
+    for path in masking if row.advantage.estimator == "best_of_group" else ():
+        yield f"{path}.mask_truncated", f"{row.name} trains on one sample of a group and does not use it; remove it"
     for name in ("clip_low", "clip_high"):
         if config.clip_range is not None and dict(config)[name] is not None:
             yield f"algorithm.{name}", "clip_range is set too; give either clip_range or clip_low and clip_high"
@@ -86,10 +91,7 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
             f"{row.name} trains on the whole distribution, but the reference is scored among the tokens that were left"
         )
         yield "algorithm.kl.coef", f"{why} by sampling.top_p, top_k or min_p; set it to 0 or remove these"
-    if config.dynamic_sampling_on is not None:
-        if not algorithms.dynamic_sampling(config):
-            yield "algorithm.dynamic_sampling_on", "has no effect without algorithm.dynamic_sampling above 0"
-        yield from _component(spec, "algorithm.dynamic_sampling_on", config.dynamic_sampling_on)
+    yield from _signals(spec)
     uncorrected = row.loss.has_ratio and not algorithms.corrects_sampler(config)
     if spec.sampling.structured is not None and uncorrected and not spec.sampling.truncates:
         why = "samples come from the permitted tokens (sampling.structured), and only the correction accounts for that"
@@ -105,6 +107,25 @@ def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:
         yield "algorithm.kl_states", f"must be above 0: {spec.algorithm.name} follows the divergence measured there"
     if limited and spec.roles.policy.ema_decay > 0:
         yield "roles.policy.ema_decay", f"{spec.algorithm.name} shortens steps after they are averaged; set it to 0"
+
+
+def _signals(spec: RolloutSpec) -> Iterator[Finding]:
+    """Components that dynamic sampling is to compare, and that are not there, or are not compared."""
+    config, sources = spec.algorithm, spec.data.mixture
+    shared = [number for number, source in enumerate(sources) if source.dynamic_sampling_on is None]
+    own = {
+        f"data.train.{number}.dynamic_sampling_on": (source.dynamic_sampling_on, [number])
+        for number, source in enumerate(sources)
+    }
+    named = {"algorithm.dynamic_sampling_on": (config.dynamic_sampling_on, shared), **own}
+    for path, (component, numbers) in named.items():
+        if component is None:
+            continue
+        if not algorithms.dynamic_sampling(config):
+            yield path, "has no effect without algorithm.dynamic_sampling above 0"
+        elif sources and not numbers:
+            yield path, "has no effect: every source of data.train sets its own; remove it"
+        yield from _component(spec, path, component, [sources[number] for number in numbers])
 
 
 def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
@@ -315,7 +336,7 @@ def _functions(
     """Reward functions of one list that cannot work; `labels`: those of components before them."""
     for index, function in enumerate(functions):
         path = f"{section}.{index}"
-        label = _label(function)
+        label = function.component
         if label in labels:
             yield f"{path}.label", f"two components have the label '{label}'; set another label for one of them"
         labels.append(label)
@@ -323,6 +344,8 @@ def _functions(
             limit = spec.schedule.score_timeout_s
             yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
         yield from _reward_name(spec, section, f"{path}.name", function.name)
+        if function.name == "python_tests":
+            yield from _test_cases(spec, section, path, function.args.get("tests", "answer"))
         if function.batched and function.name in REWARD_FUNCTIONS:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
         if function.process and _is_held_out(section):
@@ -353,21 +376,18 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.judge.max_tokens", f"leaves no room for a question: must be less than {limit}"
 
 
-def _label(function: RewardFunctionConfig) -> str:
-    """Name of the function's component."""
-    return function.label or function.name.rpartition(":")[2]
-
-
-def _component(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
-    """A field that names a reward component which the spec, or one of its sources, does not have."""
+def _component(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:
+    """A field that names a reward component which the spec, or one of these sources, does not have."""
     reward = spec.roles.reward
-    of_role = [_label(function) for function in reward.functions]
+    of_role = [function.component for function in reward.functions]
     of_role += ["reward_model"] if reward.model is not None else []
     of_sources = {
-        f" in the rewards of {one.name}": of_role if one.rewards is None else list(map(_label, one.rewards))
-        for one in spec.data.mixture
+        f" in the rewards of {one.name}": of_role
+        if one.rewards is None
+        else [function.component for function in one.rewards]
+        for one in sources
     }
-    for where, labels in (of_sources or {"": of_role}).items():
+    for where, labels in (of_sources if spec.data.mixture else {"": of_role}).items():
         if name not in labels:
             known = f"there are: {', '.join(labels)}"
             yield path, f"no reward component '{name[:60]}'{where} ({nearest(name, labels) or known})"
@@ -384,6 +404,18 @@ def _reward_name(spec: RolloutSpec, section: str, path: str, name: str) -> Itera
             yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
         if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
             yield path, f"compares with the correct answer, but data.{split}.answer is null"
+
+
+def _test_cases(spec: RolloutSpec, section: str, path: str, place: Any) -> Iterator[Finding]:
+    """Sources whose rows have no test cases where `python_tests` looks for them."""
+    for split, source in _scored_by(spec, section).items():
+        if isinstance(source, ReasoningGymSource):
+            continue
+        if place == "answer" and source.answer is None:
+            why = f"reads test cases from the answer, but data.{split}.answer is null; set args.tests to their column"
+            yield path, why
+        elif place != "answer" and place not in source.metadata:
+            yield f"{path}.args.tests", f"{show(place)} is not in data.{split}.metadata; add it there"
 
 
 def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
@@ -424,7 +456,7 @@ def _data(spec: RolloutSpec) -> Iterator[Finding]:
             yield from _candidates(spec, split)
     curriculum = spec.data.curriculum
     if curriculum is not None and curriculum.component is not None:
-        yield from _component(spec, "data.curriculum.component", curriculum.component)
+        yield from _component(spec, "data.curriculum.component", curriculum.component, spec.data.mixture)
     if curriculum is not None and curriculum.over_sources and len(spec.data.mixture) < 2:
         yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
     prompts = {f"data.{split}": source for split, source in sources.items()}
@@ -446,8 +478,6 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
         path = f"data.train.{number}"
         if source.group_size is not None and source.group_size < least:
             yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
-        if source.environment is not None and spec.roles.environment is None:
-            yield f"{path}.environment", "has no effect: there is no role environment; remove it"
         if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
             limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
             yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"
@@ -464,19 +494,24 @@ def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:
 
 
 def _texts(spec: RolloutSpec) -> Iterator[Finding]:
-    coef, texts = spec.algorithm.ptx_coef, spec.data.ptx
-    if texts is None:
+    coef, sources = spec.algorithm.ptx_coef, spec.data.text_sources()
+    if not sources:
         if coef > 0:
             yield "data.ptx", f"is required: algorithm.ptx_coef is {coef:g}"
         return
     if coef == 0:
         yield "data.ptx", "has no effect without algorithm.ptx_coef above 0"
-    if texts.texts_per_step < spec.schedule.minibatches:
-        why = f"{texts.texts_per_step} texts are too few for {spec.schedule.minibatches} minibatches"
-        yield "data.ptx.texts_per_step", why
+    if isinstance(spec.data.ptx, tuple):
+        yield from name_problems("data.ptx", spec.data.ptx)
+    pieces = sum(source.texts_per_step for source in sources.values())
+    if pieces < spec.schedule.minibatches:
+        why = f"{pieces} texts are too few for {spec.schedule.minibatches} minibatches"
+        yield f"data.{next(iter(sources))}.texts_per_step", why
     budget = spec.roles.policy.micro_batch_tokens
-    if budget < texts.max_tokens:
-        yield "data.ptx.max_tokens", f"{texts.max_tokens} is more than roles.policy.micro_batch_tokens, {budget}"
+    for section, texts in sources.items():
+        if budget < texts.max_tokens:
+            why = f"{texts.max_tokens} is more than roles.policy.micro_batch_tokens, {budget}"
+            yield f"data.{section}.max_tokens", why
 
 
 def _output(spec: RolloutSpec) -> Iterator[Finding]:
@@ -490,14 +525,17 @@ def _evaluation(spec: RolloutSpec) -> Iterator[Finding]:
     if evaluation is None:
         return
     yield from evaluation_problems(evaluation, spec.data.eval is not None)
-    samplings = {"evaluation.sampling": evaluation.sampling}
-    samplings |= {
-        f"data.{section}.sampling": source.sampling
-        for section, source in spec.data.held_out_sets().items()
-        if isinstance(source, HeldOut) and source.sampling is not None
-    }
-    for path, sampling in samplings.items():
-        yield from _eval_sampling(spec, path, sampling)
+    yield from _eval_sampling(spec, "evaluation.sampling", evaluation.sampling)
+    sources = spec.data.held_out_sets()
+    for held_out in spec.held_out_sets():
+        source, path = sources[held_out.section], "evaluation.sampling"
+        if isinstance(source, HeldOut) and source.sampling is not None:
+            path = f"data.{held_out.section}.sampling"
+            yield from _eval_sampling(spec, path, source.sampling)
+        longest = held_out.sampling.max_tokens
+        if held_out.environment is not None and longest is not None and longest > spec.sampling.max_tokens:
+            limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
+            yield f"{path}.max_tokens", f"turns of episodes have at most {limit}"
 
 
 def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iterator[Finding]:
@@ -507,13 +545,9 @@ def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iter
         if sampling.top_k:
             yield f"{path}.top_k", "has no effect on greedy decoding; set a temperature above 0"
     longest = sampling.max_tokens
-    if longest is None:
-        return
-    if longest >= spec.roles.rollout.max_model_len:
+    if longest is not None and longest >= spec.roles.rollout.max_model_len:
         room = f"roles.rollout.max_model_len, {spec.roles.rollout.max_model_len}"
         yield f"{path}.max_tokens", f"{longest} leaves no room for a prompt in {room}"
-    elif spec.roles.environment is not None and longest > spec.sampling.max_tokens:
-        yield f"{path}.max_tokens", f"turns of episodes have at most sampling.max_tokens, {spec.sampling.max_tokens}"
 
 
 def _alarm(spec: RolloutSpec) -> Iterator[Finding]:

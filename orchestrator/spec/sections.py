@@ -182,6 +182,20 @@ class EnvironmentRole(EnvironmentConfig, ScaledRole):
     """Workers that hold the episodes of an environment."""
 
 
+SECTION, LIST, MAP = "section", "list", "map"
+"""The forms of data and environments: one section, a list of sections, or sections by name."""
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
+
+
+def environment_form(role: Any) -> str:
+    """The form that `roles.environment` is written in: a map has a section that is no field of an environment."""
+    fields = EnvironmentRole.model_fields
+    is_map = isinstance(role, dict) and any(
+        isinstance(one, dict | Frozen) for key, one in role.items() if key not in fields
+    )
+    return MAP if is_map else SECTION
+
+
 class JudgeRole(EngineRole):
     """Workers that answer the reward function `judge`: one vLLM engine with a frozen model each."""
 
@@ -198,16 +212,20 @@ class JudgeRole(EngineRole):
 class Roles(Frozen):
     """The worker roles: a field for each."""
 
-    def present(self) -> dict[RoleName, RoleResources]:
-        """The roles this spec has, by name."""
-        return {name: role for name, role in self if isinstance(role, RoleResources)}  # pyright: ignore
+    def present(self) -> dict[str, RoleResources]:
+        """The roles this spec has, by name: by `environment.NAME` those of a map."""
+        found: dict[str, RoleResources] = {}
+        for name, role in self:
+            sections: Any = {f"{name}.{key}": one for key, one in role.items()} if isinstance(role, dict) else {}
+            found |= {name: role} if isinstance(role, RoleResources) else sections
+        return found
 
-    def scaled(self) -> dict[RoleName, ScaledRole]:
+    def scaled(self) -> dict[str, ScaledRole]:
         """The roles whose number of workers can change, by name: those that are not colocated with another."""
         roles = self.present().items()
         return {name: role for name, role in roles if isinstance(role, ScaledRole) and role.colocate_with is None}
 
-    def trainers(self) -> dict[RoleName, TrainerRole]:
+    def trainers(self) -> dict[str, TrainerRole]:
         """The roles that train, by name."""
         return {name: role for name, role in self.present().items() if isinstance(role, TrainerRole)}
 
@@ -225,11 +243,25 @@ class RolesConfig(Roles):
     """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
     reward: RewardRole
     """Workers that score responses."""
-    environment: EnvironmentRole | None = None
-    """The environment that the policy acts in over several turns; null: a sample is one response to its prompt."""
+    environment: (
+        Annotated[
+            Annotated[EnvironmentRole, Tag(SECTION)]
+            | Annotated[dict[Name, EnvironmentRole], Field(min_length=1), Tag(MAP)],
+            Discriminator(environment_form),
+        ]
+        | None
+    ) = None
+    """The environment that the policy acts in over several turns, or several by name (`{tools: {...}, games: {...}}`),
+    of which each source of `data.train` and each set of `data.eval` names its own; null: a sample is one response to
+    its prompt."""
     judge: JudgeRole | None = None
     """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
     used."""
+
+    def environments(self) -> dict[str, EnvironmentRole]:
+        """The environments by name: empty for one without a name."""
+        role = self.environment
+        return role if isinstance(role, dict) else {} if role is None else {"": role}
 
 
 class BaseSchedule(Frozen):
@@ -401,6 +433,43 @@ TextSource = Annotated[
 ]
 
 
+class SourceName(Frozen):
+    """One of several sources."""
+
+    name: str = Field(max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
+    """Name of the source in metrics, samples and messages."""
+
+
+class NamedHubFiles(SourceName, HubFiles):
+    """Files of a dataset on the Hugging Face hub, as one of several sources, where `name` is that of the source."""
+
+    dataset: str = Field(pattern=HUB_NAME)
+    """Name of the dataset, `org/name`."""
+
+    @property
+    def dataset_field(self) -> str:
+        """The field with the name of the dataset."""
+        return "dataset"
+
+
+class NamedFileTexts(SourceName, FileTexts):
+    """A file of texts, as one of several sources."""
+
+
+class NamedDatasetsTexts(SourceName, DatasetsTexts):
+    """A folder written by `save_to_disk` of the `datasets` library, as one of several sources."""
+
+
+class NamedHubTexts(NamedHubFiles, HubTexts):
+    """Files of a dataset on the Hugging Face hub, as one of several sources, where `name` is that of the source."""
+
+
+NamedTexts = Annotated[
+    NamedFileTexts | NamedDatasetsTexts | NamedHubTexts,
+    Field(discriminator="kind"),
+]
+
+
 class RecipeConfig(Frozen):
     """One task family of reasoning-gym."""
 
@@ -441,6 +510,10 @@ class HeldOut(Frozen):
     its reward model."""
     solved_at: float | None = None
     """As `evaluation.solved_at`, for this set; null: by the rule that stands there, applied to the set's rewards."""
+    environment: str | None = None
+    """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
+    `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
+    it."""
     level: str = "level"
     """Key of the metadata (`metadata`) by whose values the results are also reported, where rows have it; tasks of
     reasoning_gym have `recipe`."""
@@ -466,14 +539,11 @@ HeldOutSet = Annotated[
     FileSet | DatasetsSet | HubSet | ReasoningGymSet,
     Field(discriminator="kind"),
 ]
-SetName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
 
 
-class SourceShare(Frozen):
+class SourceShare(SourceName):
     """The part of one source in a mixture."""
 
-    name: str = Field(max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
-    """Name of the source in metrics, samples and messages."""
     weight: float = Field(default=1.0, gt=0.0)
     """Prompts or examples that are drawn from this source, relative to the other sources."""
     repeats: int = Field(default=0, ge=0)
@@ -493,9 +563,14 @@ class MixedPrompts(SourceShare):
     """Samples per prompt; null: `algorithm.group_size`."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest response (of an episode: longest turn), in tokens, at most `sampling.max_tokens`; null: that."""
-    environment: Literal["none"] | None = None
-    """`none`: a sample is one response to its prompt, although the run has the role `environment`; null: it is an
-    episode there, if the run has that role."""
+    environment: str | None = None
+    """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
+    `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
+    it."""
+    mask_truncated: bool | None = None
+    """As `algorithm.mask_truncated`, for this source; null: that."""
+    dynamic_sampling_on: str | None = None
+    """As `algorithm.dynamic_sampling_on`, for this source, whose rewards may have other components; null: that."""
 
 
 class MixedFile(MixedPrompts, FileSource):
@@ -506,16 +581,8 @@ class MixedDatasets(MixedPrompts, DatasetsSource):
     """A folder written by `save_to_disk` of the `datasets` library, in a mixture."""
 
 
-class MixedHubFiles(SourceShare, HubFiles):
+class MixedHubFiles(SourceShare, NamedHubFiles):
     """Files of a dataset on the Hugging Face hub, in a mixture, where `name` is that of the source."""
-
-    dataset: str = Field(pattern=HUB_NAME)
-    """Name of the dataset, `org/name`."""
-
-    @property
-    def dataset_field(self) -> str:
-        """The field with the name of the dataset."""
-        return "dataset"
 
 
 class MixedHub(MixedPrompts, MixedHubFiles, HubSource):
@@ -530,9 +597,6 @@ MixedSource = Annotated[
     MixedFile | MixedDatasets | MixedHub | MixedReasoningGym,
     Field(discriminator="kind"),
 ]
-
-SECTION, LIST, MAP = "section", "list", "map"
-"""The forms of data: one source, a list of sources, or sources by name."""
 
 
 def form_of(data: Any) -> str:
@@ -572,7 +636,7 @@ class DataConfig(Frozen):
     """Prompts to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
     eval: (
         Annotated[
-            Annotated[DataSource, Tag(SECTION)] | Annotated[dict[SetName, HeldOutSet], Tag(MAP)],
+            Annotated[DataSource, Tag(SECTION)] | Annotated[dict[Name, HeldOutSet], Tag(MAP)],
             Discriminator(form_of),
         ]
         | None
@@ -581,8 +645,15 @@ class DataConfig(Frozen):
     and rewards. A name has lowercase letters, digits and `-`."""
     held_out: bool = True
     """Exclude every prompt of `train` from `eval`."""
-    ptx: TextSource | None = None
-    """Plain texts that every update of the policy also trains on (`algorithm.ptx_coef`)."""
+    ptx: (
+        Annotated[
+            Annotated[TextSource, Tag(SECTION)] | Annotated[tuple[NamedTexts, ...], Field(min_length=1), Tag(LIST)],
+            Discriminator(form_of),
+        ]
+        | None
+    ) = None
+    """Plain texts that every update of the policy also trains on (`algorithm.ptx_coef`): one source, or a list of named
+    sources, of each of which a step trains on its `texts_per_step`."""
     curriculum: CurriculumConfig | None = None
     """Draw prompts by how often they were solved; null: every pass over the data draws each of them once."""
 
@@ -604,6 +675,12 @@ class DataConfig(Frozen):
         if isinstance(self.train, tuple):
             return {f"train.{number}": source for number, source in enumerate(self.train)}
         return {"train": self.train}
+
+    def text_sources(self) -> dict[str, TextSource]:
+        """The sources of `ptx` by their path in the section `data`: `ptx`, or `ptx.0`, `ptx.1`, ..."""
+        if isinstance(self.ptx, tuple):
+            return {f"ptx.{number}": source for number, source in enumerate(self.ptx)}
+        return {} if self.ptx is None else {"ptx": self.ptx}
 
     def prompt_sources(self) -> dict[str, DataSource]:
         """The sources of prompts by their path in the section `data`."""
@@ -678,10 +755,10 @@ class CheckpointConfig(Frozen):
     keep: int = Field(default=3, ge=1)
     """Newest checkpoints kept."""
     async_save: bool = False
-    """Write checkpoints while training goes on, which waits only until each trainer has copied its state to host memory
-    (`troupe plan` counts it). The last one of a run is written before it ends."""
+    """Write checkpoints while training continues, which waits only until each trainer has copied its state to host
+    memory (`troupe plan` counts it). The last one of a run is written before it ends."""
     path: str | None = None
-    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
+    """URL of an object store (s3, gs or file, with pyarrow's options as a query) to which checkpoints are copied
     in the background, those of each run to a folder of its name. A run resumes from there where its folder has none as
     new."""
     best: BestConfig | None = None
@@ -720,14 +797,14 @@ class BaseFailures(Frozen):
     nonfinite_steps: int = Field(default=3, ge=1)
     """Consecutive updates of a role with a gradient that is not finite before the run stops."""
     failed_saves: int = Field(default=3, ge=0)
-    """Checkpoints in a row that may fail (disk full, read-only) before the run ends; it trains on meanwhile."""
+    """Checkpoints in a row that may fail (disk full, read-only) before the run ends; training continues meanwhile."""
     run_restarts: int = Field(default=5, ge=0)
     """Restarts of the whole run by `troupe run --supervise` without a new checkpoint in between."""
     stopped_s: float = Field(default=5.0, ge=1.0)
     """Seconds after which a worker counts as lost whose process is stopped (SIGSTOP, a frozen container)."""
     hung_s: float = Field(default=120.0, gt=0.0)
     """Seconds after which a call that computes on policy, critic or reference counts as hung where it has also taken 10
-    times as long as the longest such call before, of at least 5; until then the timeouts of `schedule` bound it."""
+    times as long as the longest such call before, of at least 5; until then the timeouts of `schedule` apply."""
     steps_per_restart: int = Field(default=100, ge=0)
     """Steps without a loss of the role after which one of the restarts below counts no more; 0: all count for the whole
     run."""
@@ -745,7 +822,7 @@ class FailureConfig(BaseFailures):
     engine_restarts: int = Field(default=3, ge=0)
     """Restarts of rollout engines that are tolerated."""
     environment_restarts: int = Field(default=10, ge=0)
-    """Restarts of environment workers that are tolerated."""
+    """Restarts of environment workers that are tolerated, of each environment."""
     judge_restarts: int = Field(default=3, ge=0)
     """Restarts of judge workers that are tolerated."""
     reward_restarts: int = Field(default=3, ge=0)

@@ -114,7 +114,7 @@ def task_levels(task: str) -> list[dict[str, Any]]:
         try:
             config = curriculum.generate_configuration({"seed": 0})
             config.validate()
-        except Exception:  # a curriculum may leave the bounds of its own task, which raises anything
+        except Exception:  # a curriculum may leave the bounds of the task, which raises anything
             continue
         fields = [field.name for field in dataclasses.fields(config) if field.name not in ("seed", "size")]
         settings = json_safe({name: getattr(config, name) for name in fields})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from troupe.orchestrator.roles.names import role_of
 from troupe.workers.contract.messages import Answer, Peak
 from troupe.workers.contract.units import GIB
 from troupe.workers.telemetry.peak_memory import resident_peak
@@ -16,7 +17,7 @@ class PeakMemory:
     def note(self, worker: str, answer: object) -> None:
         """Record the peak that the answer of a worker (`rollout-0`) reports; an answer without one is ignored."""
         if isinstance(answer, Answer) and answer.peak is not None:
-            role = worker.rpartition("-")[0]
+            role = role_of(worker)
             before = self.of(role)
             self._roles[role] = Peak(max(before.host, answer.peak.host), max(before.gpu, answer.peak.gpu))
 

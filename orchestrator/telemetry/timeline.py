@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
 
+from troupe.orchestrator.roles.names import is_worker, role_of
 from troupe.workers.contract import roles
 
 DRIVER = "driver-0"
@@ -35,8 +35,6 @@ TIMELINE = pa.schema(
     ]
 )
 """Columns of `timeline/step-NNNNNN.parquet`: a row for each span that ended during the step."""
-
-_WORKER = re.compile(r"([a-z_]+)-\d+")
 
 
 class Span(NamedTuple):
@@ -82,7 +80,10 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
         roles.RolloutEngine.change_weights,
     ),
     "evaluate": (roles.ExampleTrainer.evaluate,),
-    "checkpoint": (*(roles.Trainer.save, roles.Trainer.load, roles.Trainer.export, roles.Trainer.export_average),),
+    "checkpoint": (
+        *(roles.Trainer.save, roles.Trainer.begin_save, roles.Trainer.load),
+        *(roles.Trainer.export, roles.Trainer.export_average),
+    ),
 }
 _PHASE_OF = {method.__name__: phase for phase, methods in _METHODS.items() for method in methods}
 
@@ -92,13 +93,7 @@ def phase_of(worker: str, method: str) -> str:
     if worker == DRIVER:
         return method if method in PHASES else "other"
     # What is no worker serves the start: the cluster that reserves resources, a node that downloads.
-    return _PHASE_OF.get(method, "other") if _WORKER.fullmatch(worker) else "start"
-
-
-def role_of(worker: str) -> str:
-    """The role of a worker: `rollout` of `rollout-0`; of what is no worker, the first word (`node 10.0.0.7`)."""
-    found = _WORKER.fullmatch(worker)
-    return found[1] if found else worker.split(" ", 1)[0]
+    return _PHASE_OF.get(method, "other") if is_worker(worker) else "start"
 
 
 def timeline_table(step: int, spans: Iterable[Span]) -> pa.Table:

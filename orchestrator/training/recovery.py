@@ -110,7 +110,7 @@ class TrainerRecovery:
         return None if kept is None or len(kept) > self._spec.failures.replay_steps else kept
 
     def begin_save(self) -> None:
-        """Notes that the trainers' state of now is copied, or written, for the next `commit`."""
+        """Notes that the trainers' current state is copied, or written, for the next `commit`."""
         self._later = []
 
     async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:

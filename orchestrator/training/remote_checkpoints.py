@@ -36,6 +36,7 @@ from troupe.orchestrator.training.checkpoint import (
     folder_name,
     step_of,
 )
+from troupe.workers.contract.atomic_file import PRIVATE, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class RemoteCheckpoints:
         """Opens the store.
 
         Args:
-            url: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///...`, with pyarrow's options as a query.
+            url: `s3://bucket/folder`, `gs://...` or `file:///...`, with pyarrow's options as a query.
             name: Name of the run, a folder there.
             keep: Number of checkpoints that `upload` keeps.
 
@@ -117,7 +118,7 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: there is none.
+        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: the store has none.
 
         Raises:
             CheckpointError: The store cannot be reached, or the folder cannot be written.
@@ -133,8 +134,11 @@ class RemoteCheckpoints:
         Raises:
             CheckpointError: The store cannot be reached.
         """
-        with contextlib.suppress(InvalidCheckpoint):  # an earlier version has uploaded none
-            self._repeat(lambda: self._receive(self._root / RESOLVED_SPEC, file))
+        with (
+            contextlib.suppress(InvalidCheckpoint),  # an earlier version has uploaded none
+            replacing(file, PRIVATE) as unfinished,
+        ):
+            self._repeat(lambda: self._receive(self._root / RESOLVED_SPEC, unfinished))
 
     def fetch_step(self, store: CheckpointStore, step: int) -> Checkpoint | None:
         """Copies the checkpoint of a step into a run's folder; None: it is not valid. Raises CheckpointError."""
@@ -255,7 +259,7 @@ class Uploads:
         self._failed = 0
         self._running: asyncio.Task[None] | None = None
         self._newest: Path | None = None
-        """The checkpoint that is being uploaded, or whose upload failed; None: there is none."""
+        """The checkpoint that is being uploaded, or whose upload failed; None: no such checkpoint."""
         self._protected: frozenset[int] = frozenset()
 
     def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:

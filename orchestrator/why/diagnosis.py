@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.behaviour import Behaviour, behaviour_of, process_line, stack_lines
@@ -167,7 +168,7 @@ def _trainer_gone(facts: Facts) -> Diagnosis | None:
     """A trainer whose process has ended, and that no call has reached since."""
     called = {call.worker for call in open_calls(facts)}
     for name, pid in facts.workers.items():
-        if name in called or name.rpartition("-")[0] not in _TRAINERS:
+        if name in called or role_of(name) not in _TRAINERS:
             continue
         process = next((p for p in facts.tree(name) if p.pid == pid), None)
         if process is not None and process.state in ("", "Z"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
+from troupe.orchestrator.roles.names import role_of, section_of
 
 DriverState = Literal["answers", "blocked", "silent", "stopped", "dead"]
 """`blocked`: its event loop does not run; `silent`: it answers nothing at all although its process runs."""
@@ -108,8 +109,8 @@ class Facts:
         return tuple(process for process in self.processes if process.worker == worker)
 
     def role(self, role: str) -> Iterator[ProcessFacts]:
-        """The processes of all workers of a role."""
-        return (process for process in self.processes if process.worker.rpartition("-")[0] == role)
+        """The processes of all workers of a role, or of all roles of a section."""
+        return (process for process in self.processes if role in (own := role_of(process.worker), section_of(own)))
 
 
 @dataclass(frozen=True)

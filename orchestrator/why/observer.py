@@ -28,6 +28,7 @@ from troupe.orchestrator.processes.inspection import ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
@@ -134,7 +135,7 @@ class RunObserver:
         return replace(known, driver=driver, processes=processes, nodes=nodes, exit_reasons=words)
 
     def report(self, error: str = "") -> DiagnosisReport:
-        """A diagnosis of now."""
+        """The current diagnosis."""
         began = time.monotonic()
         diagnosis = diagnose(self.facts(error))
         return DiagnosisReport(time.time(), os.getpid(), diagnosis, round(time.monotonic() - began, 2))
@@ -156,7 +157,7 @@ class RunObserver:
         )
         waited = tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls)
         names, roles = {call.worker for call in waited}, roles_behind(waited)
-        workers = {n: p.pid for n, p in cluster.locations().items() if n in names or n.rpartition("-")[0] in roles}
+        workers = {n: p.pid for n, p in cluster.locations().items() if n in names or section_of(role_of(n)) in roles}
         return Facts(
             run,
             DriverFacts(os.getpid(), socket.gethostname()),
@@ -181,7 +182,7 @@ class RunObserver:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
     def _examined(self) -> DiagnosisReport:
-        """A diagnosis of now; where that fails, what failed."""
+        """The current diagnosis; where that fails, what failed."""
         try:
             return self.report()
         except Exception as problem:

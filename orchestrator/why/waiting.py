@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from troupe.orchestrator.processes.inspection import ProcessFacts
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import ROLES
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.behaviour import Behaviour, behaviour_of
@@ -12,7 +13,7 @@ from troupe.orchestrator.why.facts import Call, Facts
 
 _LONG_POLLS = frozenset({"watch"})
 """Calls that answer only when something has happened."""
-_PROBES = frozenset({"health"})
+_PROBES = frozenset({"health", "save_status"})
 _BEHIND = {row.behind: row.section for row in ROLES.values() if row.behind is not None}
 """Roles whose workers serve a call of this method without the driver."""
 _AS_OLD = 0.3
@@ -57,7 +58,7 @@ def subject(facts: Facts, call: Call, process: ProcessFacts) -> str:
 
 def missing_rank(facts: Facts, call: Call, blocking: Iterable[str]) -> str:
     """How many other ranks of the role wait in a collective, as the end of a sentence; empty: none."""
-    role, blocking = call.worker.rpartition("-")[0], set(blocking)
+    role, blocking = role_of(call.worker), set(blocking)
     others = {p.worker for p in facts.role(role) if p.worker not in blocking and behaviour_of(p).kind == "collective"}
     if not others:
         return ""

@@ -145,7 +145,7 @@ def test_the_page_has_walkthroughs_with_diffs_and_commands() -> None:
 
 
 @pytest.mark.parametrize("title", sections())
-def test_a_walkthrough_applies_by_itself(title: str, extended: Extended) -> None:
+def test_a_walkthrough_applies_without_the_others(title: str, extended: Extended) -> None:
     assert extended.refused[title] == ""
 
 

@@ -146,7 +146,7 @@ def services(run: Command, name: str) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def own_disk(folder: Path, mebibytes: int = 256) -> Iterator[Path]:
-    """A file system of its own that can be frozen, mounted at `folder`."""
+    """A separate file system that can be frozen, mounted at `folder`."""
     folder.mkdir(parents=True)
     image = folder.parent / f"{folder.name}.img"
     with image.open("wb") as stream:

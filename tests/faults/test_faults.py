@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -51,7 +52,7 @@ def ppo(container: Container, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.mark.parametrize("fault", SIGNALS, ids=lambda fault: fault.name)
-def test_a_worker_is_lost_and_the_run_trains_on(container: Container, ppo: Run, fault: Signalled) -> None:
+def test_a_worker_is_lost_and_the_run_continues(container: Container, ppo: Run, fault: Signalled) -> None:
     outcome = fault.inject(ppo)
     record(container, outcome)
     assert outcome.ok, ppo.output[-4000:]
@@ -126,6 +127,54 @@ def test_a_signal_loses_no_finished_sample(container: Container, tmp_path: Path)
     outcome = f"saves; --resume takes over {saved['samples']} finished samples of open groups"
     record(container, Outcome("SIGTERM of an asynchronous run", outcome, None, seconds, 0, remains, ok=ok))
     assert ok, again.output
+
+
+COUNTED = """
+from troupe.workers.rewards.functions import letter_share
+
+def counted(response, answer, metadata):
+    with open({path!r}, "a") as lines:
+        lines.write("x\\n")
+    return letter_share(response, answer, metadata, letters="aeiou")
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_kill_throws_away_what_was_finished_since_the_checkpoint(
+    container: Container, tmp_path: Path, *, kept: bool
+) -> None:
+    """SIGKILL at a random moment of an asynchronous run; each sample that is scored leaves a line in a file."""
+    rng, scored, steps = random.Random(34), tmp_path / "scored", 12
+    (tmp_path / "counted_reward.py").write_text(COUNTED.format(path=str(scored)))
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
+    overrides = (
+        f"schedule.steps={steps}",
+        "schedule.max_staleness=3",
+        "checkpoint.every_steps=1",
+        "checkpoint.async_save=true",
+        f"checkpoint.samples_mib={1024 if kept else 0}",
+        "roles.reward.functions=[{name: 'counted_reward:counted'}]",
+    )
+    total = steps * 4 * 16
+    with running(container.run(tmp_path, GRPO, *overrides, name="thrown", env=env)) as run:
+        at = rng.randint(total // 3, 2 * total // 3)
+        run.wait_until(lambda: scored.is_file() and scored.stat().st_size >= 2 * at, f"{at} samples")
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.wait(30)
+        remains, before = left_behind(run), scored.stat().st_size // 2
+    began = time.monotonic()
+    with running(container.run(tmp_path, GRPO, *overrides, name="thrown", resume=True, env=env)) as again:
+        assert again.wait() == 0, again.output
+        seconds = time.monotonic() - began
+    thrown = scored.stat().st_size // 2 - total
+    trained = again.metrics[-1]["ledger/trained"]
+    fault = f"SIGKILL of an asynchronous run that {'keeps' if kept else 'does not keep'} finished samples"
+    outcome = f"`--resume` finishes the run; of {before} samples that were scored {thrown} are sampled again"
+    record(
+        container, Outcome(fault, outcome, None, seconds, thrown, remains, ok=trained == total and remains == "nothing")
+    )
+    assert trained == total and remains == "nothing"
+    assert thrown <= (4 if kept else 8) * 4 * 16
 
 
 def test_the_driver_is_killed_and_the_run_resumes(container: Container, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_guide_has_every_function_with_all_of_its_parameters() -> None:
         assert documented[name] == [*others, *(["*"] if keywords else []), *keywords], name
 
 
-def test_a_model_to_evaluate_is_named_by_itself_a_checkpoint_a_run_or_the_hub(tmp_path: Path) -> None:
+def test_a_model_to_evaluate_is_named_directly_by_a_checkpoint_a_run_or_the_hub(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=9)
     for step in (2, 4):
         saving = store.begin(step)
@@ -130,6 +130,13 @@ def test_a_model_to_evaluate_is_named_by_itself_a_checkpoint_a_run_or_the_hub(tm
     with pytest.raises(troupe.TroupeError, match=r"holds adapters: `troupe export RUN FOLDER --merge`"):
         library.evaluated_model(newest)
     assert library.is_endpoint("https://host/v1") and not library.is_endpoint("host/v1")
+
+
+@pytest.mark.parametrize("url", ["https://me:pass@host/v1", "http://key@host/v1", "https://host/v1?api_key=x"])
+def test_the_url_of_an_endpoint_holds_no_credentials(url: str) -> None:
+    with pytest.raises(troupe.TroupeError, match="the URL holds credentials") as raised:
+        troupe.evaluate(GRPO, url)
+    assert url not in str(raised.value)
 
 
 def test_the_run_of_a_folder_has_its_records(tmp_path: Path) -> None:

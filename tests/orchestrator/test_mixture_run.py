@@ -107,8 +107,8 @@ def test_samples_of_a_source_are_episodes_unless_it_says_otherwise(tmp_path: Pat
     run.change(roles={**run.spec.roles.model_dump(), "environment": {"name": "guess_number"}})
     run.run()
     requests = [request for engine in run.engines for request in engine.served]
-    asked = {(request.prompt_uid.partition("-")[0], request.episodes) for request in requests}
-    assert asked == {("math", True), ("chat", False)}
+    asked = {(request.prompt_uid.partition("-")[0], request.environment) for request in requests}
+    assert asked == {("math", ""), ("chat", None)}
 
 
 def test_metrics_are_reported_by_source(tmp_path: Path) -> None:
@@ -164,6 +164,21 @@ def test_asynchronous_runs_count_by_source_what_the_ledger_counts(tmp_path: Path
     last = run.lines()[-1]
     for what in ("dispatched", "trained", "dropped"):
         assert sum(last[f"source/{name}/{what}"] for name in SIZES) == outcome.ledger[what]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_truncated_samples_of_a_source_carry_no_loss_where_it_says_so(tmp_path: Path, own: bool) -> None:
+    """The setting of a source is used in place of the algorithm's, either way."""
+    run = run_of(tmp_path)
+    run.change(algorithm={"mask_truncated": not own})
+    run.change(data={"train": [TRAIN[0], TRAIN[1] | {"mask_truncated": own}]})
+    for engine in run.engines:
+        engine.truncated = frozenset({1})
+    run.run()
+    masked = [uid.partition("-")[0] for step in run.policies[0].masked for uid, _ in step]
+    assert masked and set(masked) == {"chat" if own else "math"}
+    for line, batch in zip(run.lines(), trained(run), strict=True):
+        assert line["masked_samples"] == sum(uid.startswith("chat" if own else "math") for uid in batch)
 
 
 def test_batch_statistics_are_taken_within_sources_unless_the_spec_says_otherwise(tmp_path: Path) -> None:

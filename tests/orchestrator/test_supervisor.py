@@ -1,4 +1,4 @@
-"""The supervisor, over small processes in the place of a run."""
+"""The supervisor, over small processes instead of a run."""
 
 from __future__ import annotations
 

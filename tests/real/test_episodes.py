@@ -36,7 +36,7 @@ from troupe.workers.weights.file import WeightPublisher
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPTS = prompt_table(chat("Name a colour."), chat("What is 2 + 3?"), chat("Count to ten, slowly."))
-REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
+REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11, environment="")
 HERE = "tests.workers.environments.misbehaving"
 BOUNDS = EpisodeConfig(max_turns=4, truncated_turns="continue", turn_timeout_s=5.0, episode_timeout_s=60.0)
 
@@ -63,7 +63,7 @@ class LocalLink:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
     """One engine for all tests of this file."""
-    worker = RolloutWorker(rollout_config(tiny_model, 12).model_copy(update={"episode": BOUNDS}), "rollout-0")
+    worker = RolloutWorker(rollout_config(tiny_model, 12).model_copy(update={"episodes": {"": BOUNDS}}), "rollout-0")
     await worker.start()
     yield worker
     await worker.close()
@@ -83,9 +83,9 @@ async def rows(
     )
     await environments.start()
     before = worker._config
-    worker._config = before.model_copy(update={"episode": bounds})
+    worker._config = before.model_copy(update={"episodes": {"": bounds}})
     try:
-        await worker.connect_environments(LocalLink(environments))
+        await worker.connect_environments("", LocalLink(environments))
         summary, table = await worker.generate(request, PROMPTS)
         assert table.schema.equals(ROLLOUTS, check_metadata=True)
         assert [length for sample in summary.samples for length in sample.row_lengths] == [
@@ -101,11 +101,7 @@ async def rows(
 
 async def test_one_turn_is_the_plain_path_bit_by_bit(worker: RolloutWorker) -> None:
     played = await rows(worker, "single_turn", EpisodeConfig())
-    config, worker._config = worker._config, worker._config.model_copy(update={"episode": None})
-    try:
-        _, table = await worker.generate(REQUEST, PROMPTS)
-    finally:
-        worker._config = config
+    _, table = await worker.generate(replace(REQUEST, environment=None), PROMPTS)
     for own, plain in zip(played, table.to_pylist(), strict=True):
         assert json.loads(own.pop("conversation"))[-1] == {"role": "assistant", "content": plain["response"]}
         assert plain.pop("conversation") == ""
@@ -144,7 +140,7 @@ async def test_later_turns_compute_only_what_is_new(worker: RolloutWorker) -> No
     environments = EnvironmentWorker(EnvironmentConfig(name=f"{HERE}:Echo", args={"turns": 4}), "environment-0")
     await environments.start()
     try:
-        await worker.connect_environments(LocalLink(environments))
+        await worker.connect_environments("", LocalLink(environments))
         summary, _ = await worker.generate(replace(REQUEST, samples=1, seed=5), PROMPTS)
     finally:
         await environments.close()
@@ -235,11 +231,11 @@ async def test_an_update_in_the_middle_of_episodes_records_the_version_of_every_
         publisher.close()
 
     bounds = EpisodeConfig(max_turns=4, truncated_turns="continue", turn_timeout_s=60.0, episode_timeout_s=200.0)
-    config, worker._config = worker._config, worker._config.model_copy(update={"episode": bounds})
+    config, worker._config = worker._config, worker._config.model_copy(update={"episodes": {"": bounds}})
     try:
-        await worker.connect_environments(Talk(lambda: load(new)))
+        await worker.connect_environments("", Talk(lambda: load(new)))
         with sampling_config(worker, max_tokens=80):
-            groups = [GroupRequest(f"p{row}", row, 0, samples=3, seed=row) for row in range(3)]
+            groups = [GroupRequest(f"p{row}", row, 0, samples=3, seed=row, environment="") for row in range(3)]
             generated = await asyncio.gather(*(worker.generate(group, PROMPTS) for group in groups))
     finally:
         worker._config = config
@@ -294,7 +290,7 @@ async def test_episodes_start_again_when_their_worker_dies(worker: RolloutWorker
 
     link = Dying(first)
     try:
-        await worker.connect_environments(link)
+        await worker.connect_environments("", link)
         summary, table = await worker.generate(REQUEST, PROMPTS)
     finally:
         await second.close()

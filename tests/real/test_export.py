@@ -45,7 +45,18 @@ def _try_and_export(model: str, out: str) -> None:
     worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
     worker.try_save(f"{out}/trial")
     worker.export(f"{out}/export")
+    worker.save(f"{out}/saved")
+    worker.engine._engine.config["added"] = Path("/")
+    try:
+        worker.try_save(f"{out}/unreadable")
+    except ValueError as error:
+        Path(out, "refused").write_text(str(error))
     worker.close()
+
+
+def _sizes(folder: Path) -> dict[Path, int]:
+    files = (file for file in folder.rglob("*") if file.is_file() and "export" not in file.parts)
+    return {file.relative_to(folder): file.stat().st_size for file in files}
 
 
 @pytest.mark.parametrize("text", [json.dumps(INVALID), "{not json"], ids=["refused", "unreadable"])
@@ -64,3 +75,8 @@ def test_generation_settings_are_carried_as_they_are(tmp_path: Path, tiny_model:
     assert load_file(tmp_path / "export" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
     (trial,) = load_file(tmp_path / "trial" / "export" / "model.safetensors").values()
     assert trial.numel() < 1000
+    tried, saved = _sizes(tmp_path / "trial"), _sizes(tmp_path / "saved")
+    assert tried.keys() == saved.keys(), "the trial writes DeepSpeed's files as well"
+    assert sum(tried.values()) < 60_000 < sum(saved.values()), "without the numbers"
+    refusal = (tmp_path / "refused").read_text()
+    assert "cannot be read: Unsupported global: GLOBAL pathlib" in refusal

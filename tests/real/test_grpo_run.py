@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from pyarrow import fs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
@@ -33,6 +34,7 @@ from tests.real.commands import (
     interrupt,
     kill_each,
     ledger_balances,
+    metrics_lines,
     missing_metrics,
     replayed,
     running,
@@ -40,9 +42,11 @@ from tests.real.commands import (
     troupe_command,
 )
 from tests.real.poison import Canary
+from tests.s3_server import Faults, s3_server
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import verify
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 
 LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "response_tokens/mean", "policy/entropy")
 """Metrics that are equal in every run of the same spec and seed."""
@@ -82,19 +86,38 @@ def grpo(folder: Path, model: Path) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path) -> Iterator[Run]:
-    """The same spec resumed after SIGKILL of the driver at step 3. Then its policy is killed; its step is not saved."""
-    overrides = (f"schedule.steps={RESUMED_STEPS}", "checkpoint.keep=10")
-    with running(Run(folder, GRPO, *overrides, "checkpoint.every_steps=1", name="resumed")) as first:
-        first.wait_for_step(3)
-        first.process.send_signal(signal.SIGKILL)
-        first.process.wait()
-        assert first.leftover_processes() == []
-        assert first.weight_files == []
-    with running(Run(folder, GRPO, *overrides, "checkpoint.every_steps=3", name="resumed", resume=True)) as second:
-        kill_each(second, (4, "PolicyWorker"))
-        assert second.wait() == 0, second.output
-        assert second.leftover_processes() == []
-        yield second
+    """The same spec resumed in an empty folder after SIGKILL of the driver, from a copy of its checkpoint in a store.
+
+    Checkpoints are written while training goes on. Then its policy is killed; its step is not saved.
+    """
+    overrides = (f"schedule.steps={RESUMED_STEPS}", "checkpoint.keep=10", "checkpoint.async_save=true")
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    with s3_server() as (options, inject), pytest.MonkeyPatch.context() as patch:
+        for name, value in keys.items():
+            patch.setenv(name, value)
+        files, bucket = fs.FileSystem.from_uri(f"s3://runs?{options}&allow_bucket_creation=true")
+        files.create_dir(bucket)
+        url = f"s3://runs?{options}"
+        stored = (*overrides, f"checkpoint.path={url}")
+        killed = folder / "killed"
+        with running(
+            Run(folder, GRPO, *stored, "checkpoint.every_steps=1", name="resumed", out=killed, env=keys)
+        ) as first:
+            copies = RemoteCheckpoints(url, first.name, 10)
+            first.wait_until(lambda: copies.steps()[-1:] >= [3], "a copy of step 3")
+            first.process.send_signal(signal.SIGKILL)
+            first.process.wait()
+            assert first.leftover_processes() == []
+            assert first.weight_files == []
+        done = copies.steps()[-1]
+        inject(Faults("GET", errors=2, cuts=2))
+        again = Run(folder, GRPO, *stored, "checkpoint.every_steps=3", name="resumed", resume=True, env=keys)
+        with running(again) as second:
+            kill_each(second, (done + 1, "PolicyWorker"))
+            assert second.wait() == 0, second.output
+            assert second.leftover_processes() == []
+            assert copies.steps()[-1] == RESUMED_STEPS
+            yield second
 
 
 def test_a_run_writes_metrics_of_every_step(grpo: Run) -> None:
@@ -192,9 +215,11 @@ def test_grpo_increases_the_reward(grpo: Run) -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_equals_an_uninterrupted_one(grpo: Run, resumed: Run) -> None:
-    assert resumed.steps() == list(range(1, RESUMED_STEPS + 1))
-    for expected, line in zip(grpo.metrics, resumed.metrics, strict=False):
+def test_a_run_resumed_from_a_store_equals_an_uninterrupted_one(grpo: Run, resumed: Run, folder: Path) -> None:
+    done = resumed.steps()[0] - 1
+    assert resumed.steps() == list(range(done + 1, RESUMED_STEPS + 1))
+    lines = [line for line in metrics_lines(folder / "killed") if line["step"] <= done] + resumed.metrics
+    for expected, line in zip(grpo.metrics, lines, strict=False):
         assert {name: line[name] for name in LEARNING} == {name: expected[name] for name in LEARNING}
         assert ledger_balances(line)
     last = resumed.metrics[-1]
@@ -210,12 +235,15 @@ def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resume
 
     The checkpoint is that of the process before; trainers that are lost again and again are in test_replay.py.
     """
-    assert "policy restarted from the checkpoint of step 3, " in resumed.stdout
+    done = resumed.steps()[0] - 1
+    assert f"policy restarted from the checkpoint of step {done}, " in resumed.stdout
     # The groups that were in flight when the driver was killed are sampled again, and none because of a dead policy.
     again = load_rollout_spec(GRPO).schedule.prompts_per_step
-    assert [line["ledger/retries"] for line in resumed.metrics[3:]] == [again] * (RESUMED_STEPS - 3)
+    assert [line["ledger/retries"] for line in resumed.metrics] == [again] * (RESUMED_STEPS - done)
     assert {line["ledger/dropped"] for line in resumed.metrics} == {0}
-    for line, other in zip(resumed.metrics[:-1], grpo.metrics, strict=False):  # beside its last step, nothing in flight
+    for line, other in zip(
+        resumed.metrics[:-1], grpo.metrics[done:], strict=False
+    ):  # beside its last step, nothing in flight
         assert repeatable(line) | {"ledger/retries": 0} == repeatable(other)
     assert resumed.metrics[-1]["trainer_restarts"] == 1
 
@@ -242,7 +270,7 @@ def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeat
     for name in LEARNING:
         assert run.metrics[0][name] == pytest.approx(grpo.metrics[0][name], rel=1e-4, abs=1e-6), name
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    one, two = checkpoint_weights(resumed.out, 1), checkpoint_weights(run.out, 1)
+    one, two = checkpoint_weights(folder / "killed", 1), checkpoint_weights(run.out, 1)
     for name, tensor in one.items():
         moved = (tensor - start[name].float()).norm()
         # Adam's first step depends only on the sign of the gradient: round-off in tiny gradients becomes a full step.

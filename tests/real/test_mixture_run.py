@@ -1,39 +1,76 @@
-"""A run on two sources with rewards of their own, one of them with episodes, killed and resumed, on the real stack."""
+"""A run on two sources in two environments with three held-out sets, killed and resumed, on the real stack."""
 
 from __future__ import annotations
 
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import ROOT
 from tests.real.commands import Run, ledger_balances, run_troupe, running, trajectories
 from troupe.orchestrator.data.mixture import prompt_order
 from troupe.orchestrator.data.prompts import load_train_pool
+from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.telemetry.event_log import EVENTS
 
 TINY = ROOT / "deploy" / "specs" / "tiny-mixture.yaml"
 SPEC = load_rollout_spec(TINY)
 SIZES = {"sums": 8, "games": 4}
+SETS = {"vowels": (8, 4, False), "second-try": (6, 2, True), "guessing": (4, 1, True)}
+"""Prompts, samples of each, and whether they are episodes."""
+
+
+@dataclass
+class Killed:
+    """What the run had written when its driver was killed."""
+
+    evaluations: list[dict[str, Any]]
+    output: str
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """The shipped spec, whose driver gets SIGKILL at step 3, one after a checkpoint, and which is then resumed."""
+def killed() -> Killed:
+    return Killed([], "")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, killed: Killed) -> Iterator[Run]:
+    """The shipped spec, which is killed and resumed.
+
+    A worker of one environment gets SIGKILL after step 1, and the driver at step 3, one after a checkpoint.
+    """
     folder = tmp_path_factory.mktemp("runs")
     with running(Run(folder, TINY, name="mixture")) as first:
+        first.wait_for_step(1)
+        psutil.Process(pid_of(first.out, "environment.retry-0")).kill()
         first.wait_for_step(3)
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
         assert first.leftover_processes() == []
+        killed.evaluations, killed.output = evaluations(first), first.output
     with running(Run(folder, TINY, name="mixture", resume=True)) as second:
         assert second.wait() == 0, second.output
         assert second.leftover_processes() == []
         yield second
+
+
+def pid_of(out: Path, worker: str) -> int:
+    """Process of a worker, from the events of its run."""
+    events = [json.loads(line) for line in (out / EVENTS).read_text().splitlines()]
+    return next(int(event["detail"].rpartition("pid ")[2]) for event in events if event.get("worker") == worker)
+
+
+def evaluations(run: Run) -> list[dict[str, Any]]:
+    """The evaluations so far."""
+    return json.loads((run.out / EVALUATIONS).read_text())["evaluations"]
 
 
 def groups(run: Run) -> list[list[str]]:
@@ -53,25 +90,57 @@ def test_a_killed_and_resumed_mixture_draws_each_prompt_of_its_order_once(run: R
 
 @pytest.mark.real
 def test_each_source_is_sampled_and_rewarded_as_it_says(run: Run) -> None:
-    """Sums are single responses, rewarded by their vowels; games are episodes, rewarded by the environment."""
+    """Both sources are episodes: sums get a second try and the share of vowels, games are of guessing."""
     for step in run.steps():
         for row in trajectories(run.out, step).to_pylist():
             assert row["prompt_uid"].startswith(f"{row['source']}-")
             (component,) = row["components"]
+            assert component["name"] == "environment"
+            said = json.loads(row["conversation"])
+            turns = [turn["end"] - turn["start"] for turn in row["turns"] if turn["name"] == "assistant"]
+            texts = [message["content"] for message in said if message["role"] == "assistant"]
+            assert len(texts) == len(turns) <= 2
             if row["source"] == "sums":
-                text = row["response"]
-                assert (component["name"], row["conversation"]) == ("vowels", "")
-                assert len(row["response_ids"]) <= 6
-                assert row["reward"] == pytest.approx(sum(c in "aeiou" for c in text) / len(text) if text else 0.0)
+                *wrong, last = map(vowels, texts)
+                assert row["reward"] == pytest.approx(0.5 ** len(wrong) * last)
+                assert all(share < 0.4 for share in wrong) and (wrong or last >= 0.4)
+                assert said[0]["role"] == "user" and max(turns) <= 6
             else:
-                said = json.loads(row["conversation"])
-                turns = [turn["end"] - turn["start"] for turn in row["turns"] if turn["name"] == "assistant"]
                 assert said[0] == {"role": "system", "content": "Answer with one number."}
-                assert component["name"] == "environment"
-                assert row["reward"] in (0.0, 0.9, 1.0)
-                assert len(turns) <= 2 and max(turns) <= 4
-    last = run.metrics[-1]
-    assert last["episodes/turns"] <= 2 and last["episodes/failed"] == 0
+                assert row["reward"] in (0.0, 0.9, 1.0) and max(turns) <= 4
+    for line in run.metrics:
+        for name in ("guess", "retry"):
+            assert line[f"episodes/{name}/turns"] <= 2 and line[f"episodes/{name}/failed"] == 0
+            assert line[f"workers/environment.{name}"] == 1
+        assert 0 <= line["environment/retry/solved"] <= 1
+
+
+def vowels(text: str) -> float:
+    """Share of vowels, as `letter_share` counts it."""
+    return sum(letter in "aeiou" for letter in text) / len(text) if text else 0.0
+
+
+@pytest.mark.real
+def test_a_lost_worker_of_one_environment_is_replaced_alone(run: Run, killed: Killed) -> None:
+    assert "environment.retry-0 is lost" in killed.output
+    assert "environment.retry-0 was replaced and serves again" in killed.output
+    assert "environment.guess-0 is lost" not in killed.output
+    assert all(line["ledger/dropped"] == 0 for line in run.metrics)
+
+
+@pytest.mark.real
+def test_a_resumed_run_evaluates_the_same_sets_with_the_same_counts(run: Run, killed: Killed) -> None:
+    """Each set is sampled as it says, once per evaluation; what is evaluated again has the same result."""
+    found = evaluations(run)
+    assert [one["step"] for one in found] == [0, 3, 6]
+    assert found[:2] == killed.evaluations
+    for one in found:
+        table = pq.read_table(run.out / "evaluation" / f"step-{one['step']:06d}.parquet").to_pylist()
+        for label, (prompts, samples, episodes) in SETS.items():
+            assert one["sets"][label]["prompts"] == prompts
+            rows = [row for row in table if row["prompt_uid"].startswith(f"eval-{label}-")]
+            assert len(rows) == prompts * samples
+            assert {bool(row["conversation"]) for row in rows} == {episodes}
 
 
 @pytest.mark.real

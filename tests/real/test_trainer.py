@@ -250,6 +250,8 @@ class Scenario:
         numbers = sum(weight.numel() for weight in before.values())
         released = [worker.offload_states() / numbers, worker.offload_states()]
         self.record(f"offloaded-{name}", [*released, worker.digest() == digest_before])
+        with worker.engine._files.tried():  # which changes nothing
+            worker.engine._save_shards(f"{checkpoint}-trial")
         worker.save(checkpoint)  # from host memory
         worker.export(f"{checkpoint}-model")
         worker.export_average(f"{checkpoint}-average")
@@ -302,7 +304,7 @@ class Scenario:
 
     def late_files(self, worker: PolicyWorker, writer: LateWriter, checkpoint: str, late: str) -> list[Any]:
         """Let what was copied before the updates be written: [done before, after, refused meanwhile, what differs]."""
-        statuses = [worker.save_status(late)]
+        statuses, refused = [worker.save_status(late)], ""
         try:
             worker.save(checkpoint)
         except RuntimeError as error:

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,12 +95,16 @@ class User:
 
     def types(self, program: str, *arguments: str) -> str:
         """Run a program of the environment, require exit code 0, and return its standard output."""
+        return self.streams(program, *arguments)[0]
+
+    def streams(self, program: str, *arguments: str) -> tuple[str, str]:
+        """As `types`; standard output and standard error."""
         env = {"PYTHONPATH": "", "TROUPE_MODELS": str(self.models)}
         command = [str(self.environment / "bin" / program), *arguments]
         with running(Command(self.logs, command, env, self.folder)) as typed:
             assert typed.wait() == 0, typed.output
             assert typed.leftover_processes() == []
-            return typed.stdout
+            return typed.stdout, typed.stderr
 
     def written(self) -> set[str]:
         """Names of what the commands have left in the folder."""
@@ -174,3 +180,69 @@ def test_the_demo_trains_a_shipped_example_on_shipped_data_and_resumes(user: Use
     run = user.folder / "runs" / "tiny-dpo"
     assert str(user.environment) in (run / "spec.yaml").read_text(), "the data are those of the wheel"
     assert "already complete in runs/tiny-dpo" in user.types("troupe", *command)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark wrote."""
+
+    folder: Path
+    stdout: str
+    stderr: str
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The record on standard output."""
+        return json.loads(self.stdout)
+
+
+@pytest.fixture(scope="module")
+def measured(user: User, tiny_model: Path) -> Measured:
+    """Two points on one engine, beside bare vLLM, and then the trainers and the updates at the fastest of them."""
+    assert tiny_model.parent.samefile(user.models)
+    folder = user.logs.parent / "bench"
+    sweep = ("--prompts", "5", "--batches", "2", "--sweep", "sampling.max_tokens=6,24", "--baseline", "vllm")
+    what = ("--train", "--weights", "--json", "-o", str(folder / "bench.html"))
+    return Measured(folder, *user.streams("troupe", "bench", "examples:tiny-grpo", *sweep, *what))
+
+
+@pytest.mark.long
+def test_two_points_are_measured_on_one_engine_beside_bare_vllm(measured: Measured) -> None:
+    assert measured.stderr.splitlines().count("starting 1 rollout") == 1, "both points use the same engine"
+    record = measured.record
+    for point, longest in zip(record["points"], (6, 24), strict=True):
+        measures = point["measures"]
+        assert point["settings"] == {"sampling.max_tokens": longest} and not point["problem"]
+        assert measures["sequences"] == 5 * 16 and 1 <= measures["response_tokens"] <= longest
+        assert measures["most_running"] == 32 and measures["waiting"] > 0, "max_num_seqs is 32"
+        assert measures["cached"] > 0.5, "the samples of a group share their prompt"
+        assert 0 < measures["most_kv_use"] <= 1 and 0.5 < measures["busy"] <= 1
+        assert 0 < measures["first_token_s"]["p50"] <= measures["latency_s"]["p50"] <= measures["latency_s"]["p99"]
+        assert measures["prefill_per_s"] > 0 and measures["decode_per_s"] > 0
+        assert measures["bare_tokens_per_s"] > 0 and 0.3 < measures["against_bare"] < 3
+        assert point["bound"]["why"]
+    assert record["points"][1]["measures"]["response_tokens"] > record["points"][0]["measures"]["response_tokens"]
+    assert '"sampling.max_tokens":24' in (measured.folder / "bench.html").read_text()
+    assert record == json.loads((measured.folder / "bench.json").read_text())
+
+
+@pytest.mark.long
+def test_trainers_and_updates_are_measured_at_the_fastest_point_and_planned_with(
+    user: User, measured: Measured
+) -> None:
+    record = measured.record
+    train, (policy,) = record["train"], record["train"]["trainers"]
+    assert train["sequences"] == 5 * 16 and train["step_s"] > 0
+    assert 0 < policy["tokens_per_s"] * train["step_s"] < 1.2 * train["tokens"], "prompts of a group are shared"
+    assert policy["mfu"] is None
+    assert 0 <= policy["padding"] < 1 and policy["host_bytes"] > 2**28
+    backends = {one["backend"]: one["measures"] for one in record["weights"]}
+    assert {"shm", "gloo"} <= backends.keys()
+    for measures in backends.values():
+        parts = [measures[part] for part in ("publish_s", "transfer_s", "verify_s", "load_s")]
+        assert measures["nbytes"] > 1e6 and sum(parts) == pytest.approx(measures["seconds"])
+        assert measures["verify_s"] > 0 and measures["load_s"] > 0
+    changes = ("schedule.prompts_per_step=5", f"sampling.max_tokens={train['spec']['sampling']['sampling.max_tokens']}")
+    overrides = (part for change in changes for part in ("--set", change))
+    planned = user.types("troupe", "plan", "examples:tiny-grpo", *overrides, "--measured", str(measured.folder))
+    assert "a step takes about" in planned

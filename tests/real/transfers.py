@@ -86,6 +86,7 @@ def send(engine: TrainEngine, backend: TransferBackend) -> dict[str, list[tuple[
     receiver, found = Receiver(), {}
     sending.gpu_id = lambda device: f"GPU-{engine.rank}"
     sending.export_handle = receiver.show
+    sending.release_handle = lambda handle: None
     before = _whole(engine)
     for fault in FAULTS:
         receiver.fails_at = 2 if fault == "engine" else -1

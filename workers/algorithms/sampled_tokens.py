@@ -37,7 +37,7 @@ class SampledTokens:
     computed over all samples."""
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name of the source, bool [N]: its samples) for each part with statistics of its own; one without a name
+        """(name of the source, bool [N]: its samples) for each part with separate statistics; one without a name
         where they are computed over all samples."""
         if not self.sources:
             yield "", torch.ones(len(self.rewards), dtype=torch.bool)

@@ -335,6 +335,11 @@ class RewardFunctionConfig(Frozen):
     function that returns a number makes the sample fail. False: one number counts for the whole response; for a
     function that returns steps it is their outcome (by default their mean)."""
 
+    @property
+    def component(self) -> str:
+        """Name of the component: the label, or the function's own name."""
+        return self.label or self.name.rpartition(":")[2]
+
 
 class RewardConfig(Frozen):
     """The rewards that a reward worker computes."""
@@ -578,8 +583,8 @@ class RolloutConfig(Frozen):
     seed: int
     transfer_backend: TransferBackend
     device: Device
-    episode: EpisodeConfig | None = None
-    """Bounds of an episode in an environment; None: a sample is one response to its prompt."""
+    episodes: dict[str, EpisodeConfig] = Field(default_factory=dict)
+    """Bounds of an episode in each environment, by its name, empty for one without a name."""
     turn_forms: bool = False
     """Whether a turn of an episode can have a form: the loss then accounts for the tokens that it permits."""
     sleep: Sleep = "none"

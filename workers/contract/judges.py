@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +23,11 @@ class JudgeAnswer:
     """Why there is no answer; empty: there is one."""
     said: str = ""
     """Part of what came instead of an answer."""
+
+
+def whole_words(text: str) -> str:
+    """An answer that was cut, without its last word: of `Score: 10` the cut may have left `Score: 1`."""
+    return re.sub(r"\S+\Z", "", text)
 
 
 class Judge(Protocol):

@@ -216,9 +216,9 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
-    """With a temperature of its own."""
+    """With a separate temperature."""
     top_k: int = 0
-    """With a temperature of its own; 0: all tokens."""
+    """With a separate temperature; 0: all tokens."""
     temperature: float | None = None
     """None: sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False
@@ -228,8 +228,9 @@ class GroupRequest:
     training."""
     forms: bool = True
     """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
-    episodes: bool = True
-    """Whether a sample is an episode, where the run has an environment; False: one response to its prompt."""
+    environment: str | None = None
+    """Name of the environment that a sample is an episode in, empty for one without a name; None: a sample is one
+    response to its prompt."""
     finished: tuple[SampleSummary, ...] = ()
     """Samples that are not sampled again: an earlier run has finished them (`RolloutEngine.generate_rest`)."""
 
@@ -471,6 +472,16 @@ class KeptFile:
     nbytes: int
     digest: str
     """xxh3-128 of its bytes."""
+
+
+@dataclass(frozen=True)
+class TextCut:
+    """How the next texts of a table are cut."""
+
+    rows: int
+    """Number of texts."""
+    max_tokens: int
+    """Longest piece, in tokens."""
 
 
 @dataclass(frozen=True)

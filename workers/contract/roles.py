@@ -27,6 +27,7 @@ from troupe.workers.contract.messages import (
     RankPlan,
     RewardSummary,
     SaveStatus,
+    TextCut,
     TextSummary,
     TrainSummary,
     UpdateMetrics,
@@ -153,8 +154,8 @@ class EnvironmentServer(Watched, Protocol):
 class RolloutEngine(Replica, Protocol):
     """A rollout worker: one vLLM engine."""
 
-    def connect_environments(self, link: EnvironmentLink) -> Reply[None]:
-        """Uses these environment workers for new episodes."""
+    def connect_environments(self, name: str, link: EnvironmentLink) -> Reply[None]:
+        """Uses these environment workers for new episodes in the environment of this name."""
         ...
 
     def generate(self, request: GroupRequest, prompts: TableRef) -> Reply[tuple[GroupSummary, TableRef]]:
@@ -343,7 +344,7 @@ class Policy(Trainer, Protocol):
         """Joins rollouts, rewards and token scores into a TRAIN table with advantages. Not collective."""
         ...
 
-    def cut_texts(self, texts: TableRef, max_tokens: int) -> Reply[tuple[TextSummary, TableRef]]:
+    def cut_texts(self, texts: TableRef, cuts: Sequence[TextCut]) -> Reply[tuple[tuple[TextSummary, ...], TableRef]]:
         """Tokenizes plain texts and splits them into pieces (PPO-ptx). Not collective."""
         ...
 

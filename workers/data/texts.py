@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from troupe.workers.contract.messages import TEXTS, RankPlan, TextSummary
+from troupe.workers.contract.messages import TEXTS, RankPlan, TextCut, TextSummary
 from troupe.workers.data.plain_text import as_text, text_ids
 from troupe.workers.data.tokenizer import before_a_text, outside_embedding
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
@@ -48,6 +49,22 @@ def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: i
     tokens = tuple(1 + len(row["response_ids"]) for row in rows)
     summary = TextSummary(tokens, len(problems), tuple(problems[:MAX_REPORTED]))
     return summary, pa.Table.from_pylist(rows, schema=TEXTS)
+
+
+def cut_sources(
+    tokenizer: PreTrainedTokenizerBase, texts: pa.Table, cuts: Sequence[TextCut]
+) -> tuple[tuple[TextSummary, ...], pa.Table]:
+    """The texts of several sources, which follow each other in the table, each cut as `cut_texts` does.
+
+    Returns:
+        A summary of each source, and one TEXTS table with their pieces one after another.
+    """
+    starts = accumulate((cut.rows for cut in cuts), initial=0)
+    found = [
+        cut_texts(tokenizer, texts.slice(start, cut.rows), cut.max_tokens)
+        for start, cut in zip(starts, cuts, strict=False)
+    ]
+    return tuple(summary for summary, _ in found), pa.concat_tables(table for _, table in found)
 
 
 def text_batches(texts: pa.Table, plan: RankPlan) -> list[TokenBatch]:

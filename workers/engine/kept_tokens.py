@@ -73,7 +73,7 @@ def record_kept_tokens(runner: Any) -> None:
 
 
 def _as_lists(rows: Sequence[Words]) -> SamplingMaskLists:
-    """One row for each request of a step, in the form of vLLM's own sets; words are in the place of ids."""
+    """One row for each request of a step, in the form of vLLM's own sets; words are instead of ids."""
     from vllm.v1.outputs import SamplingMaskLists
 
     offsets = np.zeros(len(rows) + 1, np.int64)

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
@@ -45,6 +45,7 @@ def fork_server() -> None:
     if threads := len(os.listdir("/proc/self/task")) - 1:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
     multiprocessing.set_forkserver_preload([])
+    resource_tracker.ensure_running()  # spawned, as the fork server would start it
     original, util.spawnv_passfds = util.spawnv_passfds, _fork
     try:
         with _temporary_files_in(temporary_folder()):

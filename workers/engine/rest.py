@@ -1,7 +1,7 @@
 """What an engine holds of a GPU that it shares with a trainer: it rests while the trainer updates, and wakes in order.
 
-The order matters. vLLM resumes by itself as soon as all of an engine's memory is back, and it reports the old version
-over weights that were discarded. So the cache, which is always the last part to come back, waits here until the
+The order matters. vLLM resumes automatically as soon as all of an engine's memory is back, and it reports the old
+version over weights that were discarded. So the cache, which is always the last part to come back, waits here until the
 weights have been verified.
 """
 
@@ -115,7 +115,7 @@ class EngineMemory:
             self.state = MemoryState.VERIFIED
 
     async def wake(self, engine: SleepingEngine) -> bool:
-        """Take back the cache; vLLM then resumes by itself. Returns whether the engine was resting.
+        """Take back the cache; vLLM then resumes automatically. Returns whether the engine was resting.
 
         Raises:
             StaleWake: The weights are gone or unverified.

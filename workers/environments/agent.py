@@ -283,7 +283,7 @@ class Agent(Environment):
         return await _stream(request, completion(messages))
 
     def _retried(self, request: web.Request, body: Any) -> _PendingRequest | None:
-        """The same request whose client has given up waiting, which this one takes over; None: there is none."""
+        """The same request whose client has given up waiting, which this one takes over; None: no such request."""
         for asked in self._asked:
             if _given_up(asked.request) and asked.body == body:
                 asked.request = request

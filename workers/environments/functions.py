@@ -25,7 +25,7 @@ _ARGUMENT = re.compile(r"^ {4,8}(\w+)(?: \([^)]*\))?: (.*)$")
 
 
 class ToolCallError(Exception):
-    """A call that failed; the message is what the policy is told."""
+    """A call that failed; the policy receives the message."""
 
 
 @dataclass(frozen=True)

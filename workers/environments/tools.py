@@ -18,7 +18,7 @@ CUT = "The turn was cut at its token limit. It calls no tool, and it is not the 
 
 
 def unread_call(message: Message) -> str | None:
-    """What a policy is told whose turn was cut, or has a call that cannot be read; None for any other turn."""
+    """The message to a policy whose turn was cut, or has a call that cannot be read; None for any other turn."""
     if message.get("finish_reason") == "length":
         return CUT
     begun = "unread_call" in message or any(marker in message["content"] for marker in CALL_MARKERS)

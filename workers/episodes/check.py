@@ -117,7 +117,7 @@ def _random(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TokenStretch:
     """Consecutive tokens of one author."""
 
     row: int
@@ -131,24 +131,24 @@ class Stretch:
     """Of the turn; None: it has none."""
 
 
-def stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[Stretch]:
+def stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenStretch]:
     """The tokens of an episode by author, in order."""
-    found, rewards, before = list[Stretch](), dict(played.rewards), 0
+    found, rewards, before = list[TokenStretch](), dict(played.rewards), 0
 
     def text(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
     for row, segment in enumerate(played.segments):
-        found.append(Stretch(row, "prompt", segment.prompt_ids, loss=False, text=text(segment.prompt_ids)))
+        found.append(TokenStretch(row, "prompt", segment.prompt_ids, loss=False, text=text(segment.prompt_ids)))
         for turn in segment.turns:
             own, sampled = segment.response_ids[turn["start"] : turn["end"]], turn["name"] == "assistant"
             reward = rewards.get(before + turn["end"]) if sampled else None
-            found.append(Stretch(row, turn["name"], own, sampled, text(own), reward))
+            found.append(TokenStretch(row, turn["name"], own, sampled, text(own), reward))
         before += len(segment.response_ids)
     return found
 
 
-def describe(played: Played, parts: Sequence[Stretch]) -> list[str]:
+def describe(played: Played, parts: Sequence[TokenStretch]) -> list[str]:
     """The episode as lines: every stretch of tokens with who wrote it and whether it has loss, rewards and status."""
     lines, rows = list[str](), len(played.segments)
     for part in parts:

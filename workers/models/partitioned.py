@@ -47,7 +47,7 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of a parameter or buffer; a partitioned parameter is empty by itself."""
+    """Shape of a parameter or buffer; a partitioned parameter is itself empty."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 

@@ -61,7 +61,7 @@ class Places:
         """The values of all tokens asked for, [count, ...], from those of the chosen ones. Collective over the group.
 
         All workers of the group compute the same loss of the result, and so the gradient of a worker's values is that
-        of its own loss.
+        of this worker's loss.
         """
         if self.sequence is None:
             return values
@@ -96,7 +96,7 @@ def divide(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
 ) -> OwnTokens:
-    """This worker's part of a micro-batch. The row is padded with a segment of its own to a multiple of the group.
+    """This worker's part of a micro-batch. The row is padded with a separate segment to a multiple of the group.
 
     The filler batch, one token without a response, is not divided.
 

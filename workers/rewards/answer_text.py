@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unicodedata import decimal
 
 from troupe.workers.contract.thought_tags import ENDS, STARTS
 
@@ -10,7 +11,10 @@ _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s+(-?[0-9][0-9.,]*[0-9]|-?[0-9])(?![0-9])")
-_GROUPING = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|\{,\}|\u202f|\u00a0|\u2009)(?=[0-9]{3}(?![0-9]))")
+_GROUPING = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|\{,\}|[~'\u2019\u202f\u00a0\u2009])(?=[0-9]{3}(?![0-9]))")
+_DIGIT = re.compile(r"(?![0-9])\d")
+_DASH = re.compile(r"(?<![\w)\]])[\u2010\u2011\u2012\u2013\ufe63](?=\.?[0-9])")
+"""Other dashes directly before a number, where it is not the second one of a range."""
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _PLAIN = str.maketrans({**_FULL_WIDTH, "\u2212": "-", "\u3002": ". ", "\u3001": ", ", "\u3000": " "})
@@ -48,8 +52,9 @@ def answer_part(response: str, *, opens_thought: bool = False) -> tuple[str, boo
 
 
 def plain(text: str) -> str:
-    """The text with ASCII in place of full-width forms and other minus signs, and without digit grouping of LaTeX."""
-    return _GROUPING.sub("", text.translate(_PLAIN))
+    """The text without digit grouping, and with ASCII for full-width forms, digits of other scripts and minus signs."""
+    text = _DIGIT.sub(lambda digit: str(decimal(digit[0])), text.translate(_PLAIN))
+    return _GROUPING.sub("", _DASH.sub("-", text))
 
 
 def last_box(text: str) -> tuple[str | None, str]:

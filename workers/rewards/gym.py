@@ -48,7 +48,7 @@ _FORMULA_NODES = (
     ast.List,
 )
 
-_TRUSTED: set[str] = set()  # families whose scorer accepted the answer of its own entry
+_TRUSTED: set[str] = set()  # families whose scorer accepted the answer of the same entry
 
 
 def final_answer(response: str, expected: str | None) -> str:
@@ -137,6 +137,6 @@ def reasoning_gym(response: str, answer: str, metadata: dict[str, Any], *, opens
     if score < 1.0 and expected is not None and family not in _TRUSTED:
         # Some scorers compare tuples, which JSON turns into lists: they would reject every answer.
         if _scorer(family)(expected, entry) < 1.0:
-            raise ValueError(f"the scorer of {family!r} does not accept the answer of its own entry")
+            raise ValueError(f"the scorer of {family!r} does not accept the answer that its entry names")
         _TRUSTED.add(family)
     return score

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from troupe.workers.contract.environments import Message
-from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.contract.judges import JudgeAnswer, whole_words
 from troupe.workers.contract.valid_text import valid_text
 from troupe.workers.isolation.text import one_line
 from troupe.workers.rewards.judge_rubric import HttpJudgeConfig, JudgeError
@@ -59,7 +59,10 @@ class HttpJudge:
 
 
 def read_completion(body: bytes) -> JudgeAnswer:
-    """The text of the first choice in the body of a response, or what the body is instead."""
+    """The text of the first choice in the body of a response, or what the body is instead.
+
+    Of an answer that was cut at `max_tokens`, the last word is left out.
+    """
     said = body[:_SHOWN].decode("utf-8", "replace")
     try:
         completion = json.loads(body)
@@ -74,6 +77,9 @@ def read_completion(body: bytes) -> JudgeAnswer:
             text = ""
         case _:
             return JudgeAnswer(failure="the endpoint's answer is not a chat completion", said=said)
+    match completion:
+        case {"choices": [{"finish_reason": "length"}, *_]}:
+            text = whole_words(text)
     if valid_text(text) != text:
         return JudgeAnswer(failure="an answer that is not valid text", said=text)
     return JudgeAnswer(text) if text.strip() else JudgeAnswer(failure="an empty answer", said=said)

@@ -12,12 +12,18 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.environments import Message
+from troupe.workers.contract.urls import has_credentials
+from troupe.workers.rewards.answer_text import plain, visible
 
 FIELDS = ("prompt", "response", "answer")
 """What a template can contain."""
 _TEMPLATE = "<task>\n{prompt}\n</task>\n\n<response>\n{response}\n</response>"
 _TEMPLATE_WITH_ANSWER = _TEMPLATE + "\n\n<reference_answer>\n{answer}\n</reference_answer>"
-_SCORE = re.compile(r"score\W{0,5}[:=]\W{0,5}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_SCORE = re.compile(
+    r"score\W{0,5}[:=]\W{0,5}?(?P<score>-?[0-9]+(?:[.,][0-9]+)?)"
+    r"(?:[`* ]{0,5}(?:(?:/|out of)[`* ]{0,5}(?P<most>[0-9]+(?:\.[0-9]+)?)|(?P<percent>%))|(?:-| to )(?P<to>[0-9]))?",
+    re.IGNORECASE,
+)
 
 
 class JudgeError(ValueError):
@@ -41,6 +47,13 @@ class HttpJudgeConfig(Frozen):
     """Most requests of one reward worker at the same time."""
     retries: int = Field(default=4, ge=0)
     """Repetitions of a request that was refused for load (429), failed (5xx) or lost, with exponential back-off."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_no_credentials(cls, url: str) -> str:
+        if has_credentials(url):
+            raise ValueError("holds credentials, and a spec holds none: put the key into a variable (api_key_variable)")
+        return url
 
 
 class JudgeArgs(Frozen):
@@ -104,15 +117,26 @@ class JudgeArgs(Frozen):
         return [system, {"role": "user", "content": template.format_map(fields)}]
 
     def reward(self, answer: str) -> float:
-        """The reward in a judge's answer, from 0 to 1. Raises JudgeError where there is no score, or one off scale."""
-        found = _SCORE.findall(answer)
+        """The reward in a judge's answer, from 0 to 1: the last score behind its thought.
+
+        Raises:
+            JudgeError: there is no score, a range, or one on another scale.
+        """
+        found = list(_SCORE.finditer(plain(visible(answer))))
         if not found:
             raise JudgeError("no score in its answer")
         low, high = self.scale
-        score = float(found[-1])
-        if not low <= score <= high:
-            raise JudgeError(f"a score of {score:g} is not on the scale from {low:g} to {high:g}")
+        score, written = _number(found[-1]["score"]), found[-1][0].partition(found[-1]["score"])
+        most = 100.0 if found[-1]["percent"] else float(found[-1]["most"] or high)
+        if not low <= score <= high or most != high or found[-1]["to"]:
+            raise JudgeError(f"a score of {''.join(written[1:])} is not on the scale from {low:g} to {high:g}")
         return (score - low) / (high - low)
+
+
+def _number(text: str) -> float:
+    """A number with a decimal point, or a decimal comma; three digits behind a comma are thousands."""
+    whole, comma, digits = text.partition(",")
+    return float(f"{whole}.{digits}" if comma and len(digits) != 3 else whole + digits)
 
 
 def read_args(args: Mapping[str, Any]) -> JudgeArgs:
@@ -153,7 +177,7 @@ def _played(messages: str, conversation: str) -> str:
 
 
 def _behind(turn: Message, asked: Message) -> str | None:
-    """What a message says behind one of the prompt, in paragraphs of its own; None if it does not begin with it."""
+    """What a message says behind one of the prompt, in separate paragraphs; None if it does not begin with it."""
     content, known = str(turn["content"]).strip(), str(asked["content"]).strip()
     if turn["role"] != asked["role"] or not content.startswith(known):
         return None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
+from unicodedata import normalize
 
 from math_verify import parse, verify
 
@@ -20,11 +21,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _NAMES = re.compile("答案|答え|정답")
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _BORDERS = re.compile(rf"(?<=[{_CJK}])(?=[-+$\\(]?[0-9])|(?<=[0-9])(?=[{_CJK}])")
-_EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3})(?=\S)([^*`\n]+)(?<=\S)\1(?![\w*`])")
+_EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3}|_{1,3})(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*`])")
 _COLON = re.compile(r"(?<=[^\W\d])(\s*:\**)(?=[^\s/*])")
-_EXPONENT = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,2})(?![\w.]*[0-9])")
-_LEADING_POINT = re.compile(r"(?<![\w.)}])(?=\.[0-9])")
-_MIXED = re.compile(r"(?<![\w.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![\w/])")
 _BRACKETS = re.compile(r"(?<![\w\\)])[(\[]\s*(-?[0-9][0-9.,/]*)\s*[)\]](?!\s*[\w(])")
 
 
@@ -46,18 +44,54 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     return float(any(_equal(expected, found) for found in _expressions(_spelled_out(part), tagged)))
 
 
-def _spelled_out(text: str) -> str:
-    """Plain text, with numbers in forms that math-verify does not read written out.
-
-    .5 becomes 0.5, 1.2e3 becomes 1200, 3 1/2 becomes 7/2.
-    """
-    text = _EXPONENT.sub(lambda found: format(Decimal(found[0]), "f"), plain(text))
-    return _MIXED.sub(_improper, _LEADING_POINT.sub("0", text))
+def _ascii(text: str) -> str:
+    return normalize("NFKC", text).replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-")
 
 
 def _improper(found: re.Match[str]) -> str:
     whole, part, parts = (int(number) for number in found.groups())
     return f"{whole * parts + part}/{parts}" if part < parts else found[0]
+
+
+_FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    # 1.000,5 and 3{,}5
+    (
+        re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:\.[0-9]{3})+),([0-9]+)(?![0-9.,])"),
+        lambda found: found[1].replace(".", "") + "." + found[2],
+    ),
+    (re.compile(r"(?<=[0-9])\{,\}(?=[0-9])"), "."),
+    # ####7, 90°, 2π and √16
+    (re.compile(r"(?<=##)(?=[-+.0-9])"), " "),
+    (re.compile(r"\s*°\s*[CF]?(?![A-Za-z])"), r"^\\circ "),
+    (re.compile("π"), r"\\pi "),
+    (re.compile(r"√\s*([0-9]+)"), r"\\sqrt{\1}"),
+    # 3½ and 2³
+    (re.compile("[¼-¾⅐-⅞]"), lambda found: f" {_ascii(found[0])}"),
+    (re.compile(r"(?<=[\w)])[⁻⁰¹²³⁴-⁹]+"), lambda found: f"^{{{_ascii(found[0])}}}"),
+    # +7 and minus 7, where nothing stands before them that they are added to or taken from
+    (
+        re.compile(
+            r"(?:^|(?<=[\n:=${(\[>])|(?<=[:=${(\[] )|(?<=[a-z]{2} ))(\+|minus |negative )(?=\.?[0-9])", re.IGNORECASE
+        ),
+        lambda found: "" if found[1] == "+" else "-",
+    ),
+    # 1.2e3, .5 and 3 1/2
+    (
+        re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,2})(?![\w.]*[0-9])"),
+        lambda found: format(Decimal(found[0]), "f"),
+    ),
+    (re.compile(r"(?<![\w.)}])(?=\.[0-9])"), "0"),
+    (re.compile(r"(?<![\w.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![\w/])"), _improper),
+)
+"""Forms of numbers that math-verify does not read, with what it reads."""
+
+
+def _spelled_out(text: str) -> str:
+    """Plain text, with numbers in forms that math-verify does not read written out."""
+    text = plain(text)
+    for form, written_out in _FORMS:
+        text = form.sub(written_out, text)
+    return text
 
 
 def _equal(expected: list[Any], found: Any) -> bool:

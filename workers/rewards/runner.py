@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Result for one sample: a number, or why there is none."""
+    """Result for one sample: a number, or the reason why it has no number."""
 
     value: float | None
     status: str = "ok"

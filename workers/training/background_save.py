@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,7 +43,11 @@ class HostCopies:
 
     def of(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of a state. It is overwritten by the next copy of the same tensors."""
-        return cast("dict[str, Any]", self._stager.stage(state))
+        copied = cast("dict[str, Any]", self._stager.stage(state))
+        for copy, tensor in zip(_tensors(copied), _tensors(state), strict=True):
+            if tensor.requires_grad:  # which is saved with a tensor, and not copied
+                copy.requires_grad_()
+        return copied
 
 
 class BackgroundWriter:
@@ -92,6 +96,18 @@ class BackgroundWriter:
         self._failed = _run(state)
         if not self._failed:
             self._export_failed = _run(exports)
+
+
+def _tensors(node: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dictionaries, lists and tuples, in order."""
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, Mapping):
+        for value in cast("Mapping[object, object]", node).values():
+            yield from _tensors(value)
+    elif isinstance(node, list | tuple):
+        for value in cast("Sequence[object]", node):
+            yield from _tensors(value)
 
 
 def _run(writes: Sequence[Write]) -> str:

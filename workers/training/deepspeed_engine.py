@@ -407,16 +407,20 @@ class TrainEngine:
             dist.barrier()  # after a failure too: the other ranks wait here, and train on
 
     def try_save(self, directory: str, source: ModelConfig) -> None:
-        """Write what `save` and `export` write, with one small tensor in place of the weights. Not collective.
+        """Write what `save` and `export` write, without the numbers: one small tensor stands for the weights.
 
-        What rank 0 exports is read again.
+        DeepSpeed's files and what rank 0 exports are read again.
 
         Raises:
             OSError: a file cannot be written.
-            ValueError: the model, its configuration or its tokenizer cannot be exported.
+            RuntimeError: DeepSpeed cannot write its state.
+            ValueError: the model, its configuration or its tokenizer cannot be exported, or DeepSpeed's state has what
+                a resume does not read.
         """
         folder = Path(directory) / "export"
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with self._files.tried():
+            self._save_shards(directory)
         save_file({"updates": torch.tensor([self._updates])}, rank_file(directory, self.rank, dist.get_world_size()))
         if self.rank == 0:
             name, dtype, shape = min(self.weight_shapes(), key=lambda weight: math.prod(weight[2]))

@@ -168,8 +168,8 @@ class TrainingRank(ABC):
 
         Args:
             directory: The folder that `save` takes.
-            model: Folder of the exported model; empty: there is none.
-            average: That of the moving average of its weights; empty: there is none.
+            model: Folder of the exported model; empty: none is written.
+            average: That of the moving average of its weights; empty: none is written.
 
         Raises:
             RuntimeError: an earlier one is still being written.

@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
+
+_ADVICE = "Weights only load failed"
+"""torch begins with how to load the file without restrictions, and says why behind it."""
+_UNPICKLER = "WeightsUnpickler error:"
 
 
 def read_shard(file: Path, *, mapped: bool = False) -> dict[str, Any]:
@@ -53,6 +58,13 @@ class ShardFiles(Protocol):
         """Inside the block what DeepSpeed saves is copied instead of written; yields what writes the copies."""
         ...
 
+    def tried(self) -> AbstractContextManager[None]:
+        """Inside the block what DeepSpeed saves is written without its numbers, and read again.
+
+        Saving raises ValueError for what `read_shard` does not read.
+        """
+        ...
+
 
 def restrict_loading(engine: Any) -> ShardFiles:
     """Let a DeepSpeed engine read its checkpoints with `read_shard` only; returns how it reads and writes them."""
@@ -62,14 +74,18 @@ def restrict_loading(engine: Any) -> ShardFiles:
         """DeepSpeed's files, read without unpickling, and written at once or later."""
 
         _held: tuple[Copy, list[Callable[[], None]]] | None = None
+        _tried = False
 
         def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
             """Contents of one file, on the CPU: DeepSpeed copies what it needs to its device."""
             return read_shard(Path(path))
 
         def save(self, state_dict: dict[str, Any], path: str) -> None:
-            """Write one file, or keep a copy of its contents."""
-            if self._held is None:
+            """Write one file, or keep a copy of its contents, or try whether it can be written."""
+            if self._tried:
+                super().save(_without_numbers(state_dict), path)
+                self.load(path)
+            elif self._held is None:
                 super().save(state_dict, path)
             else:
                 copy, writes = self._held
@@ -85,9 +101,22 @@ def restrict_loading(engine: Any) -> ShardFiles:
             finally:
                 self._held = None
 
+        @contextmanager
+        def tried(self) -> Iterator[None]:
+            """See `ShardFiles.tried`."""
+            self._tried = True
+            try:
+                yield
+            finally:
+                self._tried = False
+
     files = RestrictedCheckpointEngine(engine._config)
     engine.checkpoint_engine = files
     return files
+
+
+def _without_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    return tree_map_only(torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), state)
 
 
 def save_trained_only(engine: Any) -> None:
@@ -106,6 +135,8 @@ def save_trained_only(engine: Any) -> None:
 
 def _reason(error: Exception) -> str:
     """What torch says in one line, without its advice to load the file unsafely."""
-    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    said = next((line for line in rest if not line.startswith(("Please file", "Check the doc"))), first)
-    return said if first.startswith("Weights only load failed") else first
+    said = str(error)
+    if said.startswith(_ADVICE):
+        said = said.rpartition(_UNPICKLER)[2] if _UNPICKLER in said else said.partition("\n")[2]
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("Please file")]
+    return lines[0].partition(" Please use")[0] if lines else type(error).__name__

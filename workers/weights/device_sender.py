@@ -30,7 +30,7 @@ from troupe.workers.weights.buckets import (
     pack,
     weights_digest,
 )
-from troupe.workers.weights.gpu_handles import export_handle, gpu_id
+from troupe.workers.weights.gpu_handles import PlainHandle, export_handle, gpu_id, release_handle
 from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup, open_store
 
 T = TypeVar("T")
@@ -183,6 +183,7 @@ class SharedGpuSender(_Sender):
         super().__init__(link, buckets, device)
         self._rank = rank
         self._buffer: torch.Tensor | None = None
+        self._handles: list[PlainHandle] = []
         if rank == 0:
             link.join(described)
 
@@ -200,7 +201,8 @@ class SharedGpuSender(_Sender):
             # The engines take back the memory of their KV caches when they serve.
             self._on_every_rank(self._free)
         except BaseException:
-            self._free()
+            # The driver is not asked to free it: another engine may be copying. torch uses the memory again.
+            self._drop_buffer()
             for _ in tensors:
                 pass
             raise
@@ -226,7 +228,8 @@ class SharedGpuSender(_Sender):
             sums.append(checksums(bucket, packed))
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-            return {gpu_id(self._device): export_handle(packed)}
+            self._handles.append(export_handle(packed))
+            return {gpu_id(self._device): self._handles[-1]}
         except Exception:
             for _ in own:  # as far as the other ranks, which gather the same tensors
                 pass
@@ -237,9 +240,16 @@ class SharedGpuSender(_Sender):
         if self._rank == 0:
             self._link.receive(update)
 
+    def _drop_buffer(self) -> None:
+        """Leave the buffer's memory to torch."""
+        for handle in self._handles:
+            release_handle(handle)
+        self._handles.clear()
+        self._buffer = None
+
     def _free(self) -> None:
         """Give back the buffer's memory, and what else this process has allocated and does not use."""
-        self._buffer = None
+        self._drop_buffer()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()

@@ -16,6 +16,8 @@ PlainHandle = list[Any]
 """Offset and length of the buffer in its storage, then the numbers and bytes of `reduce_tensor` behind its types."""
 _DEVICE = 6
 """Place of the device's number among the arguments of `rebuild_cuda_tensor`."""
+_COUNTER = slice(7, 9)
+"""Place of the name and the offset of torch's counter in a `PlainHandle`."""
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
@@ -33,9 +35,20 @@ def gpu_id(device: torch.device) -> str:
 
 
 def export_handle(buffer: torch.Tensor) -> PlainHandle:
-    """A new handle of a uint8 [n] buffer; it can be opened once on each device."""
+    """A new handle of a uint8 [n] buffer, for any number of processes on its GPU; `release_handle` ends it."""
     _, arguments = cast("tuple[Any, tuple[Any, ...]]", reduce_tensor(buffer))
     return [arguments[3], buffer.numel(), *arguments[_DEVICE:]]
+
+
+def release_handle(handle: PlainHandle) -> None:
+    """Let torch free the buffer of a handle that this process has exported, once nothing here refers to it.
+
+    torch counts 1 for every handle, and a process that opens it and is done with it counts 1 down; what has a count
+    above 0 stays allocated for good. A handle that nobody has opened, because no engine is on this GPU or one has died,
+    would keep the memory, so this process counts down as well. A count below 0, as with several engines on a GPU,
+    frees the memory like 0.
+    """
+    torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER])
 
 
 def open_handle(handle: PlainHandle, device: torch.device) -> torch.Tensor:

@@ -175,7 +175,7 @@ def _group(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
 
 @contextmanager
 def _errors_are_ours() -> Iterator[None]:
-    """NCCL groups made here report errors instead of ending the process, which serves or trains on."""
+    """NCCL groups made here report errors instead of ending the process, which continues to serve or train."""
     before = os.environ.get(_NCCL_ERRORS)
     os.environ[_NCCL_ERRORS] = "0"
     try:

@@ -131,7 +131,8 @@ def _pools(spec: RunSpec) -> dict[_Pool, list[Placement]]:
     for placement in place(role_sizes(spec)):
         role = next(role for name, role in roles.items() if name == placement.role)
         if isinstance(role, ScaledRole) and role.max_workers is not None:
-            pool = _Pool(placement.role, placement.labels, role)
+            # The name of a group of pods has no dot, and the role of a named environment has one.
+            pool = _Pool(placement.role.replace(".", "-"), placement.labels, role)
         else:
             on_gpus = any(bundle["GPU"] for bundle in placement.bundles)
             pool = _Pool("gpu" if on_gpus else "cpu", placement.labels)

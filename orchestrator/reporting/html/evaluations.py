@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, read_evaluations
+from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, comparable, read_evaluations
 from troupe.orchestrator.reporting.run_folder import RunFolder
 
 Json = dict[str, Any]
 
 
 def evaluations(run: RunFolder) -> Json:
-    """The first and the last evaluation of a run by set; empty where it has none, or they are not of this form."""
+    """The first and the last evaluation of a run by set; empty where it has none, or they are not of this form.
+
+    The first one is the first that was made like the last one: a resumed run may have changed how.
+    """
     content = read_evaluations(run.path / EVALUATIONS)
     try:
-        found = content["evaluations"]
+        found = comparable(content["evaluations"])
         sets = [_set(label, one, found) for label, one in content["sets"].items()]
         return {"first": found[0]["step"], "last": found[-1]["step"], "sets": sets}
     except (LookupError, TypeError, AttributeError):

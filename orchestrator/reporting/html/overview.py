@@ -23,6 +23,7 @@ from troupe.orchestrator.reporting.reference import Metric, metric_named, metric
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History, Series
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.spec.load import RunSpec, parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.workers.contract.units import GIB
@@ -181,7 +182,7 @@ def _memory(history: History, spec: RunSpec | None) -> Json:
             problem = str(error)
         else:
             for worker in found.workers:
-                name = worker.worker.rpartition("-")[0] + ("_gpu" if worker.where == "gpu" else "")
+                name = role_of(worker.worker) + ("_gpu" if worker.where == "gpu" else "")
                 planned[name] = max(planned.get(name, 0.0), worker.total / GIB)
             problem = "; ".join(f"the size of {model.path} is not known: {model.why}" for model in found.unknown)
     return {"peaks": peaks, "planned": planned, "problem": problem}

@@ -8,10 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.reporting.utilization import ENGINES, covered
+from troupe.orchestrator.reporting.utilization import covered
 from troupe.orchestrator.reporting.verdicts.history import History
-from troupe.orchestrator.roles.table import NAMES, TRAINERS
-from troupe.orchestrator.telemetry.timeline import DRIVER, role_of
+from troupe.orchestrator.roles.names import role_of, section_of
+from troupe.orchestrator.roles.table import NAMES, SAMPLERS, TRAINERS
+from troupe.orchestrator.telemetry.timeline import DRIVER
 
 Json = dict[str, Any]
 
@@ -76,7 +77,7 @@ def step_times(spans: Sequence[TimelineSpan], start: float, end: float) -> Json:
     return {
         "seconds": round(end - start, 4),
         "roles": roles,
-        "R": round(_longest(workers, ENGINES, window), 4),
+        "R": round(_longest(workers, SAMPLERS, window), 4),
         "T": round(_longest(workers, TRAINERS, window), 4),
     }
 
@@ -129,7 +130,13 @@ _ROLES = (role_of(DRIVER), *NAMES)
 def _lane(worker: tuple[str, str]) -> tuple[int, str, int, str]:
     role, name = worker
     number = name.rpartition("-")[2]
-    return (_ROLES.index(role) if role in _ROLES else len(_ROLES), role, int(number) if number.isdigit() else 0, name)
+    section = section_of(role)
+    return (
+        _ROLES.index(section) if section in _ROLES else len(_ROLES),
+        role,
+        int(number) if number.isdigit() else 0,
+        name,
+    )
 
 
 def phases_from_metrics(history: History) -> list[Json]:

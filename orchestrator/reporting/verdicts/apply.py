@@ -13,7 +13,7 @@ import yaml
 
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.reporting.verdicts import data, learning, pace, responses, updates
+from troupe.orchestrator.reporting.verdicts import data, learning, responses, speed, updates
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict
 from troupe.orchestrator.spec.errors import Source, SpecError
@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = (
     *(updates.kl_explosion, updates.steps_too_large, updates.clip_fraction_stuck, updates.sampler_gap),
     *(updates.gradient_spikes, updates.clipped_gradients, updates.blind_critic),
     *(data.failing_rewards, data.repeated_data, data.unusable_data, data.dropped_samples),
-    *(pace.slow_rewards, pace.starved_trainer, pace.starved_engines, pace.growing_memory, pace.lost_workers),
+    *(speed.slow_rewards, speed.starved_trainer, speed.starved_engines, speed.growing_memory, speed.lost_workers),
 )
 _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
 

@@ -1,4 +1,4 @@
-"""Which points are measured together, and what follows when one cannot be. Real engines: `tests/real/test_bench.py`."""
+"""Which points are measured together, and what follows when one cannot be. Real engines: `tests/real/test_wheel.py`."""
 
 from __future__ import annotations
 

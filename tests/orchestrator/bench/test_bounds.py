@@ -70,6 +70,8 @@ def test_what_another_point_has_tried_without_gain_is_not_advised() -> None:
     narrow, wide = result({field: 32}, waiting=32.0), result({field: 64})
     found = bound(narrow, (wide,))
     assert found.kind is Kind.DECODE and f"{field}: 64 gained nothing" in found.why
+    still = bound(result({field: 64}, waiting=32.0, most_running=64), (narrow,))
+    assert still.kind is Kind.DECODE and f"{field}: 64 gained nothing" in still.why, "so 128 is not advised either"
     faster = result({field: 64}, seconds=0.5)
     assert bound(narrow, (faster,)).lines == (f"{field}: 64",)
     field = "roles.rollout.workers"

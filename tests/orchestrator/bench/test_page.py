@@ -80,12 +80,12 @@ async def test_a_browser_draws_every_part_within_its_width(tmp_path: Path, width
         assert await page.run("window.hit === undefined")
         assert await page.run("document.documentElement.scrollWidth") <= width
         cut = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth).length"
-        assert width > 390 or await page.run(cut) == 0, "on a phone a table is a list"
+        assert await page.run(cut) == 0, "on a phone a table is a list; elsewhere it fits"
         sections = await page.run("[...document.querySelectorAll('section')].map((one) => one.id)")
         assert sections == ["fastest", "throughput", "time", "bounds", "training", "weights", "numbers"]
         assert await page.run("document.querySelectorAll('#throughput svg').length") == 2
         assert await page.run("document.querySelectorAll('#bounds article').length") == 4
-        assert await page.run("document.querySelectorAll('#numbers tbody tr').length") == 4
+        assert await page.run("document.querySelectorAll('#numbers tbody tr').length") == 8
         assert "9000" in await page.run("document.querySelector('#training tbody').textContent")
         assert await page.run("document.querySelectorAll('#weights tbody tr').length") == 2
         assert "nccl was not measured" in await page.run("document.querySelector('#weights').textContent")

@@ -1,4 +1,4 @@
-"""Trainers alone, and updates of the weights, from made-up measurements. Real ones: `tests/real/test_bench.py`."""
+"""Trainers alone, and updates of the weights, from made-up measurements. Real ones: `tests/real/test_wheel.py`."""
 
 from __future__ import annotations
 

@@ -204,3 +204,10 @@ def test_advice_is_not_looked_for_unless_asked() -> None:
 )
 def test_the_same_problem_elsewhere_is_not_another_one(one: Misfit, other: Misfit, same: bool) -> None:
     assert one.same(other) is same
+
+
+def test_a_copy_of_the_state_that_does_not_fit_is_said_with_its_field() -> None:
+    """The policy's state fits beside the rest only once."""
+    beside = planned(SEVEN_B, "1x8xH100", 60.0, "checkpoint.async_save=true")
+    assert not planned(SEVEN_B, "1x8xH100", 60.0).misfit
+    assert "of host memory" in beside.misfit and "set checkpoint.async_save: false" in beside.misfit

@@ -100,6 +100,36 @@ def test_a_source_that_has_had_its_passes_is_not_drawn_again_and_the_others_keep
     assert abs(rest["b"] - 2 * rest["c"]) <= 2
 
 
+def resumed(before: PromptMixture, own: list[SourceShare]) -> PromptMixture:
+    """A mixture with other shares, which continues from the state of one."""
+    order = mixture(own)
+    order.restore(json.loads(json.dumps(before.state())))
+    return order
+
+
+def test_a_source_that_gets_further_passes_in_a_resumption_makes_up_for_nothing() -> None:
+    first = mixture([SourceShare(name="a", repeats=1), SourceShare(name="b")])
+    assert drawn(first, 60)[-10:] == ["b"] * 10
+    assert Counter(drawn(resumed(first, shares(1, 1)), 20)) == {"a": 10, "b": 10}
+
+
+def test_another_weight_counts_from_the_next_draw_of_a_resumption_on() -> None:
+    first = mixture(shares(0.01, 1))  # the first draw of a would be the 51st
+    assert drawn(first, 20) == ["b"] * 20
+    assert Counter(drawn(resumed(first, shares(1, 1)), 20)) == {"a": 10, "b": 10}
+    assert Counter(drawn(resumed(mixture(shares(0.01, 1)), shares(1, 1)), 20)) == {"a": 10, "b": 10}
+
+
+def test_the_order_of_a_checkpoint_without_weights_and_time_resumes() -> None:
+    first = mixture(shares(2, 1))
+    drawn(first, 7)
+    state = first.state()
+    sources = {name: {k: v for k, v in own.items() if k != "weight"} for name, own in state["sources"].items()}
+    order = mixture(shares(2, 1))
+    order.restore({"sources": sources})
+    assert drawn(order, 20) == drawn(first, 20)
+
+
 def test_without_any_pass_left_the_order_ends_with_an_error() -> None:
     order = mixture(shares(1, 1, repeats=1))
     assert len(drawn(order, 12)) == 12
@@ -120,6 +150,8 @@ def test_an_order_of_other_sources_or_rows_is_not_resumed() -> None:
         damaged = {**state, "sources": {**state["sources"], "b": state["sources"]["b"] | {"due": due}}}
         with pytest.raises(DataError, match="damaged"):
             mixture(shares(1, 1)).restore(damaged)
+        with pytest.raises(DataError, match="damaged"):
+            mixture(shares(1, 1)).restore({**state, "time": due})
 
 
 def test_a_row_belongs_to_the_source_that_has_it() -> None:
@@ -197,7 +229,7 @@ def test_a_mixture_is_one_pool_whose_rows_name_their_source(tmp_path: Path) -> N
     metrics = data_metrics(named(pool, {}))
     assert (metrics["data/train_rows"], metrics["source/sums/rows"], metrics["source/facts/rows"]) == (7, 4, 3)
     state = PromptMixture(list(pool.parts.values()), data.mixture, 1).state()
-    assert [(path, digest) for path, _, digest in drawn_rows(pool, state)] == [
+    assert [(path, digest) for path, _, digest in drawn_rows("data.train", pool, state)] == [
         ("data.train.0", alone.digest),
         ("data.train.1", pool.parts["facts"].digest),
     ]
@@ -246,3 +278,26 @@ def test_rows_that_are_repeated_across_sources_are_of_both(tmp_path: Path) -> No
 
 def texts_of(pool: Any) -> list[list[str]]:
     return [[message["content"] for message in messages] for messages in said(pool)]
+
+
+def test_held_out_prompts_that_training_asks_in_another_form_are_counted(tmp_path: Path) -> None:
+    """They stay: the other form may be meant. But nobody should take their result for one on unseen questions."""
+    rows = [{"q": f"q{n}"} for n in range(4)]
+    train = jsonl(tmp_path, *rows, prompt="q", answer=None).model_dump()
+    path = tmp_path / "eval.jsonl"
+    path.write_text("".join(f'{{"q": "{text}"}}\n' for text in ("q0", "q1 ", "new")))
+    form = {"kind": "jsonl", "path": str(path), "prompt": "q", "answer": None}
+    sources = [
+        train | {"name": "a", "system": "Be brief."},
+        train | {"name": "b", "template": "Question: {prompt}\nAnswer:"},
+    ]
+    data = data_of(*sources, eval={"same": form | {"system": "Be brief."}, "other": form})
+    pool, held_out = load_pools(data)
+    assert (held_out["eval.same"].rows, held_out["eval.same"].left_out, held_out["eval.same"].alike) == (2, 1, 1)
+    assert (held_out["eval.other"].rows, held_out["eval.other"].left_out, held_out["eval.other"].alike) == (3, 0, 2)
+    line = describe(named(pool, held_out))[-1]
+    assert line == (
+        "data.eval.other: 3 rows, 2 ask what data.train asks with another system message or template, and stay"
+    )
+    kept = load_pools(data_of(*sources, eval={"other": form}, held_out=False))[1]
+    assert kept["eval.other"].alike == 0

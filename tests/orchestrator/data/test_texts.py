@@ -6,7 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pytest
@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.data.prompts import DataError
-from troupe.orchestrator.data.texts import Pieces, TextOrder, load_texts
+from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder, TextPool, load_texts
 from troupe.orchestrator.rollout_run import RolloutRun
-from troupe.orchestrator.spec.sections import FileTexts
+from troupe.orchestrator.spec.sections import DataConfig, FileSource, FileTexts, NamedFileTexts, SourceShare
 from troupe.workers.contract.config import ModelConfig
-from troupe.workers.contract.messages import TEXTS, RankPlan, TextSummary
-from troupe.workers.data.texts import cut_texts, text_batches
+from troupe.workers.contract.messages import TEXTS, RankPlan, TextCut, TextSummary
+from troupe.workers.data.texts import cut_sources, cut_texts, text_batches
 from troupe.workers.policy import PolicyWorker
 
 
@@ -29,27 +29,34 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> FileTexts:
     return FileTexts(kind="jsonl", path=str(path))
 
 
+def read(ptx: Any, on_bad_row: Literal["skip", "stop"]) -> TextPool:
+    """The texts of a spec's section `data`."""
+    found = load_texts(DataConfig(train=FileSource(kind="jsonl", path="train.jsonl"), ptx=ptx), on_bad_row)
+    assert found is not None
+    return found
+
+
 def texts(*found: str) -> pa.Table:
     return pa.table({"text": list(found), "origin": [f"t:{number}" for number in range(1, len(found) + 1)]})
 
 
 def test_bad_rows_are_skipped_and_named_or_stop_the_run(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "texts.jsonl", {"text": "One."}, {"text": " "}, {"text": 3}, {"text": "a\ud800"})
-    pool = load_texts(source, "skip")
+    pool = read(source, "skip")
     assert pool.table.to_pylist() == [{"text": "One.", "origin": "texts.jsonl:1"}]
     assert pool.bad_rows == 3
     assert [problem.partition(": ")[0] for problem in pool.problems] == [f"texts.jsonl:{row}" for row in (2, 3, 4)]
     with pytest.raises(DataError, match=r"^texts.jsonl:2: the text is empty or not text$"):
-        load_texts(source, "stop")
+        read(source, "stop")
 
 
 def test_a_source_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^data.ptx: no row can be used \(1 bad; the first: empty.jsonl:1"):
-        load_texts(jsonl(tmp_path / "empty.jsonl", {"text": ""}), "skip")
+        read(jsonl(tmp_path / "empty.jsonl", {"text": ""}), "skip")
     with pytest.raises(DataError, match=r"no column 'text' \(data.ptx.text\).*did you mean 'texts'"):
-        load_texts(jsonl(tmp_path / "other.jsonl", {"texts": "a"}), "skip")
+        read(jsonl(tmp_path / "other.jsonl", {"texts": "a"}), "skip")
     with pytest.raises(DataError, match=r"data\.ptx\.path"):
-        load_texts(FileTexts(kind="parquet", path=str(tmp_path / "none.parquet")), "skip")
+        read(FileTexts(kind="parquet", path=str(tmp_path / "none.parquet")), "skip")
 
 
 def test_texts_become_pieces_that_hold_every_token_once(tiny_model: Path) -> None:
@@ -82,14 +89,16 @@ def test_a_text_with_a_token_outside_the_embedding_is_refused_and_counted(tiny_m
 @pytest.mark.parametrize(("on_bad_row", "tokens"), [("skip", (3,)), ("stop", (3,)), ("skip", ())])
 def test_refused_texts_are_said_or_stop_the_run(on_bad_row: str, tokens: tuple[int, ...]) -> None:
     class Policy:
-        async def cut_texts(self, *arguments: Any, **named: Any) -> tuple[TextSummary, str]:
-            return TextSummary(tokens, 1, ("t:2: the token 9 is outside",)), "table"
+        async def cut_texts(self, *arguments: Any, **named: Any) -> tuple[tuple[TextSummary], str]:
+            return (TextSummary(tokens, 1, ("t:2: the token 9 is outside",)),), "table"
 
     said: list[str] = []
     run: Any = SimpleNamespace(
-        _data=SimpleNamespace(texts=SimpleNamespace(table=texts("a", "b"), digest="d")),
+        _data=SimpleNamespace(texts=TextPool(texts("a", "b"), digest="d")),
         _spec=SimpleNamespace(
-            data=SimpleNamespace(ptx=SimpleNamespace(max_tokens=9, texts_per_step=1)),
+            data=SimpleNamespace(
+                ptx=None, text_sources=lambda: {"ptx": SimpleNamespace(max_tokens=9, texts_per_step=1)}
+            ),
             schedule=SimpleNamespace(train_timeout_s=9.0),
             failures=SimpleNamespace(on_bad_row=on_bad_row),
             seed=0,
@@ -112,7 +121,7 @@ def test_refused_texts_are_said_or_stop_the_run(on_bad_row: str, tokens: tuple[i
 def test_special_tokens_of_the_mix_are_what_the_spec_says(allowed: bool, tiny_model: Path) -> None:
     model = ModelConfig(path=str(tiny_model), allow_special=allowed)
     worker: Any = SimpleNamespace(_config=SimpleNamespace(model=model))
-    _, table = PolicyWorker.cut_texts(worker, texts("a<|im_end|>b"), 64)
+    _, table = PolicyWorker.cut_texts(worker, texts("a<|im_end|>b"), [TextCut(1, 64)])
     ids = [token for row in table.to_pylist() for token in row["prompt_ids"] + row["response_ids"]]
     end = new_tokenizer(tiny_model).convert_tokens_to_ids("<|im_end|>")
     assert ids.count(end) == (2 if allowed else 1)  # the text's own end is one
@@ -148,3 +157,58 @@ def test_the_order_resumes_after_the_last_trained_step() -> None:
     assert [second.pick(), second.pick()] == picks[1:3]
     with pytest.raises(DataError, match="cannot resume"):
         TextOrder(Pieces(None, (3, 4), "other"), per_step=2, seed=1).restore(first.state())
+
+
+def test_several_sources_are_one_pool_with_parts(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", {"text": "One."}, {"text": ""})
+    jsonl(tmp_path / "b.jsonl", {"text": "Two."}, {"text": "Three."})
+    named = tuple(
+        NamedFileTexts(kind="jsonl", path=str(tmp_path / file), name=name)
+        for name, file in (("news", "a.jsonl"), ("books", "b.jsonl"))
+    )
+    pool = read(named, "skip")
+    assert pool.table["text"].to_pylist() == ["One.", "Two.", "Three."]
+    assert {name: (part.rows, part.bad_rows) for name, part in pool.parts.items()} == {"news": (1, 1), "books": (2, 0)}
+    with pytest.raises(DataError, match=r"^a.jsonl:2: the text is empty"):
+        read(named, "stop")
+    lost = named[1].model_copy(update={"path": str(tmp_path / "none.jsonl")})
+    with pytest.raises(DataError, match=r"data\.ptx\.1\.path"):
+        read((named[0], lost), "skip")
+
+
+def test_each_source_is_cut_at_its_own_length(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    found = ["Numbers add up in any order.", "Short.", "Numbers add up in any order."]
+    (first, second), table = cut_sources(tokenizer, texts(*found), [TextCut(2, 5), TextCut(1, 3)])
+    assert table.schema.equals(TEXTS) and table.num_rows == len(first.tokens) + len(second.tokens)
+    assert (max(first.tokens), max(second.tokens)) == (5, 3)
+    origins = table["prompt_uid"].to_pylist()
+    assert set(origins[: len(first.tokens)]) == {"t:1", "t:2"} and set(origins[len(first.tokens) :]) == {"t:3"}
+
+
+def test_every_step_has_the_pieces_of_each_source_that_it_asks_for() -> None:
+    """Each source runs through its own passes; a resumed order continues in all of them."""
+    sizes = {"news": (1, 4), "books": (3, 7)}
+    parts = tuple(
+        SourcePieces(SourceShare(name=name, weight=weight), rows, name) for name, (weight, rows) in sizes.items()
+    )
+    pieces = Pieces(None, tokens=(9,) * 11, digest="d", parts=parts)
+    whole, picks = TextOrder(pieces, per_step=4, seed=3), []
+    for _ in range(28):
+        picks.append(whole.pick().rows)
+        whole.mark_trained()
+    for rows in picks:
+        assert (sum(row < 4 for row in rows), sum(row >= 4 for row in rows)) == (1, 3)
+    drawn = [row for rows in picks for row in rows]
+    assert {drawn.count(row) for row in range(4)} == {7}  # 28 draws over 4 pieces
+    assert {drawn.count(row) for row in range(4, 11)} == {12}  # 84 draws over 7 pieces
+    first = TextOrder(pieces, per_step=4, seed=3)
+    for _ in range(3):
+        first.pick()
+        first.mark_trained()
+    first.pick()  # of a step that is not trained
+    second = TextOrder(pieces, per_step=4, seed=3)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [second.pick().rows for _ in range(5)] == picks[3:8]
+    with pytest.raises(DataError, match=r"the sources of data\.ptx are not the checkpoint's \(news, books\)"):
+        TextOrder(Pieces(None, (9,) * 4, "d", parts[:1]), per_step=1, seed=3).restore(first.state())

@@ -48,7 +48,7 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import AutoscaleConfig, RoleName
+from troupe.orchestrator.spec.sections import AutoscaleConfig
 from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,
@@ -445,6 +445,32 @@ def test_malformed_worker_numbers_are_refused(text: str) -> None:
         worker_changes([text])
 
 
+def test_each_environment_scales_under_its_name() -> None:
+    """Of two environments one grows; the other, and the spec's section of it, stay as they are."""
+    spec = load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-mixture.yaml")
+    launcher = FakeLauncher()
+    pools: dict[str, ReplicaPool[Any]] = {
+        role: ReplicaPool([FaultyWorker(f"{role}-0", FakeReward())], launcher.replica) for role in spec.roles.scaled()
+    }
+
+    async def go() -> list[str]:
+        scaler = WorkerScaler(spec, pools, launcher, Console(io.StringIO()), lambda _: None, "spec.yaml")
+        scaler.change(worker_changes(["environment.guess=3"]))
+        while any(state.scaling for state in scaler.states()):
+            await asyncio.sleep(0.001)
+        environments = scaler.spec.roles.environments()
+        assert {name: role.workers for name, role in environments.items()} == {"guess": 3, "retry": 1}
+        with pytest.raises(SpecError, match=r"roles\.environment\.guss"):
+            scaler.change(worker_changes(["environment.guss=3"]))
+        with pytest.raises(SpecError, match=r"roles\.environment\.workers"):
+            scaler.change(worker_changes(["environment=3"]))
+        return [str(state) for state in scaler.states()]
+
+    states = asyncio.run(go())
+    assert launcher.taken == {"environment.guess-1", "environment.guess-2"}
+    assert "environment.guess: 3 workers (min 1)" in states and "environment.retry: 1 worker (min 1)" in states
+
+
 # Control requests
 
 
@@ -453,7 +479,7 @@ class _Server:
 
     def __init__(self, folder: Path, save: Callable[[RolloutSpec], None] = lambda _: None) -> None:
         self.folder = folder
-        pools: dict[RoleName, ReplicaPool[Any]] = {"rollout": _instant(2), "reward": _instant(1)}
+        pools: dict[str, ReplicaPool[Any]] = {"rollout": _instant(2), "reward": _instant(1)}
         self.scaler = WorkerScaler(tiny(), pools, FakeLauncher(), Console(io.StringIO()), save, "spec.yaml")
 
     def ask(self, changes: dict[str, Any]) -> tuple[RoleState, ...]:

@@ -96,7 +96,9 @@ def play(
 
         first = [await launch(f"service-{index}") for index in range(workers)]
         callers = Callers(lambda: parts.callers, connect)
-        pool = LinkedPool(first, callers, make_link, launch, RestartBudget("service", restarts), watch_s=0.05)
+        pool = LinkedPool(
+            "service", first, callers, make_link, launch, RestartBudget("service", restarts), watch_s=0.05
+        )
         await pool.start()
         try:
             await test(pool, parts)

@@ -11,7 +11,8 @@ import pytest
 
 from troupe.orchestrator.errors import DataError, UsageError
 from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.telemetry.timeline import PHASES, TIMELINE, Span, phase_of, role_of, timeline_table
+from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.telemetry.timeline import PHASES, TIMELINE, Span, phase_of, timeline_table
 from troupe.workers.contract.samples import SAMPLES, conform
 
 

@@ -241,7 +241,7 @@ def test_sinks_of_a_spec_need_their_packages(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def in_own_process(code: str, folder: Path, **env: str) -> str:
-    """The output of code in a process of its own, as a driver is: trackers keep threads and processes."""
+    """The output of code in a separate process, as a driver is: trackers keep threads and processes."""
     command = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=240, check=False

@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
 from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, named, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.sections import FailureConfig, RoleName, RolesConfig, ScaledRole
 from troupe.workers.contract import roles
@@ -57,7 +58,8 @@ def test_a_row_agrees_with_the_classes_that_it_names(row: Role) -> None:
 
 def test_a_role_whose_workers_can_change_has_a_pool_and_restarts() -> None:
     sections = {name: field.annotation for name, field in RolesConfig.model_fields.items()}
-    scaled = {name for name, kind in sections.items() if issubclass((get_args(kind) or (kind,))[0], ScaledRole)}
+    classes: dict[str, Any] = {name: next(models_in(kind)) for name, kind in sections.items()}
+    scaled = {name for name, section in classes.items() if issubclass(section, ScaledRole)}
     assert scaled == {row.section for row in ROLES.values() if row.pool is not None}
     for row in ROLES.values():
         assert row.restarts is not None
@@ -106,3 +108,15 @@ def test_the_environment_of_a_worker_follows_from_its_device() -> None:
     assert cpu["CUDA_VISIBLE_DEVICES"] == "" and "CUDA_VISIBLE_DEVICES" not in gpu, "Ray hides none from a CPU worker"
     assert settings_of(shipped("multinode-ppo"), "rollout").threads == 0
     assert settings_of(shipped("tiny-grpo"), "rollout").threads == 1
+
+
+def test_engines_on_the_cpu_import_vllm_before_they_are_workers() -> None:
+    """What their processes need to know for that is what the worker itself sets."""
+    spec = shipped("tiny-judge", "roles.rollout.threads=2", "sampling.top_p=0.9")
+    found = {name: settings_of(spec, name).engine for name in spec.roles.present()}
+    assert {name for name, engine in found.items() if engine is not None} == {"rollout", "judge"}
+    rollout, judge = found["rollout"], found["judge"]
+    assert rollout is not None and judge is not None
+    assert (rollout.threads, rollout.enforce_eager, rollout.records_kept) == (2, True, True)
+    assert rollout == settings_of(spec, "rollout").config.process and not judge.records_kept
+    assert settings_of(shipped("node-8gpu-grpo"), "rollout").engine is None

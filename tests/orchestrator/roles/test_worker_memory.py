@@ -26,6 +26,7 @@ from troupe.orchestrator.roles.worker_memory import (
     KV_BLOCK,
     LIVE,
     PERIODS,
+    WIDTHS,
     Part,
     Scoring,
     Training,
@@ -36,13 +37,14 @@ from troupe.orchestrator.roles.worker_memory import (
     head,
     kv_bytes,
     layer_bytes,
+    save_copy,
     scoring,
     sequence_bytes,
     training,
     zero_states,
 )
 from troupe.orchestrator.spec.load import RunSpec, plan_runs, read_document
-from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, LoraConfig, TrainerConfig
+from troupe.workers.contract.config import CHUNK_LOGITS, Dtype, EngineConfig, LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
 
 SMALL = ModelSize(
@@ -133,6 +135,34 @@ def test_zero_3_holds_its_share_and_gathers_the_rest_for_a_pass() -> None:
             assert found[f"host {part}"] == alone[f"host {part}"] // ranks
         assert found["host gathered"] == 2 * WHOLE
         assert alone["host gathered"] == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "ranks", "ema", "exported", "copy"),
+    [
+        # Weights, two moments; the exported weights.
+        (0, "float32", 1, 0.0, True, (4 + 8 + 4) * WHOLE),
+        (0, "bfloat16", 1, 0.0, True, (2 + 12 + 2) * WHOLE),
+        (1, "float32", 4, 0.0, True, (4 + 3 + 4) * WHOLE),
+        (2, "bfloat16", 4, 0.0, False, (2 + 3) * WHOLE),
+        # The average is whole below ZeRO-3, and is exported as well.
+        (1, "bfloat16", 4, 0.9, True, (2 + 3 + 4 + 2 + 2) * WHOLE),
+        # ZeRO-3: no weights besides the masters; the export is whole on rank 0.
+        (3, "bfloat16", 4, 0.0, True, (3 + 2) * WHOLE),
+        (3, "bfloat16", 4, 0.9, True, (3 + 1 + 2 + 2) * WHOLE),
+    ],
+)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_copy_of_a_save_beside_training_is_in_host_memory(
+    stage: int, dtype: Dtype, ranks: int, ema: float, copy: int, *, exported: bool, gpu: bool
+) -> None:
+    rank = Training(SMALL, dtype, TrainerConfig(zero_stage=stage, ema_decay=ema), ranks, gpu, longest=64)
+    beside = replace(rank, copies_saves=True, exported=exported)
+    assert save_copy(SMALL, WIDTHS[dtype], beside, stage) == copy
+    host = [
+        sum(memory.total for memory in training("policy-0", one) if memory.where == "host") for one in (rank, beside)
+    ]
+    assert host[1] - host[0] == copy
 
 
 def test_on_a_gpu_the_bucket_is_reserved_whole() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool, fake_spec
+from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.rollouts import evaluation
-from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, engine_sampler
+from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, engine_sampler, levels_of
 from troupe.orchestrator.rollouts.scoring import RewardPool
 
 
@@ -105,3 +109,19 @@ def test_an_evaluation_is_valid_where_its_samples_cannot_be_written(
     reward = KeepingReward(WorkerDied("reward-0", "write_evaluation", "the disk is full"))
     assert evaluate(FaultyEngine("rollout-0", random.Random(0)), reward, responses=tmp_path)["eval/reward"] == 0.5
     assert "were not written" in caplog.text and "the disk is full" in caplog.text
+
+
+def levels(*values: object) -> list[str]:
+    """The levels of rows with these values in their metadata."""
+    texts = pa.array([json.dumps({"level": value}) for value in values])
+    pool = pool_of(len(values))
+    column = pool.table.column_names.index("metadata")
+    return levels_of(replace(pool, table=pool.table.set_column(column, "metadata", texts)), "level")
+
+
+def test_a_level_is_one_short_line_without_control_characters() -> None:
+    """Data are not trusted, and a level is part of the names of metrics, which are printed."""
+    assert levels(3, "Level 5", None) == ["3", "Level 5", ""]
+    assert levels("\x1b]0;title\x07 easy\n", "hard\x1b[2J") == ["easy", "hard"]
+    assert levels("easy", "l" * 65) == []
+    assert levels(*range(33)) == []

@@ -128,6 +128,58 @@ def test_a_run_that_keeps_none_samples_them_again(tmp_path: Path) -> None:
     assert outcome.ledger["trained"] == 6 * 3 * GROUP_SIZE
 
 
+def killed_after(run: RolloutRun, samples: int) -> None:
+    """Run, and end it once so many samples are finished: nothing is saved then, as after SIGKILL."""
+
+    async def killed() -> None:
+        controller = run.build()
+        await run.take_over()
+        task = asyncio.create_task(controller.run())
+        while sampled(run).total() < samples:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(killed())
+
+
+def killed_and_resumed(out: Path, seed: int, **checkpoint: Any) -> tuple[int, int]:
+    """Kills a run at a random moment and resumes it.
+
+    Returns:
+        Samples that were finished and sampled again, and those that the checkpoint had kept; checks both.
+    """
+    steps, fields = 20, {"every_steps": 1, **checkpoint}
+    schedule, per_step = {**SLOW["schedule"], "steps": steps}, 3 * GROUP_SIZE
+    first = slow_run(out, seed, checkpoint=fields, schedule=schedule)
+    for policy in first.policies:  # updates take longer than sampling: groups wait for their batch
+        policy.update_s = 0.03
+    killed_after(first, random.Random(seed).randint(5 * per_step, 15 * per_step))
+    found, before, kept = newest(out), set(sampled(first)), set[tuple[str, int]]()
+    if (groups := found.path / SAMPLES / GROUPS).exists():
+        for group in json.loads(groups.read_text())["groups"]:
+            finished = (group["finished"] or group["summary"])["samples"]
+            kept |= {(group["prompt_uid"], sample["sample_index"]) for sample in finished}
+    again = slow_run(out, seed + 1000, resume=True, checkpoint=fields, schedule=schedule)
+    assert again.run().ledger["trained"] == steps * per_step
+    assert again.taken_over == len(kept) and kept <= before
+    thrown = before & set(sampled(again))
+    assert not kept & thrown and max(sampled(first, again).values()) <= 2
+    assert len(thrown) == len(before) - found.step * per_step - len(kept)
+    return len(thrown), len(kept)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_kill_throws_away_only_what_was_finished_after_the_last_checkpoint(
+    tmp_path: Path, *, async_save: bool
+) -> None:
+    """At random moments of a run whose engines are ahead; without kept samples, all open groups are sampled again."""
+    found = [killed_and_resumed(tmp_path / f"{seed}", seed, async_save=async_save) for seed in range(4)]
+    assert sum(kept for _, kept in found) > 0
+    _, none = killed_and_resumed(tmp_path / "none", 4, async_save=async_save, samples_mib=0)
+    assert none == 0
+
+
 def stopped_run(out: Path) -> tuple[RolloutRun, Checkpoint]:
     """A run that was stopped with finished samples in its newest checkpoint."""
     for seed in range(20):

@@ -126,6 +126,8 @@ def mixed_case(name: str, line: str, old: str, new: str, *edits: tuple[str, str]
     return case(name, line, (ONE, TWO.replace(old, new, 1)), *edits)
 
 
+NAMED = (("  reward:\n", "  environment: {games: {name: guess_number}, single: {name: single_turn}}\n  reward:\n"),)
+
 CPU_CASES = [
     case("no_name", "1: name: is required", ("name: base\n", "")),
     case("no_model", "1: model: is required", ("model:\n  path: models/m\n", "")),
@@ -553,6 +555,28 @@ CPU_CASES = [
         ("  eval:", "  ptx: {kind: jsonl, path: texts.jsonl, texts_per_step: 2}\n  eval:"),
     ),
     case(
+        "texts_of_one_name",
+        "33: data.ptx.1.name: two sources have the name 'news'",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+        (
+            "  eval:",
+            "  ptx:\n    - {name: news, kind: jsonl, path: a.jsonl}\n    - name: news\n      kind: jsonl\n"
+            "      path: b.jsonl\n  eval:",
+        ),
+    ),
+    case(
+        "texts_longer_than_the_budget_in_a_list",
+        "32: data.ptx.0.max_tokens: 4096 is more than roles.policy.micro_batch_tokens, 2048",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+        ("  eval:", "  ptx:\n    - {name: news, kind: jsonl, path: a.jsonl, max_tokens: 4096}\n  eval:"),
+    ),
+    case(
+        "texts_without_name",
+        "32: data.ptx.0.name: is required",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+        ("  eval:", "  ptx:\n    - {kind: jsonl, path: a.jsonl}\n  eval:"),
+    ),
+    case(
         "texts_of_no_kind",
         "30: data.ptx.kind: is required (for example jsonl)",
         ("  eval:", "  ptx: {path: texts.jsonl}\n  eval:"),
@@ -748,18 +772,23 @@ CPU_CASES = [
     ),
     case(
         "checkpoints_of_another_kind",
-        "3: checkpoint.path: expected a URL of s3, gs, abfs or file, such as s3://bucket/folder, got '/shared/runs'",
+        "3: checkpoint.path: expected a URL of s3, gs or file, such as s3://bucket/folder, got '/shared/runs'",
         ("seed: 3", "seed: 3\ncheckpoint: {path: /shared/runs}"),
     ),
     case(
         "checkpoints_with_credentials",
         "3: checkpoint.path: a spec holds no credentials; give them to the nodes' environment",
-        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://account:key@container/folder'}"),
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 's3://key:secret@bucket/folder'}"),
     ),
     case(
         "checkpoints_with_a_signature",
         "3: checkpoint.path: a spec holds no credentials; give them to the nodes' environment",
-        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://container@account.dfs/folder?sig=abc'}"),
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 'gs://bucket/folder?sig=abc'}"),
+    ),
+    case(
+        "checkpoints_in_azure",
+        "3: checkpoint.path: Azure is not supported, because nothing was tested with its protocol; use s3, gs or file",
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://container@account.dfs/folder'}"),
     ),
     case(
         "nccl_cpu",
@@ -997,6 +1026,21 @@ CPU_CASES += [
         "answer: null\n      rewards: [{name: numeric}]",
     ),
     mixed_case(
+        "mixed_tests_in_no_answer",
+        (
+            "36: data.train.1.rewards.0: reads test cases from the answer, but data.train.1.answer is null; "
+            "set args.tests to their column"
+        ),
+        "rewards: [{name: length}]",
+        "answer: null\n      rewards: [{name: python_tests}]",
+    ),
+    mixed_case(
+        "mixed_tests_in_no_column",
+        "36: data.train.1.rewards.0.args.tests: 'tests' is not in data.train.1.metadata; add it there",
+        "rewards: [{name: length}]",
+        "metadata: [cases]\n      rewards: [{name: python_tests, args: {tests: tests}}]",
+    ),
+    mixed_case(
         "mixed_reward_zero",
         "35: data.train.1.rewards: every weight is 0: there is nothing to learn",
         "name: length",
@@ -1046,10 +1090,140 @@ CPU_CASES += [
     ),
     mixed_case(
         "mixed_environment_reward",
-        "37: data.train.1.rewards.0.name: scores episodes only, but data.train.1 has none (environment: none)",
+        "37: data.train.1.rewards.0.name: scores episodes only, but the samples of data.train.1 are single responses",
         "rewards: [{name: length}]",
         "environment: none\n      rewards: [{name: environment}]",
         ("  reward:\n", "  environment: {name: guess_number}\n  reward:\n"),
+    ),
+    mixed_case(
+        "mixed_signal_of_another_source",
+        "37: data.train.1.dynamic_sampling_on: no reward component 'exact_match' in the rewards of code (there are: "
+        "length)",
+        "rewards: [{name: length}]",
+        "rewards: [{name: length}]\n      dynamic_sampling_on: exact_match",
+        ("  group_size: 4", "  group_size: 4\n  dynamic_sampling: 2"),
+    ),
+    mixed_case(
+        "mixed_signal_without_dynamic_sampling",
+        "36: data.train.1.dynamic_sampling_on: has no effect without algorithm.dynamic_sampling above 0",
+        "rewards: [{name: length}]",
+        "rewards: [{name: length}]\n      dynamic_sampling_on: length",
+    ),
+    mixed_case(
+        "mixed_signal_of_nobody",
+        "22: algorithm.dynamic_sampling_on: has no effect: every source of data.train sets its own; remove it",
+        "repeats: 2",
+        "dynamic_sampling_on: exact_match",
+        ("rewards: [{name: length}]", "rewards: [{name: length}]\n      dynamic_sampling_on: length"),
+        ("  group_size: 4", "  group_size: 4\n  dynamic_sampling: 2\n  dynamic_sampling_on: exact_match"),
+    ),
+    mixed_case(
+        "mixed_mask_of_one_sample",
+        "32: data.train.0.mask_truncated: raft trains on one sample of a group and does not use it; remove it",
+        "repeats: 2",
+        "repeats: 2\n      mask_truncated: true",
+        ("name: grpo", "name: raft"),
+    ),
+    mixed_case(
+        "environment_unknown",
+        "32: data.train.0.environment: no environment 'gmaes' (did you mean 'games'?)",
+        "repeats: 2",
+        "environment: gmaes",
+        *NAMED,
+    ),
+    mixed_case(
+        "environment_far",
+        "32: data.train.0.environment: no environment 'chess' (there are: games, single, and none)",
+        "repeats: 2",
+        "environment: chess",
+        *NAMED,
+    ),
+    mixed_case(
+        "environment_unused",
+        "14: roles.environment.single: no samples are episodes in it: name it in a source of data.train or a set of "
+        "data.eval (environment: single), or remove it",
+        "repeats: 2",
+        "environment: games",
+        *NAMED,
+    ),
+    case(
+        "environment_of_one_source",
+        "14: roles.environment.games: no samples are episodes in it: write data.train as a list of sources, which name "
+        "theirs (environment: games), or remove it",
+        ("  reward:\n", "  environment: {games: {name: guess_number}}\n  reward:\n"),
+    ),
+    mixed_case(
+        "environment_without_names",
+        "32: data.train.0.environment: no environment 'games': roles.environment has no names (none: single "
+        "responses); remove it",
+        "repeats: 2",
+        "environment: games",
+        ("  reward:\n", "  environment: {name: guess_number}\n  reward:\n"),
+    ),
+    mixed_case(
+        "environment_without_role",
+        "31: data.train.0.environment: has no effect: there is no role environment; remove it",
+        "repeats: 2",
+        "environment: games",
+    ),
+    mixed_case(
+        "environment_called_none",
+        "14: roles.environment.none: stands for no environment; use another name",
+        "repeats: 2",
+        "environment: none",
+        ("  reward:\n", "  environment: {none: {name: guess_number}}\n  reward:\n"),
+    ),
+    mixed_case(
+        "environment_called_as_a_field",
+        "14: roles.environment.workers: stands for a field of an environment; use another name",
+        "repeats: 2",
+        "environment: workers",
+        (
+            "  reward:\n",
+            "  environment: {workers: {name: guess_number}, games: {name: guess_number}}\n  reward:\n",
+        ),
+        ("rewards: [{name: length}]", "environment: games"),
+    ),
+    mixed_case(
+        "environment_name",
+        "14: roles.environment.Games: may hold lowercase letters, digits and, between them, '-', got 'Games'",
+        "repeats: 2",
+        "environment: Games",
+        ("  reward:\n", "  environment: {Games: {name: guess_number}}\n  reward:\n"),
+    ),
+    mixed_case(
+        "environment_field",
+        "14: roles.environment.games.workrs: unknown field (did you mean 'workers'?)",
+        "repeats: 2",
+        "environment: games",
+        ("  reward:\n", "  environment: {games: {name: guess_number, workrs: 2}}\n  reward:\n"),
+    ),
+    mixed_case(
+        "environment_timeout",
+        "14: roles.environment.games.turn_timeout_s: must be at most roles.environment.games.episode_timeout_s, 5",
+        "repeats: 2",
+        "environment: games",
+        (
+            "  reward:\n",
+            "  environment: {games: {name: guess_number, turn_timeout_s: 6, episode_timeout_s: 5}}\n  reward:\n",
+        ),
+    ),
+    mixed_case(
+        "environment_reward_of_a_single_source",
+        "36: data.train.1.rewards.0.name: scores episodes only, but the samples of data.train.1 are single responses",
+        "rewards: [{name: length}]",
+        "rewards: [{name: environment}]",
+        ("  reward:\n", "  environment: {games: {name: guess_number}}\n  reward:\n"),
+        ("repeats: 2", "environment: games"),
+    ),
+    case(
+        "environment_of_a_set",
+        "32: data.eval.hard.environment: no environment 'game' (did you mean 'games'?)",
+        (
+            "    kind: jsonl\n    path: eval.jsonl",
+            "    hard: {kind: jsonl, path: eval.jsonl, environment: game}",
+        ),
+        ("  reward:\n", "  environment: {games: {name: guess_number}}\n  reward:\n"),
     ),
     case(
         "over_one_source",

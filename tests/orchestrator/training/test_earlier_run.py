@@ -52,7 +52,7 @@ def test_the_run_resumes_with_its_spec(spec: RolloutSpec, state: dict[str, Any],
 def test_the_order_of_prompts_continues(spec: RolloutSpec, state: dict[str, Any]) -> None:
     pool = load_train_pool(spec.data, spec.failures.on_bad_row, plain=True)
     saved = state["source"]["prompts"]
-    ((section, own, digest),) = drawn_rows(pool, saved)
+    ((section, own, digest),) = drawn_rows("data.train", pool, saved)
     require_same_rows(section, own, digest)
     prompts = prompt_order(spec, pool)
     prompts.restore(saved)

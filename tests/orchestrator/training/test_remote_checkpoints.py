@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: a folder, and a local S3 server that fails."""
+"""Checkpoints in an object store: a folder, and local servers of S3, which fails, and of Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 from pyarrow import fs
 
+from tests.conftest import ROOT
+from tests.gcs_server import gcs_server
 from tests.orchestrator.test_controller import RolloutRun
 from tests.s3_server import Faults, s3_server
 from troupe.orchestrator.controller import Controller
@@ -19,6 +21,7 @@ from troupe.orchestrator.training.checkpoint import MANIFEST, MODEL, STATE, Chec
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
 
 Inject = Callable[[Faults], None]
+PAGE = ROOT / "docs" / "explanation" / "faults.md"
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +35,19 @@ def server() -> Iterator[tuple[str, Inject]]:
         yield f"s3://runs/a?{options}", inject
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(scope="module")
+def google() -> Iterator[str]:
+    """URL of a folder in a local server of Google Cloud Storage."""
+    with gcs_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["file", "s3", "gs"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of a store."""
-    return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue("server")[0]
+    if request.param == "file":
+        return f"file://{tmp_path}/bucket"
+    return request.getfixturevalue("google") if request.param == "gs" else request.getfixturevalue("server")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +90,18 @@ def test_a_fetched_checkpoint_is_the_uploaded_one_and_old_ones_are_removed(url: 
     assert copies.steps() == [10, 20, 25]
 
 
+def test_a_fetched_spec_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
+    here, file = CheckpointStore(tmp_path / "here" / "checkpoints", 9), tmp_path / "spec.yaml"
+    copies = remote(f"file://{tmp_path}/bucket", tmp_path)
+    copies.fetch_spec(file)
+    assert not list(tmp_path.iterdir())
+    path = saved(here, 5)
+    (tmp_path / "here" / "spec.yaml").write_text("name: a\n")
+    copies.upload(path)
+    copies.fetch_spec(file)
+    assert file.read_text() == "name: a\n" and file.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_complete_copy_stays_while_a_stop_adds_samples(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +141,11 @@ def test_the_last_copy_with_a_model_stays_where_the_newest_has_none(url: str, tm
     assert copies.steps() == [5, 15]
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "a byte", "a file missing", "a manifest that leads outside"])
+DAMAGE = ("no manifest: the upload was interrupted", "a byte", "a file missing", "a manifest that leads outside")
+"""What is wrong with the newest copy, as the page of faults names it."""
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_not_whole_is_never_used(url: str, tmp_path: Path, damage: str) -> None:
     """An upload that was interrupted has no manifest; the next upload removes it."""
     here, there = CheckpointStore(tmp_path / "here", 9), CheckpointStore(tmp_path / "there", 9)
@@ -128,7 +156,7 @@ def test_what_is_not_whole_is_never_used(url: str, tmp_path: Path, damage: str) 
     newest = PurePosixPath(root) / tmp_path.name / "step-000002"
     if damage == "a file missing":
         files.delete_file(str(newest / STATE))
-    elif damage == "no manifest":
+    elif damage.startswith("no manifest"):
         files.delete_file(str(newest / MANIFEST))
     else:
         text = b'{"files": {"../x": {}}}' if "outside" in damage else bytes(3000)
@@ -137,26 +165,28 @@ def test_what_is_not_whole_is_never_used(url: str, tmp_path: Path, damage: str) 
     found = copies.fetch(there, 0)
     assert found is not None and found.step == 1 and there.steps() == [1]
     assert [entry.name for entry in there.directory.iterdir()] == ["step-000001"]
-    if damage == "no manifest":
+    if damage.startswith("no manifest"):
         copies.upload(saved(here, 3))
         names = {info.base_name for info in files.get_file_info(fs.FileSelector(str(newest.parent)))}
         assert names == {"step-000001", "step-000003"}
 
 
-FAULTS = [
-    Faults("PUT", errors=2),
-    Faults("GET", errors=2),
-    Faults("HEAD", errors=2),
-    Faults("DELETE", errors=1),
-    Faults("POST", errors=1),
-    Faults("PUT", cuts=2),
-    Faults("GET", cuts=2),
-    Faults("GET", delay_s=0.1),
-    Faults("PUT", delay_s=0.1),
-]
+FAULTS = {
+    "two answers of 500 to writes (PUT)": Faults("PUT", errors=2),
+    "two answers of 500 to reads (GET)": Faults("GET", errors=2),
+    "two answers of 500 to questions about an object (HEAD)": Faults("HEAD", errors=2),
+    "an answer of 500 to a deletion (DELETE)": Faults("DELETE", errors=1),
+    "an answer of 500 to an upload in parts or a deletion of many (POST)": Faults("POST", errors=1),
+    "two connections cut while it is written": Faults("PUT", cuts=2),
+    "two connections cut while it is read": Faults("GET", cuts=2),
+    "0.1 s before each answer to a read": Faults("GET", delay_s=0.1),
+    "0.1 s before each answer to a write": Faults("PUT", delay_s=0.1),
+}
+"""What goes wrong with requests, as the page of faults names it."""
+ALWAYS = "500 to every write"
 
 
-@pytest.mark.parametrize("faults", FAULTS, ids=str)
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_a_store_that_fails_now_and_then_has_the_whole_checkpoint(
     server: tuple[str, Inject], tmp_path: Path, faults: Faults
 ) -> None:
@@ -200,6 +230,12 @@ class CopiedRun(RolloutRun):
             self.spec, c.components, c.store, c.sinks, c.console, self.stop, c.version, c.state, self.copies
         )
         return self.controller
+
+
+def test_the_page_of_faults_lists_what_is_injected() -> None:
+    section = PAGE.read_text().partition("## An object store that fails\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [*FAULTS, ALWAYS, *DAMAGE]
 
 
 def test_a_run_uploads_its_checkpoints_and_resumes_from_them_in_an_empty_folder(url: str, tmp_path: Path) -> None:

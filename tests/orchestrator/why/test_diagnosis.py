@@ -80,13 +80,14 @@ def test_sleeping_and_waiting_for_a_lock_differ() -> None:
     assert diagnose(facts(locked, calls=(call,))).cause == "lock"
 
 
-def test_an_environment_explains_why_an_engine_does_not_return() -> None:
-    seat = process("environment-0", USER, pid=22, cpu=0.0, waits_in="hrtimer_nanosleep")
+@pytest.mark.parametrize("worker", ["environment-0", "environment.tools-0"])
+def test_an_environment_explains_why_an_engine_does_not_return(worker: str) -> None:
+    seat = process(worker, USER, pid=22, cpu=0.0, waits_in="hrtimer_nanosleep")
     engine = replace(process("rollout-0", LIBRARY, pid=20), title="VLLM::EngineCore")
     call = Call("rollout-0", "generate", 30.0, 600.0)
     found = diagnose(facts(process("rollout-0", MAIN_LOOP), engine, seat, calls=(call,)))
-    assert found.blocked_by == "environment-0"
-    assert "process 22 of environment-0 sleeps" in found.summary
+    assert found.blocked_by == worker
+    assert f"process 22 of {worker} sleeps" in found.summary
 
 
 def test_a_short_call_into_user_code_does_not_hide_an_old_one() -> None:

@@ -35,7 +35,7 @@ WAIT_S = 60.0
 
 @contextmanager
 def observed(folder: Path, what: str) -> Iterator[psutil.Process]:
-    """The driver of an observed run that waits for `policy-0`, a process of its own."""
+    """The driver of an observed run that waits for `policy-0`, a separate process."""
     command = [sys.executable, "-m", "tests.orchestrator.why.observed_run", str(folder), what]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         try:

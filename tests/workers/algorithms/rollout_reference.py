@@ -64,7 +64,7 @@ def sampled_tokens(samples: Sequence[Sample]) -> SampledTokens:
 
 
 def by_product(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
-    """(loss, gradient by log-prob) of the product: a step of its own for the earlier batch, then this one."""
+    """(loss, gradient by log-prob) of the product: a separate step for the earlier batch, then this one."""
     config = AlgorithmConfig(name=name)
     how, loss = advantage(config), policy_loss(config)
     state = estimate(how, sampled_tokens(batch.earlier), AdvantageState()).state

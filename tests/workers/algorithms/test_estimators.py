@@ -66,7 +66,7 @@ class Sample:
 
 
 def batch_of(seed: int, sizes: Sequence[int] = (3, 4, 2)) -> list[Sample]:
-    """Ragged groups of the given sizes; every sample has a token of its own, and some have foreign ones."""
+    """Ragged groups of the given sizes; every sample has a separate token, and some have foreign ones."""
     rng = np.random.default_rng(seed)
     samples = []
     for group, size in enumerate(sizes):
@@ -837,7 +837,7 @@ def test_a_shift_of_all_rewards_changes_nothing(name: str) -> None:
 
 
 def two_sources(rewards: list[float], *, sources: tuple[str, ...] = ("a", "b", "a", "b")) -> SampledTokens:
-    """Four samples of one token each, in groups of their own."""
+    """Four samples of one token each, in separate groups."""
     return SampledTokens(
         rewards=torch.tensor(rewards, dtype=torch.double),
         groups=torch.arange(4),

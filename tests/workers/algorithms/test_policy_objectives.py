@@ -793,7 +793,7 @@ def test_padding_changes_nothing(name: str) -> None:
     tokens = random_tokens(12, config.aggregation, holes=0.0)
     expected = policy_loss(tokens, config, beta)
     count, rows = len(tokens.sequence), len(LENGTHS)
-    # Three tokens of padding: behind the first sequence, behind the last, and in a sequence of its own.
+    # Three tokens of padding: behind the first sequence, behind the last, and in a separate sequence.
     order = torch.tensor([0, 1, 2, count, *range(3, count), count + 1, count + 2])
     columns = {}
     for column, value in vars(tokens).items():

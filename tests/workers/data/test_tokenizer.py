@@ -1,4 +1,4 @@
-"""`model.chat_template`: a file in the place of the tokenizer's template, or texts as they stand."""
+"""`model.chat_template`: a file instead of the tokenizer's template, or texts as they stand."""
 
 from __future__ import annotations
 

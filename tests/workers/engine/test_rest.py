@@ -200,6 +200,30 @@ async def test_an_engine_without_sleep_resumes_as_before_and_does_not_rest() -> 
         await worker.rest()
 
 
+@pytest.mark.parametrize(("sleep", "method"), [("none", "resume_generation"), ("kv_cache", "wake_up")])
+async def test_an_engine_that_does_not_resume_is_closed_and_takes_the_next_update(sleep: Sleep, method: str) -> None:
+    vllm = Vllm()
+    worker = opened(sleep, vllm)
+    if sleep != "none":
+        await worker.rest()
+    own = getattr(vllm, method)
+
+    async def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no memory for the cache")
+
+    await worker.transfer_start()
+    vllm.receive(8)
+    setattr(vllm, method, fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        await worker.transfer_finish(8, "digest-8")
+    setattr(vllm, method, own)
+    assert worker._state is _State.CLOSED and "no memory for the cache" in worker._closed_because
+    await worker.transfer_start()
+    vllm.receive(9)
+    await worker.transfer_finish(9, "digest-9")
+    assert (vllm.samples_from, worker._state) == ("digest-9", _State.OPEN)
+
+
 async def test_an_engine_with_several_processes_is_replaced_after_a_failed_call() -> None:
     """Its next digests would be those of the call before: vLLM leaves answers behind the first failure unread."""
     vllm = Vllm()

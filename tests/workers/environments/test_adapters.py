@@ -35,7 +35,7 @@ class Played:
 
 
 def play(name: str, args: dict[str, Any], turns: Sequence[str | Message], row: Row = ROW) -> Played:
-    """Plays an episode with these turns in a process of its own."""
+    """Plays an episode with these turns in a separate process."""
 
     async def run() -> Played:
         processes = EnvironmentProcesses(name, args, 1024)

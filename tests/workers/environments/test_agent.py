@@ -149,7 +149,7 @@ def test_requests_can_force_calls_and_the_form_of_a_response() -> None:
 
 
 def test_an_agent_that_asks_for_one_call_gets_one() -> None:
-    """What follows has a prompt of its own: the tokens of the turn have a call that the history does not."""
+    """What follows has a separate prompt: the tokens of the turn have a call that the history does not."""
     calls = [
         {"id": f"c{number}", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {number}}}'}}
         for number in (5, 6)

@@ -283,7 +283,7 @@ def test_workers_that_keep_dying_fail_the_sample() -> None:
     script = Script([EnvironmentGone("environment-0 has died")])
     played = play(script)
     assert played.status.startswith("environment: turn 1: its environment worker died: environment-0 has died")
-    assert len(script.keys) == RESTARTS + 1 == len(set(script.keys)), "every start has a key of its own"
+    assert len(script.keys) == RESTARTS + 1 == len(set(script.keys)), "every start has a separate key"
 
 
 def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:

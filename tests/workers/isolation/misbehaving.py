@@ -12,7 +12,7 @@ _SLEEP = "import time; time.sleep(600)"
 
 
 def talks(response: str, answer: str, metadata: dict[str, Any]) -> float:
-    """Print 64 MiB, from Python, from C and from a process of its own."""
+    """Print 64 MiB, from Python, from C and from a separate process."""
     for _ in range(1024):
         print("x" * 2**14)
     os.write(2, b"y" * 2**24)

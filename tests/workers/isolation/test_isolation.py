@@ -108,7 +108,7 @@ def test_what_a_function_has_started_ends_with_the_worker_that_is_killed() -> No
 
 
 def test_a_function_that_kills_its_parent_fails_its_sample_and_nothing_else() -> None:
-    """The worker, in a process group of its own, is not that parent: it scores the next sample, and nothing is left."""
+    """The worker, in a separate process group, is not that parent: it scores the next sample, and nothing is left."""
     killed = "died with signal 9 (Killed)"
     expected = {"parent 9": killed, "group 9": killed, "parent 15": "ok", "group 1": "ok"}
     worker = subprocess.run(
@@ -167,7 +167,9 @@ def test_secrets_are_not_passed_on_unless_they_are_named(
     [
         *(("HF_TOKEN", True), ("WANDB_API_KEY", True), ("AWS_SECRET_ACCESS_KEY", True), ("PGPASSWORD", True)),
         *(("GITHUB_TOKEN", True), ("token", True), ("GOOGLE_APPLICATION_CREDENTIALS", True)),
+        *(("AZURE_STORAGE_KEY", True), ("AZURE_STORAGE_CONNECTION_STRING", True), ("GITHUB_PAT", True)),
         *(("TOKENIZERS_PARALLELISM", False), ("PATH", False), ("OMP_NUM_THREADS", False), ("KEYBOARD", False)),
+        *(("MONKEY", False), ("KEY_REPEAT", False), ("PATTERN", False)),
     ],
 )
 def test_names_of_secrets(name: str, secret: bool) -> None:

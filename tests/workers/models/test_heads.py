@@ -88,7 +88,7 @@ def test_a_head_in_float32_keeps_its_name_and_its_tie(tmp_path: Path) -> None:
 
 
 def test_a_model_with_full_logits_has_them_in_float32(tmp_path: Path) -> None:
-    """Falcon-H1 multiplies its logits by a factor under a name of its own."""
+    """Falcon-H1 multiplies its logits by a factor under a separate name."""
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     config = FalconH1Config(
         **sizes, lm_head_multiplier=0.3, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4

@@ -211,7 +211,7 @@ def test_gradients_do_not_depend_on_chunks(llama: ModelConfig) -> None:
 
 
 def test_a_nonstandard_head_falls_back_to_full_logits(tmp_path: Path) -> None:
-    """Falcon-H1 multiplies its logits by a factor under a name of its own."""
+    """Falcon-H1 multiplies its logits by a factor under a separate name."""
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     config = FalconH1Config(
         **sizes, lm_head_multiplier=0.3, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4

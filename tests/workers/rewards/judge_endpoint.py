@@ -29,7 +29,7 @@ class Endpoint:
 
 @contextmanager
 def endpoint(script: Script, pause_s: float = 0.0) -> Iterator[Endpoint]:
-    """Serve on the loopback interface, on a thread of its own."""
+    """Serve on the loopback interface, on a separate thread."""
     served, running = Endpoint(), 0
     ready, loop = threading.Event(), asyncio.new_event_loop()
     stop = asyncio.Event()

@@ -119,7 +119,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def scored(name: str, *responses: str, timeout_s: float = FAR_OFF, **fields: object) -> list[RewardResult]:
-    """The outcomes of one group, in a process of its own."""
+    """The outcomes of one group, in a separate process."""
     config = RewardFunctionConfig.model_validate({"name": f"forms:{name}", "timeout_s": timeout_s, **fields})
     process = RewardProcess(config, memory_limit_mib=4096)  # torch with CUDA takes 3 GiB of addresses
     try:

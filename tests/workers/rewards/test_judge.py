@@ -16,6 +16,7 @@ from tests.workers.rewards.judge_endpoint import endpoint, error
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.judge import _read
 from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.judge_http import HttpJudge, read_completion
 from troupe.workers.rewards.judge_rubric import HttpJudgeConfig, JudgeArgs, JudgeError, read_args
@@ -146,6 +147,11 @@ def test_calls_of_tools_are_shown() -> None:
         ("Score: 2 at first.\n**Score:** 4", 0.4),
         ("final score = 0", 0.0),
         ("SCORE: `3`/10", 0.3),
+        ("Score: 7 out of 10", 0.7),
+        ("Score：８", 0.8),
+        ("Score: 7,5", 0.75),
+        ("Score: 7\n- 2 mistakes\n100% polite", 0.7),
+        ("<think>Score: 2?</think>\nScore: 9", 0.9),
     ],
 )
 def test_the_last_score_counts(answer: str, reward: float) -> None:
@@ -154,11 +160,40 @@ def test_the_last_score_counts(answer: str, reward: float) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
-    [("It is fine.", "no score"), ("Score: 11", "a score of 11 is not on the scale from 0 to 10"), ("Score: -1", "-1")],
+    [
+        ("It is fine.", "no score"),
+        ("Score: 11", "a score of 11 is not on the scale from 0 to 10"),
+        ("Score: -1", "-1"),
+        ("Score: 3/5", "a score of 3/5 is not on the scale from 0 to 10"),
+        ("Score: **3** / 100", "is not on the scale"),
+        ("Score: 7%", "a score of 7% is not on the scale"),
+        ("Score: 5-7", "a score of 5-7 is not on the scale"),
+        ("Score: 5 to 7", "a score of 5 to 7 is not on the scale"),
+        ("Score: 1,000", "a score of 1,000 is not on the scale"),
+        ("<think>Perhaps Score: 2", "no score"),
+    ],
 )
 def test_an_answer_without_a_score_on_the_scale_is_none(answer: str, problem: str) -> None:
     with pytest.raises(JudgeError, match=problem):
         JudgeArgs(rubric=RUBRIC).reward(answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"), [("It is.\nScore: 1", "It is.\nScore: "), ("Score: 10 ", "Score: 10 "), ("1", "")]
+)
+def test_the_last_word_of_an_answer_that_was_cut_is_left_out(text: str, left: str) -> None:
+    """Of `Score: 10` the cut may have left `Score: 1`."""
+    choice = {"message": {"content": text}, "finish_reason": "length"}
+    assert read_completion(json.dumps({"choices": [choice]}).encode()).text == left
+    assert read_completion(json.dumps({"choices": [choice | {"finish_reason": "stop"}]}).encode()).text == text
+    assert _read(text, "length", opens_thought=False).text == left
+    assert _read(text, "stop", opens_thought=False).text == text
+
+
+def test_a_thought_of_a_judge_is_no_answer() -> None:
+    assert _read("Score: 1?</think>Score: 7", "stop", opens_thought=True).text == "Score: 7"
+    cut = _read("Score: 1? Score: 2?", "length", opens_thought=True)
+    assert (cut.text, cut.failure) == ("", "an answer that is a thought only")
 
 
 @given(low=st.integers(-20, 20), width=st.integers(1, 40), place=st.floats(0, 1))
@@ -177,6 +212,14 @@ def test_a_reward_is_the_position_on_the_scale(low: int, width: int, place: floa
         ({"rubric": RUBRIC, "template": "{answer}"}, "judge: template: needs {response}"),
         ({"rubric": RUBRIC, "template": "{text}"}, "judge: template: has no field {text}; it can have prompt, "),
         ({"rubric": RUBRIC, "endpoint": {"url": "http://x"}}, "judge: endpoint.model: Field required"),
+        (
+            {"rubric": RUBRIC, "endpoint": {"url": "https://me:pass@host/v1", "model": "m"}},
+            "judge: endpoint.url: holds credentials",
+        ),
+        (
+            {"rubric": RUBRIC, "endpoint": {"url": "https://host/v1?api-key=x", "model": "m"}},
+            "judge: endpoint.url: holds credentials",
+        ),
         ({"rubrik": RUBRIC}, "judge: rubric: Field required"),
     ],
 )

@@ -85,9 +85,11 @@ def test_an_environment_whose_reward_has_nothing_to_know_keeps_its_arguments(thi
 
 def test_environment_workers_know_the_policy() -> None:
     model = ModelConfig(path="model")
-    spec: Any = SimpleNamespace(environment_config=lambda: EnvironmentConfig(name="retry"), model=model)
-    settings = ROLES["environment"].settings(spec)
-    assert settings is not None and settings.extra == (model,)
+    spec: Any = SimpleNamespace(
+        environment_configs=lambda: {"environment": EnvironmentConfig(name="retry")}, model=model
+    )
+    settings: Any = ROLES["environment"].settings(spec)
+    assert settings["environment"].extra == (model,)
 
 
 def test_a_row_and_a_turn_show_the_tags_of_thoughts_that_are_special_tokens(tiny_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""The meter of an engine adds up what vLLM reports. Against the real engine: `tests/real/test_bench.py`."""
+"""The meter of an engine adds up what vLLM reports. Against the real engine: `tests/real/test_wheel.py`."""
 
 from __future__ import annotations
 

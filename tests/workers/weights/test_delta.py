@@ -150,7 +150,7 @@ def test_what_is_no_delta_is_refused(nothing: bytes) -> None:
 
 
 class Trainer:
-    """Weights in several types, of which an update changes a few; and a node elsewhere with a file of its own."""
+    """Weights in several types, of which an update changes a few; and a node elsewhere with a separate file."""
 
     def __init__(self, folder: Path) -> None:
         generator = torch.Generator().manual_seed(1)

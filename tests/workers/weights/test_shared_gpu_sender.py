@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import pickle
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
-from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
+from torch.multiprocessing.reductions import StorageWeakRef, rebuild_cuda_tensor, reduce_tensor
 
 from troupe.workers.contract.messages import WeightAck
 from troupe.workers.weights import device_sender as sending
@@ -38,6 +39,16 @@ def test_a_handle_survives_msgpack_and_is_opened_on_the_receivers_device(monkeyp
     assert opened == [(*types[:1], torch.Size([48]), (1,), *types[3:], 2, *HANDLE[1:])]
 
 
+def test_a_handle_is_released_by_the_counter_that_torch_reads_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[Any] = []
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: released.append(counter))
+    gpu_handles.release_handle([16, 48, *HANDLE])
+    assert released == [(b"r" * 64, 3)]
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    assert names.index("ref_counter_handle") - gpu_handles._DEVICE + 2 == gpu_handles._COUNTER.start
+    assert names.index("ref_counter_offset") - gpu_handles._DEVICE + 3 == gpu_handles._COUNTER.stop
+
+
 def test_the_types_of_a_handle_are_those_that_torch_names() -> None:
     """On the CPU torch names the same class of tensor and storage."""
     buffer = torch.zeros(8, dtype=torch.uint8)
@@ -51,15 +62,19 @@ class OneGpu:
 
     processes = 1
 
-    def __init__(self, buckets: tuple[Bucket, ...], fails_at: int = -1) -> None:
+    def __init__(self, buckets: tuple[Bucket, ...], fails_at: int = -1, engines: int = 1) -> None:
+        """`engines`: processes on the GPU that open each handle."""
         self.buckets = buckets
         self.fails_at = fails_at
+        self.engines = engines
         self.calls: list[str] = []
         self.received: list[tuple[str, torch.Tensor]] = []
         self.sums: list[torch.Tensor] = []
         self.memory: dict[int, torch.Tensor] = {}
         self.exported: list[StorageWeakRef] = []
         """Buffers that were shown to it."""
+        self.counts: dict[int, int] = {}
+        """torch's counter of each handle: what is above 0 is never freed."""
 
     def join(self, info: dict[str, Any]) -> None:
         """Be told the layout."""
@@ -77,13 +92,17 @@ class OneGpu:
         assert not self.exported[-1].expired()
         self.calls.append(f"bucket {info['bucket']}")
         bucket = self.buckets[info["bucket"]]
-        packed = self.memory.pop(info["handles"]["GPU-x"][0]).clone()
+        address, number = info["handles"]["GPU-x"]
+        packed = self.memory[address].clone()
+        self.counts[number] -= self.engines
         self.sums.append(checksums(bucket, packed))
         self.received += unpack(bucket, packed)
 
     def finish(self, version: int, digest: str) -> list[WeightAck]:
         """Serve. The engine takes its memory back here: the sender's buffer must be free."""
         self.calls.append("finish")
+        assert max(self.counts.values()) <= 0
+        self.memory.clear()
         assert all(buffer.expired() for buffer in self.exported)
         assert digest == weights_digest(self.buckets, self.sums)
         return [WeightAck("rollout-0", version, digest, 0.0)]
@@ -92,7 +111,12 @@ class OneGpu:
         """The handle of a buffer that is used for every bucket."""
         self.memory = {packed.data_ptr(): packed}
         self.exported.append(StorageWeakRef(packed.untyped_storage()))
-        return [packed.data_ptr()]
+        self.counts[len(self.counts)] = 1
+        return [packed.data_ptr(), len(self.counts) - 1]
+
+    def release(self, handle: list[Any]) -> None:
+        """Count down."""
+        self.counts[handle[1]] -= 1
 
 
 def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,17 +128,22 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
     yield "d", torch.randn(2)
 
 
-def connected(monkeypatch: pytest.MonkeyPatch, fails_at: int = -1) -> tuple[OneGpu, sending.DeviceSender]:
+def connected(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int = -1, engines: int = 1
+) -> tuple[OneGpu, sending.DeviceSender]:
     """A sender and its engine."""
     shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights()]
-    engine = OneGpu(buckets_of(shapes, 1024), fails_at)
+    engine = OneGpu(buckets_of(shapes, 1024), fails_at, engines)
     monkeypatch.setattr(sending, "gpu_id", lambda device: "GPU-x")
     monkeypatch.setattr(sending, "export_handle", engine.export)
+    monkeypatch.setattr(sending, "release_handle", engine.release)
     return engine, sending.device_sender("ipc", engine, shapes, 0, torch.device("cpu"), 1024)
 
 
-def test_an_engine_copies_every_bucket_from_the_shared_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sender = connected(monkeypatch)
+@pytest.mark.parametrize("engines", [0, 1, 2])
+def test_an_engine_copies_every_bucket_from_the_shared_buffer(monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+    """None on this rank's GPU, one, or two that open the same handle: the memory is freed before they serve."""
+    engine, sender = connected(monkeypatch, engines=engines)
     sent = sender.send(4, weights())
     assert sent is not None and sent.acks[0].digest == sent.digest
     assert engine.calls == ["join", "start", "bucket 0", "bucket 1", "bucket 2", "finish"]
@@ -127,6 +156,7 @@ def test_an_engine_that_fails_ends_the_transfer(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TransferFailed, match="rollout-0 is gone"):
         sender.send(4, weights())
     assert engine.calls[-1] == "bucket 0"
+    assert max(engine.counts.values()) <= 0, "the handle that nobody has opened would keep the buffer for good"
 
 
 class Rank(threading.local):
@@ -178,7 +208,8 @@ def test_after_a_failure_every_rank_has_divided_all_weights_again(fault: str, mo
     engine, ranks, store = OneGpu(buckets_of(shapes, 1024), 1 if fault == "engine" else -1), Rank(), HashStore()
     store.set_timeout(timedelta(seconds=20))
     monkeypatch.setattr(sending, "gpu_id", lambda device: "GPU-y" if ranks.rank else "GPU-x")
-    monkeypatch.setattr(sending, "export_handle", lambda packed: engine.export(packed) if not ranks.rank else [0])
+    monkeypatch.setattr(sending, "export_handle", lambda packed: engine.export(packed) if not ranks.rank else [])
+    monkeypatch.setattr(sending, "release_handle", lambda handle: engine.release(handle) if handle else None)
     monkeypatch.setattr(sending, "dist", ranks)
     ended: list[tuple[str, list[str], int]] = [("", [], 0)] * 2
 

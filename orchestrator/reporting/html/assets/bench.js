@@ -135,17 +135,25 @@ function timeSection() {
   return section('time', 'Time and caches', el('div', { class: 'split' }, spreadCard('Latency of a sequence', 'latency_s'), spreadCard('Time to the first token', 'first_token_s'), spreadCard('Queued in the engine', 'queued_s'), timeCard(), sharesCard(), engineCard()));
 }
 
-const COLUMNS = [
+// Two tables: all columns side by side are wider than a page.
+const SPEEDS = [
   ['tok/s', (m) => short(m.tokens_per_s)], ['range', (m) => `${short(m.slowest_batch)} to ${short(m.fastest_batch)}`], ['per engine', (m) => short(m.per_engine)], ['per GPU', (m) => (m.per_gpu === null ? '' : short(m.per_gpu))],
   ['scaling', (m) => (m.efficiency === null ? '' : percent(m.efficiency))], ['bare tok/s', (m) => (m.bare_tokens_per_s === null ? '' : short(m.bare_tokens_per_s))], ['of bare', (m) => (m.against_bare === null ? '' : m.against_bare.toFixed(3))],
-  ['prefill tok/s', (m) => short(m.prefill_per_s)], ['decode tok/s', (m) => short(m.decode_per_s)], ['sequences', (m) => count(m.sequences)], ['prompt', (m) => short(m.prompt_tokens)], ['response', (m) => short(m.response_tokens)],
+  ['prefill tok/s', (m) => short(m.prefill_per_s)], ['decode tok/s', (m) => short(m.decode_per_s)],
+];
+const LOADS = [
+  ['sequences', (m) => count(m.sequences)], ['prompt', (m) => short(m.prompt_tokens)], ['response', (m) => short(m.response_tokens)],
   ['running', (m) => short(m.running)], ['at most', (m) => count(m.most_running)], ['waiting', (m) => short(m.waiting)], ['preempted', (m) => count(m.preemptions)], ['KV mean', (m) => percent(m.kv_use)], ['KV max', (m) => percent(m.most_kv_use)],
 ];
 
-function numberSection() {
-  const columns = COLUMNS.filter(([, text]) => measured.some((point) => text(point.measures) !== ''));
+function numbers(all) {
+  const columns = all.filter(([, text]) => measured.some((point) => text(point.measures) !== ''));
   const rows = record.points.map((point) => [...record.fields.map((field) => String(point.settings[field])), ...columns.map(([, text]) => (point.measures ? text(point.measures) : '–'))]);
-  return section('numbers', 'Numbers', table([...record.fields.map((field) => field.split('.').pop()), ...columns.map(([head]) => head)], rows));
+  return table([...record.fields.map((field) => field.split('.').pop()), ...columns.map(([head]) => head)], rows);
+}
+
+function numberSection() {
+  return section('numbers', 'Numbers', numbers(SPEEDS), numbers(LOADS));
 }
 
 const gib = (bytes) => `${(bytes / 2 ** 30).toFixed(2)} GiB`;

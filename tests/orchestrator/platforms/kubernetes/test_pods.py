@@ -136,3 +136,10 @@ def test_a_large_cluster_is_packed_without_waste() -> None:
 def test_the_replicas_of_a_group_lie_within_its_limits() -> None:
     with pytest.raises(UsageError, match="policy: expected between 3 and 4 pods, got 2"):
         PodGroup("policy", 2, 3, 4, 1, 0)
+
+
+def test_the_pods_of_a_named_environment_have_a_name_without_a_dot() -> None:
+    """Each environment that scales has pods of its own; a group's name is part of names of hosts."""
+    groups = pod_groups(runs(SPECS / "tiny-mixture.yaml", "roles.environment.guess.max_workers=3"), Limits())
+    assert sizes(groups)["environment-guess"] == (1, 1, 0)
+    assert {group.name for group in groups} == {"cpu", "environment-guess"}

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from tests.probes import ask_here
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.reporting.evaluation_cache import result_of
+from troupe.orchestrator.reporting.evaluation_log import EvaluationLog
 from troupe.orchestrator.reporting.html.budget import fitting, spread
 from troupe.orchestrator.reporting.html.comparison import MOST_POINTS
 from troupe.orchestrator.reporting.html.overview import overview, resumes, sections, spec_differences
@@ -70,6 +72,23 @@ def test_evaluations_stand_side_by_side(tmp_path: Path) -> None:
     assert form["rows"][0]["first"] is None and form["rows"][0]["last"]["value"] == 5 / 8  # all failed at first
     (folder / "evaluation.json").write_text('{"format": 1, "sets": {"math": {}}, "evaluations": [{"step": 0}]}')
     assert overview(RunFolder(folder))["evaluations"] == {}
+
+
+def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -> None:
+    """A run that resumes with other sampling, and one more set."""
+    folder = write_run(tmp_path / "run")
+    write_evaluations(folder)
+    content = json.loads((folder / "evaluation.json").read_text())
+    sets = {label: one | {"sampling": one["sampling"] | {"samples": 8}} for label, one in content["sets"].items()}
+    log = EvaluationLog(folder / "evaluation.json", {**sets, "new": sets["math"]}, 4)
+    for step in (6, 8):
+        results = {**content["evaluations"][-1]["sets"], "new": content["evaluations"][-1]["sets"]["math"]}
+        log.add(step, {label: result_of(result) for label, result in results.items()})
+    found = overview(RunFolder(folder))["evaluations"]
+    assert (found["first"], found["last"]) == (6, 8)
+    assert [one["label"] for one in found["sets"]] == ["math", "<b>form</b>", "new"]
+    evaluations = json.loads((folder / "evaluation.json").read_text())["evaluations"]
+    assert [one["step"] for one in evaluations] == [0, 2, 4, 6, 8]
 
 
 def test_json_in_the_page_cannot_end_its_block() -> None:

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from troupe.orchestrator.reporting.verdicts.history import SHORTEST, History
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
+from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 
 _WAITS, _NEVER_WAITS = 0.3, 0.03
 """Share of a step that the trainer waits for samples: above it engines are short, below it the engines wait."""
@@ -25,7 +26,7 @@ def _workers(run: History, role: str) -> int:
 
 def _cores_short(run: History, engines: int) -> bool:
     """Whether so many engines and the trainers would compute on the same cores, and gain nothing from each other."""
-    roles = {name: role for name in ("rollout", "policy", "critic") if (role := run.get(f"roles.{name}")) is not None}
+    roles = {name: role for name in (*SAMPLERS, *TRAINERS) if (role := run.get(f"roles.{name}")) is not None}
     if "CPU" not in run.capacity or any(role.get("gpus") for role in roles.values()):
         return False
     counts = {name: int(role.get("workers", 1)) for name, role in roles.items()} | {"rollout": engines}

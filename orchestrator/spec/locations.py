@@ -1,0 +1,73 @@
+"""What a path in a spec may be: a file, a pattern of files, a name on the Hugging Face hub, or the URL of a store."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from troupe.workers.contract.urls import has_credentials
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+_NO_OWNERS = frozenset({"models", "datasets", "spaces", "api"})
+"""First parts of the hub's own addresses, which no user or organization can have as a name: `models/x` is a folder."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_STORES = ("s3", "gs", "file")
+"""Kinds of object stores, by the scheme of the URL."""
+_NO_CREDENTIALS = "a spec holds no credentials; give them to the nodes' environment"
+_AZURE = ("abfs", "abfss", "az")
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path has wildcards, and is not the name of a file that has them in it."""
+    return glob.has_magic(path) and not Path(path).exists()
+
+
+def matching_files(path: str) -> list[Path]:
+    """The files of a path that may be a pattern (`data/train-*.parquet`), in order of their names.
+
+    The path itself where it is no pattern, or nothing matches.
+    """
+    found = sorted(glob.glob(path, recursive=True)) if is_pattern(path) else []
+    return [Path(name) for name in found] or [Path(path)]
+
+
+def is_name(text: str) -> bool:
+    """Whether a text has the form of a repository's name, `org/name`."""
+    return bool(_NAME.fullmatch(text)) and text.partition("/")[0] not in _NO_OWNERS
+
+
+def is_hub_name(path: str, root: Path | None = None) -> bool:
+    """Whether a model's path is a name on the hub, `org/name`: a folder of that name comes first.
+
+    Args:
+        path: The path.
+        root: Folder that relative paths also start at, besides the current directory.
+    """
+    return is_name(path) and not any((start / path).is_dir() for start in (Path(), root or Path()))
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision is a full commit hash, which never moves."""
+    return revision is not None and bool(_COMMIT.fullmatch(revision))
+
+
+def url_problem(url: str) -> str | None:
+    """Why the URL of an object store cannot be used."""
+    scheme = url.partition(":")[0]
+    if scheme in _AZURE:
+        return f"Azure is not supported, because nothing was tested with its protocol; use {_kinds()}"
+    if scheme not in _STORES:
+        return f"expected a URL of {_kinds()}, such as s3://bucket/folder, got {url!r}"
+    return _NO_CREDENTIALS if has_credentials(url) else None
+
+
+def _kinds() -> str:
+    return f"{', '.join(_STORES[:-1])} or {_STORES[-1]}"
+
+
+def checkpoint_problems(url: str | None) -> Iterator[tuple[str, str]]:
+    """(field, problem) of `checkpoint.path`."""
+    if url is not None and (problem := url_problem(url)) is not None:
+        yield "checkpoint.path", problem

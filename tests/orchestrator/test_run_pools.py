@@ -1,0 +1,138 @@
+"""The pools of a run: one for each role that the table gives a pool, replaced within its restarts and connected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from tests.conftest import ROOT
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.roles.table import row_of
+from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+
+SPECS = ROOT / "deploy" / "specs"
+
+
+@dataclass(eq=False)
+class Handle:
+    """A worker that records its calls and serves until it is killed."""
+
+    name: str
+    calls: list[str] = field(default_factory=list)
+
+    async def call(self, method: Callable[..., Any], timeout_s: float, *_: Any) -> Any:
+        self.calls.append(method.__name__)
+        if method.__name__ == "watch":
+            await asyncio.sleep(timeout_s)
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+
+class Launcher:
+    """Starts handles, and records which."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, Handle] = {}
+
+    async def engine(self, name: str) -> Engine:
+        return Engine(cast("Any", await self.replica(name)), "host")
+
+    async def replica(self, name: str) -> Handle:
+        self.started[name] = Handle(name)
+        return self.started[name]
+
+
+class Links:
+    """The cluster's part: a link for callers."""
+
+    def environment_link(self, *_: Any) -> str:
+        return "environments"
+
+    def judge_link(self, *_: Any) -> str:
+        return "judges"
+
+
+def pools_of(spec: RolloutSpec) -> tuple[RunPools, Launcher]:
+    launcher = Launcher()
+    first = {role: [Handle(f"{role}-0")] for role in spec.roles.present() if row_of(spec, role).pool is not None}
+    engines = [Engine(cast("Any", handle), "host") for handle in first.pop("rollout")]
+    context = RunContext(
+        cast("Cluster", Links()),
+        cast("WorkerLauncher", launcher),
+        Workers({**first, "rollout": engines}),
+        Console(),
+        asyncio.Event(),
+    )
+    return RunPools(spec, context), launcher
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("tiny-ppo", {"rollout", "reward", "reference"}),
+        ("tiny-environment", {"rollout", "reward", "environment"}),
+        ("tiny-judge", {"rollout", "reward", "judge"}),
+    ],
+)
+def test_every_worker_with_a_pool_is_replaced_until_its_restarts_are_used(name: str, roles: set[str]) -> None:
+    changes = {role: f"failures.{prefix}_restarts=1" for role, prefix in PREFIXES.items() if role in roles}
+    spec = load_rollout_spec(SPECS / f"{name}.yaml", list(changes.values()))
+
+    async def run() -> None:
+        pools, launcher = pools_of(spec)
+        assert set(pools.by_role) == roles
+        await pools.start()
+        for role, pool in pools.by_role.items():
+            assert pool.names == [f"{role}-0"]
+            await pool.lose(pool.workers[0], WorkerDied(f"{role}-0", "call", "it is dead"))
+            await pool.until_started(f"{role}-0")
+            assert pool.names == [f"{role}-0"] and f"{role}-0" in launcher.started
+            assert str(pool.budget) == f"1 of 1 restarts used: failures.{PREFIXES[role]}_restarts"
+            await pool.lose(pool.workers[0], WorkerDied(f"{role}-0", "call", "it is dead again"))
+            assert pool.names == []
+        await pools.close()
+
+    asyncio.run(run())
+
+
+PREFIXES = {
+    "rollout": "engine",
+    "reward": "reward",
+    "reference": "reference",
+    "environment": "environment",
+    "judge": "judge",
+}
+"""Fields of `failures` with the restarts of each role."""
+
+
+@pytest.mark.parametrize(
+    ("name", "caller", "method"),
+    [("tiny-environment", "rollout", "connect_environments"), ("tiny-judge", "reward", "connect_judge")],
+)
+def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, method: str) -> None:
+    """To the environments or judges, as the first workers are at the start."""
+    spec = load_rollout_spec(SPECS / f"{name}.yaml")
+
+    async def run() -> None:
+        pools, launcher = pools_of(spec)
+        await pools.start()
+        pool = pools.by_role[cast("Any", caller)]
+        await pool.lose(pool.workers[0], WorkerDied(f"{caller}-0", "call", "it is dead"))
+        await pool.until_started(f"{caller}-0")
+        assert launcher.started[f"{caller}-0"].calls[0] == method
+        await pools.close()
+
+    asyncio.run(run())
