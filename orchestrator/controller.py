@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import rare_collections
-from troupe.orchestrator.errors import ExportFailed, StopRequested, TroupeError, WorkerError, WorkerRaised
+from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.replay.step_recorder import StepRecorder
@@ -30,20 +29,15 @@ from troupe.orchestrator.training.batch import (
     Batch,
     BatchSource,
     HeldOutEvaluation,
-    SourceSnapshot,
     unless_failed,
     unless_stopped,
 )
-from troupe.orchestrator.training.checkpoint import (
-    CheckpointError,
-    CheckpointStore,
-    trainer_layouts,
-)
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
-from troupe.orchestrator.training.state import BestState, ControllerState, SavedStep
-from troupe.orchestrator.training.trainer_saves import TrainerSaves, TrainersLost, Written
+from troupe.orchestrator.training.saves import Moment, RunSaves, SaveTargets
+from troupe.orchestrator.training.state import BestState, ControllerState
 from troupe.orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)
@@ -82,19 +76,6 @@ class RunComponents:
     """Counts of the data's rows, a metric of every step."""
     recorder: RunRecorder = field(default_factory=lambda: RunRecorder(CallLog(), EventLog()))
     """Records events and the timeline."""
-
-
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written: what it holds besides the trainers' files, all of one moment."""
-
-    step: int
-    started: float
-    """Time of the event loop, in seconds."""
-    snapshot: SourceSnapshot
-    state: ControllerState
-    best_before: tuple[SavedStep, ...]
-    """The best steps before its evaluation."""
 
 
 @dataclass(frozen=True)
@@ -178,17 +159,10 @@ class Controller:
         self._recorder.counts("dropped", components.ledger.drop_reasons())
         self._recorder.counts("ledger", components.ledger.counts())
         self._timers = self._new_timers()
-        self._saved_at = done if store.has_model(done) else None
-        """Step of the last complete checkpoint."""
-        self._failed_saves = 0
-        self._saves = TrainerSaves(spec, components.updates.trainers, store, console)
-        self._saving: asyncio.Task[None] | None = None
-        """Writes a checkpoint in the background."""
-        self._overdue = False
-        """Whether a checkpoint was given up with its trainers: the next step is saved."""
-        self._save_times: dict[str, float] = {}
-        """Metrics of saves since the last report."""
-        self._uploads = Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s)
+        remote_copies = Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s)
+        self._saves = RunSaves(
+            spec, components, SaveTargets(store, remote_copies, self._recorder, console, self._without_checkpoint), done
+        )
         self._alarm = ""
         best = spec.checkpoint.best
         self._keep_best(BestState() if best is None else self.state.best.of(best, spec.evaluation_digest()))
@@ -201,9 +175,7 @@ class Controller:
             async with rare_collections():
                 return await self._run()
         finally:
-            if self._saving is not None:  # the run has failed
-                self._saving.cancel()
-                await asyncio.gather(self._saving, return_exceptions=True)
+            await self._saves.cancel()
             self.sinks.close()
 
     async def _run(self) -> RunOutcome:
@@ -217,7 +189,7 @@ class Controller:
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}
         try:
-            await self.components.recovery.retry(self._saves.try_all)
+            await self._saves.try_all()
             if self.version:
                 await self._push(self.version)
             evaluation = spec.evaluation
@@ -253,9 +225,7 @@ class Controller:
             await self.components.step_recorder.close()
             await self._recorder.close()
         await source.flush()
-        await self._settle_save()
-        await self._save(snapshot)
-        await self._uploads.settle(last=True)
+        await self._saves.last(snapshot, self._moment())
         await self._recorder.close()
         ledger = self.components.ledger
         ledger.check()
@@ -338,7 +308,7 @@ class Controller:
         await self._report(batch, updates, timers, evaluation)
         self._timers = self._new_timers()  # this step's metrics are written: the next step's include the checkpoint
         with self._timers.phase("checkpoint"):
-            await self._save_if_due()
+            await self._saves.save_if_due(self._moment())
         await source.save_trajectories(self.version)
         await self._recorder.end_step(self.version)
         return evaluation
@@ -372,155 +342,19 @@ class Controller:
         if not self.version:
             self.sinks.write(0, metrics)
         if self._spec.checkpoint.best is not None:
-            await self._settle_save()  # it may turn out not to be there to be the best one
+            await self._saves.settle()  # it may turn out not to be there to be the best one
         self._note_best(metrics)
         shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if _is_shown(k) and (v or not _is_quiet(k)))
         self.console.message(f"held-out after step {self.version}: {shown}")
         return metrics
 
-    async def _save_if_due(self) -> None:
-        every, best = self._spec.checkpoint.every_steps, self.state.best
-        if self._saving is not None and self._saving.done():
-            await self._settle_save()
-        if (not every or self.version % every) and self.version not in best.saved and not self._overdue:
-            return
-        await self._settle_save()
-        self._overdue = False
-        save = self._begin_save if self._spec.checkpoint.async_save else self._save_now
-        await self._tolerate(save(), self.version)
+    def _moment(self) -> Moment:
+        return Moment(self.version, self.state, self._best_before)
 
-    async def _settle_save(self) -> None:
-        """Waits for the checkpoint that is written in the background; one that failed counts as any other.
-
-        Raises:
-            TroupeError: Too many in a row have failed.
-        """
-        if self._saving is None:
-            return
-        started = asyncio.get_running_loop().time()
-        await asyncio.wait({self._saving})
-        self._time_save("wait", started)
-        saving, self._saving = self._saving, None
-        saving.result()
-
-    def _time_save(self, part: str, started: float) -> None:
-        seconds = asyncio.get_running_loop().time() - started
-        name = f"seconds/save_{part}"
-        self._save_times[name] = self._save_times.get(name, 0.0) + seconds
-
-    async def _tolerate(self, save: Coroutine[Any, Any, None], step: int) -> None:
-        """Awaits the save of a step, which may fail. Raises TroupeError where too many in a row have failed."""
-        try:
-            await save
-        except TrainersLost as error:
-            self._overdue = True
-            self._note_failure(error, step)
-            logger.warning("checkpoint of step %d given up: %s; saving after the next step", step, error)
-        except (OSError, WorkerRaised, ExportFailed) as error:
-            self._failed_saves += 1
-            self._note_failure(error, step)
-            limit = self._spec.failures.failed_saves
-            if self._failed_saves > limit:
-                why = f"{error} ({self.store.free_space()})"
-                raise TroupeError(f"{self._failed_saves} checkpoints in a row were not written: {why}") from error
-            failed = f"{self._failed_saves} of {limit} tolerated (failures.failed_saves)"
-            logger.warning("checkpoint of step %d failed: %s; continuing (%s)", step, error, failed)
-
-    def _note_failure(self, error: Exception, step: int) -> None:
-        self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
+    def _without_checkpoint(self, step: int) -> None:
+        """The best steps stay as they were where the checkpoint of the newest cannot be written."""
         if step in self.state.best.saved:
             self._keep_best(self.state.best.keeping(self._best_before))
-
-    async def _begin_save(self) -> None:
-        """Has the trainers copy their state, and writes the checkpoint in the background.
-
-        Raises:
-            OSError: Its folder cannot be created.
-            WorkerError: The trainers cannot copy their state.
-        """
-        saving = self._new_saving(await self.components.source.snapshot())
-        folder = await self.components.recovery.retry(lambda: self._saves.begin(self.version))
-        self.components.recovery.begin_save()
-        self._time_save("copy", saving.started)
-        self._saving = asyncio.create_task(self._finish_save(saving, folder), name=f"save step {self.version}")
-
-    async def _finish_save(self, saving: _Saving, folder: Path) -> None:
-        """Waits for the trainers, writes the rest of the checkpoint and publishes it. Raises TroupeError."""
-
-        async def finish() -> None:
-            started = asyncio.get_running_loop().time()
-            await self._commit(saving, await self._saves.written(folder))
-            self._time_save("write", started)
-
-        await self._tolerate(finish(), saving.step)
-
-    def _new_saving(self, snapshot: SourceSnapshot) -> _Saving:
-        now = asyncio.get_running_loop().time()
-        return _Saving(self.version, now, snapshot, self.state, self._best_before)
-
-    async def _save_now(self) -> None:
-        """As `_save`, with what there is now."""
-        await self._save(await self.components.source.snapshot())
-
-    async def _save(self, snapshot: SourceSnapshot) -> None:
-        """Writes one atomic checkpoint of everything a resumed run needs.
-
-        A step that is saved already gets only the samples that have been finished since.
-
-        Raises:
-            ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
-            OSError: It is not written.
-            WorkerError: It is not written.
-        """
-        again = self._saved_at == self.version
-        if again and snapshot.write is None:
-            return
-        saving, recovery = self._new_saving(snapshot), self.components.recovery
-        if not again:
-            written = await recovery.retry(lambda: self._saves.write(self.version))
-            recovery.begin_save()
-            await self._commit(saving, written)
-            return
-        await self._uploads.settle()  # the commit replaces the folder that is being uploaded
-        if (folder := await self._saved_files()) is not None:
-            await self._commit(saving, Written(folder))
-
-    async def _commit(self, saving: _Saving, written: Written) -> None:
-        """Adds to the trainers' files what else a resumed run needs, and publishes the checkpoint.
-
-        Raises:
-            ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
-            OSError: It is not written.
-        """
-        await self._uploads.settle()  # a commit may remove the folder that is being uploaded
-        best = saving.state.best
-        if written.without_model and saving.step in best.saved:
-            # Before the commit removes what is not kept.
-            best = best.keeping(saving.best_before)
-            self._keep_best(self.state.best.keeping(saving.best_before))
-        state = {"step": saving.step, "source": saving.snapshot.state, "ledger": saving.snapshot.ledger}
-        state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
-        state["memory"] = saving.state.model_copy(update={"best": best}).model_dump(mode="json")
-        write, folder = saving.snapshot.write, written.folder
-        samples = 0 if write is None else await write(folder)
-        saved = await self.components.recovery.commit(saving.step, lambda: self.store.commit(folder, state))
-        seconds = round(asyncio.get_running_loop().time() - saving.started, 4)
-        self._uploads.start(saved.path, self.store.protected)
-        if written.without_model:
-            raise ExportFailed(
-                f"the model cannot be exported: {written.without_model}; {saved.path} holds the trainers' state: "
-                "`--resume` continues from it and exports again"
-            )
-        self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds, samples=samples)
-        self._saved_at, self._failed_saves = saving.step, 0
-
-    async def _saved_files(self) -> Path | None:
-        """A folder with the files of this step's checkpoint; None where samples cannot be added to them."""
-        try:
-            return await asyncio.to_thread(self.store.begin_again, self.version)
-        except CheckpointError as error:
-            logger.warning("samples finished since the checkpoint of step %d are not kept: %s", self.version, error)
-            return None
 
     async def _report(
         self, batch: Batch, updates: Sequence[dict[str, float]], timers: PhaseTimers, evaluation: dict[str, float]
@@ -538,8 +372,7 @@ class Controller:
         metrics |= components.peaks.metrics()
         metrics |= components.data
         metrics |= evaluation
-        metrics |= self._save_times
-        self._save_times = {}
+        metrics |= self._saves.metrics()
         metrics |= self._check_alarm(metrics)
         if components.scaler is not None:
             metrics |= components.scaler.after_step(timers.shares().get("generate", 0.0))

@@ -69,7 +69,7 @@ def component_labels(config: RewardConfig) -> tuple[str, ...]:
     Raises:
         ValueError: there is no component, or two have the same label.
     """
-    labels = [function_label(function) for function in config.functions]
+    labels = [function.component for function in config.functions]
     if config.model is not None:
         labels.append(MODEL_LABEL)
     if not labels:
@@ -77,11 +77,6 @@ def component_labels(config: RewardConfig) -> tuple[str, ...]:
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ValueError(f"reward components must have different labels; used more than once: {', '.join(twice)}")
     return tuple(labels)
-
-
-def function_label(function: RewardFunctionConfig) -> str:
-    """The label; if it is empty, the function's own name."""
-    return function.label or function.name.rpartition(":")[2]
 
 
 def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[RewardResult]) -> SampleReward:

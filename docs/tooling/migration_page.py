@@ -19,7 +19,7 @@ with the field:
 
 ```
 run.yaml:14: roles.policy.lr: unknown field (did you mean 'learning_rate'?)
-run.yaml:21: sampling.top_p: unknown field (training samples from the whole distribution, which is the one that is ...
+run.yaml:21: sampling.repetition_penalty: unknown field (penalties and biases change the distribution ...
 ```
 
 What differs most:
@@ -31,7 +31,9 @@ What differs most:
 - **The length of a run** is a number of steps, not of passes over the data.
 - **The algorithm's name** sets its defaults: estimator, clipping, KL term and reduction. `troupe algorithms NAME` shows
   them.
-- **All weights** are trained, and training never samples from a truncated distribution.
+- **The policy is the distribution that is sampled.** With `top_p`, `top_k` and `min_p` the trainer computes log-probs
+  among the tokens that the sampler left ([Top-p, top-k and min-p](sampling.md)); penalties on tokens are not supported.
+- **All weights** are trained unless `roles.policy.lora` asks for [adapters](lora.md).
 
 verl: `verl/trainer/config/ppo_trainer.yaml`, January 2026. OpenRLHF: `openrlhf/cli/`, August 2026. TRL: the
 configurations of GRPO, RLOO, DPO, KTO, SFT and reward training in TRL 1.16, with those of transformers.

@@ -70,7 +70,7 @@ def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bo
     kind = kind_of(result.point, result.measures)
     found = _EXPLAIN[kind](result.point, result.measures)
     if kind is Kind.SLOTS and (tried := _without_gain(result, results, MAX_NUM_SEQS)):
-        why = f"{found.why}, but {tried} gained nothing: the engines compute as fast as they can"
+        why = f"{found.why}, but {tried}: the engines compute as fast as they can"
         found = Bound(Kind.DECODE, why)
     if found.kind is Kind.DECODE and not found.lines:
         found = _compute(result, results, cores, found.why)
@@ -216,7 +216,7 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
     point = result.point
     more = f"{WORKERS}: {2 * point.workers}"
     if tried := _without_gain(result, results, WORKERS):
-        return Bound(Kind.DECODE, why, (), f"{tried} gained nothing: this is the machine's limit")
+        return Bound(Kind.DECODE, why, (), f"{tried}: this is the machine's limit")
     if cores is None:
         return Bound(Kind.DECODE, why, (more,), "if the cluster has room")
     threads = max(1, point.spec.rollout_config().engine.threads)
@@ -226,10 +226,8 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
 
 
 def _without_gain(result: Result, results: Sequence[Result], field: str) -> str:
-    """A value of this field that gained nothing over a smaller one, of this point and another that differs in it alone.
-
-    Empty without one.
-    """
+    """Says which value of this field gained nothing over which smaller one: that of this point, and one that differs
+    in it alone. Empty where there is no such other point."""
     mine = result.point.settings
     if result.measures is None or field not in mine:
         return ""
@@ -237,9 +235,9 @@ def _without_gain(result: Result, results: Sequence[Result], field: str) -> str:
     for other in results:
         if other.measures is None or not _differs_in(other.point.settings, mine, field):
             continue
-        (_, fewer), (larger, more) = sorted([own, (other.point.settings[field], other.measures.tokens_per_s)])
-        if more < _GAIN * fewer:
-            return f"{field}: {larger}"
+        (less, few), (more, many) = sorted([own, (other.point.settings[field], other.measures.tokens_per_s)])
+        if many < _GAIN * few:
+            return f"{field}: {more} gained nothing over {less}"
     return ""
 
 

@@ -27,9 +27,10 @@ def next_steps(spec: Path, runs: Sequence[PlannedRun], report: Path | None = Non
         report: The report that was written; None: no report was.
     """
     last, name = runs[-1], str(spec)
-    commands = [(f"troupe export {last.out} trained/", "the trained model, for transformers and vLLM")]
+    merge = " --merge" if last.spec.trains_adapters else ""  # an engine that evaluates loads no adapters
+    commands = [(f"troupe export {last.out} trained/{merge}", "the trained model, for transformers and vLLM")]
     if last.spec.checkpoint.best is not None:
-        commands.append((f"troupe export {last.out} best/ --best", "the model with the best evaluation"))
+        commands.append((f"troupe export {last.out} best/ --best{merge}", "the model with the best evaluation"))
     if not last.stage and last.spec.evaluation is not None:
         commands.append((f"troupe eval {last.out / RESOLVED_SPEC} --model trained/", "its score on held-out data"))
     commands += _samples(last)

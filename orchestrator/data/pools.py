@@ -40,6 +40,8 @@ class Pool:
     """Rows that repeat an earlier one."""
     deduped: int = 0
     """Further rows of that kind, which were left out."""
+    alike: int = 0
+    """Rows that ask what another pool asks too, in another form: with another system message or template."""
     parts: Mapping[str, Pool] = field(default_factory=dict)
     """The pools of a mixture by the name of their source, in the order of their rows; empty: there is one source."""
 

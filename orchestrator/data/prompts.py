@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -88,7 +90,39 @@ def load_pools(
         pool = load_pool(source, on_bad_row, f"data.{section}", without=without, plain=plain)
         name = section.partition(".")[2]
         held_out[section] = replace(pool, table=of_source(name, pool.table)) if name else pool
-    return train, held_out
+    return train, _with_alike(data, train, held_out) if data.held_out else held_out
+
+
+def _with_alike(data: DataConfig, train: PromptPool, held_out: Mapping[str, PromptPool]) -> dict[str, PromptPool]:
+    """The held-out pools with the number of their rows that ask what the training data ask, in another form."""
+    pools = list(train.parts.values()) or [train]
+    trained = list(zip(data.train_sources().values(), pools, strict=True))
+    asked: dict[str, set[bytes]] = {}
+    found: dict[str, PromptPool] = {}
+    for section, source in data.held_out_sets().items():
+        pool = held_out[section]
+        others = [
+            (one, rows) for one, rows in trained if (one.system, one.template) != (source.system, source.template)
+        ]
+        own = _questions(source, pool) if others else []
+        for one, rows in others:
+            asked.setdefault(rows.digest + one.template, set(_questions(one, rows)))
+        known = set[bytes]().union(*(asked[rows.digest + one.template] for one, rows in others))
+        found[section] = replace(pool, alike=sum(question in known for question in own))
+    return found
+
+
+def _questions(source: DataSource, pool: Pool) -> list[bytes]:
+    """A digest of each row's prompt without the system message and the template of its source."""
+    before, _, after = source.template.partition("{prompt}")
+    digests = []
+    for text in pool.table.column("messages").to_pylist():
+        said = json.loads(text)
+        said[-1]["content"] = said[-1]["content"].removeprefix(before).removesuffix(after).strip()
+        if source.system and said[0] == {"role": "system", "content": source.system}:
+            del said[0]
+        digests.append(hashlib.blake2b(json.dumps(said).encode(), digest_size=16).digest())
+    return digests
 
 
 def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> PromptPool:

@@ -25,6 +25,8 @@ from troupe.orchestrator.reporting.verdicts.running import RunningVerdicts, alar
 
 SHOWN_STEPS = 8
 """Rows of the live table."""
+UNWRITABLE = (OSError, ValueError)
+"""What a stream raises and what ends no run: a full disk, no reader, a stream that is closed or lacks a character."""
 NO_UPDATE = "no update: no group has a signal"
 QUIET_S = 30.0
 """Without a terminal: seconds of silence after which the progress of the current phase is printed."""
@@ -140,7 +142,7 @@ class Console:
         if self._live is None:
             self._line(text)
         else:
-            with suppress(OSError):
+            with suppress(*UNWRITABLE):
                 self._terminal.print(Text(text))
 
     def finish(self, summary: Mapping[str, object]) -> None:
@@ -158,7 +160,8 @@ class Console:
             table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
             for name, value in summary.items():
                 table.add_row(Text(name, style="bold"), Text(format_value(value)))
-            self._terminal.print(table)
+            with suppress(*UNWRITABLE):
+                self._terminal.print(table)
         else:
             width = max((len(name) for name in summary), default=0)
             for name, value in summary.items():
@@ -177,14 +180,15 @@ class Console:
         """Restore the terminal; required if a run ends without `finish` or `fail`."""
         self._closed.set()
         if self._live is not None:
-            self._live.stop()
+            with suppress(*UNWRITABLE):
+                self._live.stop()
             self._live = None
             for handler, stream in self._redirected:
                 handler.setStream(stream)
 
     def _line(self, text: str) -> None:
         # Not through rich, which wraps long lines at a width even where there is no terminal.
-        with self._writing, suppress(OSError):  # a full disk, or the end of the process that reads, ends no run
+        with self._writing, suppress(*UNWRITABLE):
             self._stream.write(text + "\n")
             self._stream.flush()
         self._printed = time.monotonic()

@@ -1,9 +1,9 @@
 """Results of `troupe eval` that are used again: by what they depend on, digested.
 
-A key covers the content of the model's folder, the rows of the set, how they are sampled and scored, the seed, the code
-of Troupe and the versions of the packages that it builds on. What a key cannot cover is evaluated every time: answers
-of environments and judges, and reward functions whose code is not found. Of a user's reward function the key covers the
-module, or the whole package that it is in, not what these import from elsewhere.
+A key covers the content of the model's folder, the rows of the set, how they are sampled and scored, whether on a GPU,
+the seed, the code of Troupe and the versions of the packages that it builds on. What a key cannot cover is evaluated
+every time: answers of environments and judges, and reward functions whose code is not found. Of a user's reward
+function the key covers the module, or the whole package that it is in, not what these import from elsewhere.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def set_keys(spec: RolloutSpec, model: str, sets: Mapping[str, Json]) -> dict[st
         "settings": spec.model.model_dump(mode="json", exclude={"path", "revision"}),
         "template": _text_of(spec.model.chat_template),
         "sampling": spec.sampling.model_dump(mode="json", include={"stop", "structured"}),
-        "engine": [spec.roles.rollout.max_model_len, spec.roles.rollout.engine],
+        "engine": [spec.device, spec.roles.rollout.max_model_len, spec.roles.rollout.engine],
         "seed": spec.seed,
         "prompts": 0 if spec.evaluation is None else spec.evaluation.prompts,
     }

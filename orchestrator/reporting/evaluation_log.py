@@ -29,9 +29,10 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
         pools: The rows of each, by the name of their section in `data`.
     """
     reward = spec.roles.reward
+    forms = spec.sampling.model_dump(mode="json", include={"stop", "structured"}, exclude_defaults=True)
     found: dict[str, Json] = {}
     for one in spec.held_out_sets():
-        sampling = one.sampling.model_dump(mode="json")
+        sampling = one.sampling.model_dump(mode="json") | forms
         rewards = [function.model_dump(mode="json", exclude_defaults=True) for function in one.functions]
         if reward.model is not None and not one.own_rewards:
             model = {"path": reward.model.path, "revision": reward.model.revision}

@@ -26,6 +26,17 @@ NAME = "endpoint"
 _RETRIES = 4
 _LOST = (408, 409, 429)
 """Statuses of requests that another attempt may answer, besides those from 500 on."""
+_EXTENDED = ("vllm", "sglang")
+"""Owners that servers with these extensions of the protocol name for their models."""
+_PLAIN: Mapping[str, float] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Sampling without further settings. What a request leaves out, such a server takes from the model's own
+`generation_config.json`, which the engines here do not read."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,9 @@ async def endpoint_sampler(
     key = os.environ.get(endpoint.key_variable) or "none"
     client: Any = AsyncOpenAI(base_url=endpoint.url, api_key=key, max_retries=_RETRIES, timeout=timeout_s)
     async with client:
-        model = endpoint.model or await _only_model(client, endpoint.url)
-        asking = _Asking(client, model, endpoint.url, max_tokens, asyncio.Semaphore(concurrency), timeout_s)
+        model, extended = await _find_model(client, endpoint)
+        places = asyncio.Semaphore(concurrency)
+        asking = _Asking(client, model, _PLAIN if extended else {}, endpoint.url, max_tokens, places, timeout_s)
 
         async def sample(request: GroupRequest, table: TableRef) -> tuple[GroupSummary, TableRef]:
             prompt = table.slice(request.row, 1).to_pylist()[0]
@@ -92,19 +104,24 @@ async def endpoint_sampler(
         yield sample
 
 
-async def _only_model(client: Any, url: str) -> str:
-    """The model that an endpoint serves. Raises UsageError or TroupeError."""
+async def _find_model(client: Any, endpoint: Endpoint) -> tuple[str, bool]:
+    """Name of the model, and whether its server has the extensions. Raises UsageError or TroupeError."""
     from openai import OpenAIError
 
     try:
-        names = [model.id async for model in client.models.list()]
+        owners = {model.id: model.owned_by async for model in client.models.list()}
     except OpenAIError as error:
+        if endpoint.model is not None:
+            return endpoint.model, False
         why = f"its models cannot be listed ({one_line(str(error))}); name one with --served"
-        raise TroupeError(f"{url}: {why}") from error
-    if len(names) != 1:
-        listed = f"it serves {', '.join(names[:8])}" if names else "it lists no model"
-        raise UsageError(f"{url}: name the model with --served: {listed}")
-    return names[0]
+        raise TroupeError(f"{endpoint.url}: {why}") from error
+    if endpoint.model is not None:
+        return endpoint.model, owners.get(endpoint.model) in _EXTENDED
+    if len(owners) != 1:
+        listed = f"it serves {', '.join([*owners][:8])}" if owners else "it lists no model"
+        raise UsageError(f"{endpoint.url}: name the model with --served: {listed}")
+    [(name, owner)] = owners.items()
+    return name, owner in _EXTENDED
 
 
 @dataclass(frozen=True)
@@ -113,6 +130,8 @@ class _Asking:
 
     client: Any
     model: str
+    extensions: Mapping[str, float]
+    """Fields of every request besides those of the protocol."""
     url: str
     max_tokens: int
     places: asyncio.Semaphore
@@ -124,8 +143,8 @@ class _Asking:
 
         options: dict[str, Any] = {"temperature": 0.0 if request.greedy else request.temperature}
         options |= {} if request.greedy else {"seed": sampling_seed(request.seed, str(index))}
-        options |= {"top_p": request.top_p} if request.top_p < 1.0 else {}
-        options |= {"extra_body": {"top_k": request.top_k}} if request.top_k else {}
+        options["top_p"] = request.top_p  # servers have defaults of their own
+        options["extra_body"] = {**self.extensions, **({"top_k": request.top_k} if request.top_k else {})}
         try:
             async with self.places, asyncio.timeout(self.timeout_s):
                 done = await self.client.chat.completions.create(

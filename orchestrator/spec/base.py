@@ -39,6 +39,13 @@ _EVALUATED: Any = {
     "roles": {"reward": {"functions", "model", "model_weight"}},
 }
 """Fields that decide what an evaluation gives."""
+_EVALUATED_TOO: Any = {
+    "data": {"held_out"},
+    "model": {"chat_template"},
+    "roles": {"environment": {"name", "args", "max_turns", "truncated_turns", "tool_parser"}},
+    "sampling": {"stop", "structured"},
+}
+"""Further ones, which count where they are set: digests of earlier versions lack them."""
 
 
 class PromptRoom(NamedTuple):
@@ -189,6 +196,9 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def evaluation_digest(self) -> str:
         """Digest of how evaluations are made: the values of those with the same one can be compared."""
         content = self.model_dump(mode="json", include=_EVALUATED)
+        others = self.model_dump(mode="json", include=_EVALUATED_TOO, exclude_defaults=True)
+        if others := {name: fields for name, fields in others.items() if fields}:
+            content["others"] = others
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
@@ -22,6 +23,7 @@ from troupe.orchestrator.spec.checks import (
     trainer_problems,
 )
 from troupe.orchestrator.spec.engine_options import refused_options
+from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import checkpoint_problems, url_problem
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
@@ -334,7 +336,7 @@ def _functions(
     """Reward functions of one list that cannot work; `labels`: those of components before them."""
     for index, function in enumerate(functions):
         path = f"{section}.{index}"
-        label = _label(function)
+        label = function.component
         if label in labels:
             yield f"{path}.label", f"two components have the label '{label}'; set another label for one of them"
         labels.append(label)
@@ -342,6 +344,8 @@ def _functions(
             limit = spec.schedule.score_timeout_s
             yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
         yield from _reward_name(spec, section, f"{path}.name", function.name)
+        if function.name == "python_tests":
+            yield from _test_cases(spec, section, path, function.args.get("tests", "answer"))
         if function.batched and function.name in REWARD_FUNCTIONS:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
         if function.process and _is_held_out(section):
@@ -372,18 +376,15 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.judge.max_tokens", f"leaves no room for a question: must be less than {limit}"
 
 
-def _label(function: RewardFunctionConfig) -> str:
-    """Name of the function's component."""
-    return function.label or function.name.rpartition(":")[2]
-
-
 def _component(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:
     """A field that names a reward component which the spec, or one of these sources, does not have."""
     reward = spec.roles.reward
-    of_role = [_label(function) for function in reward.functions]
+    of_role = [function.component for function in reward.functions]
     of_role += ["reward_model"] if reward.model is not None else []
     of_sources = {
-        f" in the rewards of {one.name}": of_role if one.rewards is None else list(map(_label, one.rewards))
+        f" in the rewards of {one.name}": of_role
+        if one.rewards is None
+        else [function.component for function in one.rewards]
         for one in sources
     }
     for where, labels in (of_sources if spec.data.mixture else {"": of_role}).items():
@@ -403,6 +404,18 @@ def _reward_name(spec: RolloutSpec, section: str, path: str, name: str) -> Itera
             yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
         if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
             yield path, f"compares with the correct answer, but data.{split}.answer is null"
+
+
+def _test_cases(spec: RolloutSpec, section: str, path: str, place: Any) -> Iterator[Finding]:
+    """Sources whose rows have no test cases where `python_tests` looks for them."""
+    for split, source in _scored_by(spec, section).items():
+        if isinstance(source, ReasoningGymSource):
+            continue
+        if place == "answer" and source.answer is None:
+            why = f"reads test cases from the answer, but data.{split}.answer is null; set args.tests to their column"
+            yield path, why
+        elif place != "answer" and place not in source.metadata:
+            yield f"{path}.args.tests", f"{show(place)} is not in data.{split}.metadata; add it there"
 
 
 def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:

@@ -75,7 +75,8 @@ def _files(data: str) -> tuple[Table, Table | None, str]:
     held_out = next(_siblings(data), None)
     other = None if held_out is None else _table({"kind": kind, "path": held_out})
     name = Path(data).name
-    return _table({"kind": kind, "path": data}), other, f"no file beside {name} is called as it is with `test`"
+    missing = f"no file beside {name} is its held-out part, as test.csv beside train.csv"
+    return _table({"kind": kind, "path": data}), other, missing
 
 
 def _siblings(data: str) -> Iterator[str]:

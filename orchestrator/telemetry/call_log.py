@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from troupe.orchestrator.telemetry.timeline import OK, Span
-from troupe.workers.contract.roles import Watched, Worker
+from troupe.workers.contract.roles import Trainer, Watched, Worker
 
 _MOST_SPANS = 200_000
 """Ended calls that are kept until `drain`."""
-_PROBES = frozenset({Worker.health.__name__, Watched.watch.__name__})
-"""Methods whose successful calls are not kept: they ask whether a worker lives, thousands of times."""
+_PROBES = frozenset({Worker.health.__name__, Watched.watch.__name__, Trainer.save_status.__name__})
+"""Methods whose successful calls are not kept: they ask, thousands of times, whether a worker lives or has written."""
 
 
 class OpenCall(NamedTuple):

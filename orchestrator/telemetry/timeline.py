@@ -80,7 +80,10 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
         roles.RolloutEngine.change_weights,
     ),
     "evaluate": (roles.ExampleTrainer.evaluate,),
-    "checkpoint": (*(roles.Trainer.save, roles.Trainer.load, roles.Trainer.export, roles.Trainer.export_average),),
+    "checkpoint": (
+        *(roles.Trainer.save, roles.Trainer.begin_save, roles.Trainer.load),
+        *(roles.Trainer.export, roles.Trainer.export_average),
+    ),
 }
 _PHASE_OF = {method.__name__: phase for phase, methods in _METHODS.items() for method in methods}
 

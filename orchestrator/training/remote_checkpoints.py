@@ -36,6 +36,7 @@ from troupe.orchestrator.training.checkpoint import (
     folder_name,
     step_of,
 )
+from troupe.workers.contract.atomic_file import PRIVATE, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +134,11 @@ class RemoteCheckpoints:
         Raises:
             CheckpointError: The store cannot be reached.
         """
-        with contextlib.suppress(InvalidCheckpoint):  # an earlier version has uploaded none
-            self._repeat(lambda: self._receive(self._root / RESOLVED_SPEC, file))
+        with (
+            contextlib.suppress(InvalidCheckpoint),  # an earlier version has uploaded none
+            replacing(file, PRIVATE) as unfinished,
+        ):
+            self._repeat(lambda: self._receive(self._root / RESOLVED_SPEC, unfinished))
 
     def fetch_step(self, store: CheckpointStore, step: int) -> Checkpoint | None:
         """Copies the checkpoint of a step into a run's folder; None: it is not valid. Raises CheckpointError."""

@@ -13,7 +13,7 @@ from troupe.orchestrator.why.facts import Call, Facts
 
 _LONG_POLLS = frozenset({"watch"})
 """Calls that answer only when something has happened."""
-_PROBES = frozenset({"health"})
+_PROBES = frozenset({"health", "save_status"})
 _BEHIND = {row.behind: row.section for row in ROLES.values() if row.behind is not None}
 """Roles whose workers serve a call of this method without the driver."""
 _AS_OLD = 0.3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes import fake_spec
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
@@ -212,3 +214,30 @@ def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -
     assert run.spec.evaluation_digest() == other.spec.evaluation_digest()
     changed = run.spec.model_copy(update={"evaluation": run.spec.evaluation.model_copy(update={"prompts": 3})})  # type: ignore[union-attr]
     assert changed.evaluation_digest() != run.spec.evaluation_digest()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": {"stop": ["."]}},
+        {"sampling": {"structured": {"regex": "a+"}}},
+        {"data": {"held_out": False}},
+        {"model": {"chat_template": "none"}},
+        {"roles": {"environment": {"name": "guess_number"}}},
+    ],
+)
+def test_whatever_changes_evaluations_makes_them_incomparable(changes: Any) -> None:
+    assert fake_spec(**changes).evaluation_digest() != fake_spec().evaluation_digest()
+
+
+def test_the_digest_of_evaluations_is_that_of_earlier_versions() -> None:
+    """Checkpoints hold it: with another one a resumed run would forget its best steps."""
+    spec = fake_spec(sampling={"temperature": 0.5}, roles={"rollout": {"workers": 2}})
+    fields: Any = {
+        "data": {"eval"},
+        "evaluation": {"prompts", "sampling", "solved_at"},
+        "sampling": {"max_tokens"},
+        "roles": {"reward": {"functions", "model", "model_weight"}},
+    }
+    content = json.dumps(spec.model_dump(mode="json", include=fields), sort_keys=True)
+    assert spec.evaluation_digest() == hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

@@ -1,123 +1,138 @@
-"""The pools of a run with several environments: engines get a link to each, and each loses and replaces its own."""
+"""The pools of a run: one for each role that the table gives a pool, replaced within its restarts and connected."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
 
 from tests.conftest import ROOT
-from tests.fakes import FaultyEngine, FaultyWorker
-from tests.orchestrator.pools.test_linked import Service
+from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.roles.table import row_of
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
 
-SPEC = load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-mixture.yaml", ("failures.environment_restarts=1",))
-
-
-class Environments(Service):
-    """An environment worker, which keeps what it was asked to end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended: list[str] = []
-
-    def end_all(self, caller: str) -> int:
-        self.ended.append(caller)
-        return 0
+SPECS = ROOT / "deploy" / "specs"
 
 
-class Linked(FaultyEngine):
-    """An engine that keeps its links."""
+@dataclass(eq=False)
+class Handle:
+    """A worker that records its calls and serves until it is killed."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, random.Random(1))
-        self.links: dict[str, list[tuple[tuple[str, ...], str]]] = {}
+    name: str
+    calls: list[str] = field(default_factory=list)
 
-    async def connect_environments(self, name: str, link: Any) -> None:
-        self.links.setdefault(name, []).append(link)
+    async def call(self, method: Callable[..., Any], timeout_s: float, *_: Any) -> Any:
+        self.calls.append(method.__name__)
+        if method.__name__ == "watch":
+            await asyncio.sleep(timeout_s)
+
+    def kill(self) -> None:
+        self.calls.append("kill")
 
 
-class Run:
-    """A run's pools on workers of this process."""
+class Launcher:
+    """Starts handles, and records which."""
 
     def __init__(self) -> None:
-        self.started: list[str] = []
-        roles = {role: [self._worker(f"{role}-0")] for role in ("environment.guess", "environment.retry", "reward")}
-        self.engine = Linked("rollout-0")
-        self.engines = [Engine(FaultyWorker("rollout-0", self.engine), "host")]
+        self.started: dict[str, Handle] = {}
 
-        async def replica(name: str) -> FaultyWorker[Any]:
-            self.started.append(name)
-            return self._worker(name)
+    async def engine(self, name: str) -> Engine:
+        return Engine(cast("Any", await self.replica(name)), "host")
 
-        async def engine(name: str) -> Engine:
-            self.engine = Linked(name)
-            return Engine(FaultyWorker(name, self.engine), "host")
-
-        context: Any = SimpleNamespace(
-            workers=SimpleNamespace(each=lambda role: self.engines if role == "rollout" else roles[role]),
-            launcher=SimpleNamespace(replica=replica, engine=engine),
-            cluster=SimpleNamespace(environment_link=self._link),
-        )
-        self.pools = RunPools(SPEC, context)
-
-    def environment(self, name: str) -> FaultyWorker[Environments]:
-        (worker,) = self.pools.by_role[f"environment.{name}"].workers
-        return worker
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.01)
-
-    @staticmethod
-    def _worker(name: str) -> FaultyWorker[Any]:
-        return FaultyWorker(name, Environments())
-
-    @staticmethod
-    def _link(workers: Sequence[Any], lost: str) -> tuple[tuple[str, ...], str]:
-        return tuple(worker.name for worker in workers), lost
+    async def replica(self, name: str) -> Handle:
+        self.started[name] = Handle(name)
+        return self.started[name]
 
 
-def test_engines_are_linked_to_every_environment_by_its_name() -> None:
-    async def go() -> None:
-        run = Run()
-        assert list(run.pools.by_role) == ["rollout", "reward", "environment.guess", "environment.retry"]
-        await run.pools.start()
-        expected = {name: [((f"environment.{name}-0",), "")] for name in ("guess", "retry")}
-        assert run.engine.links == expected
-        ended = [run.environment(name).target for name in expected]
-        first = run.engine
-        engines = run.pools.engines
-        await engines.lose(engines.engines[0], WorkerDied("rollout-0", "generate", "the process is gone"))
-        await run.until(lambda: run.engine is not first and run.engine.links == expected)
-        assert [worker.ended for worker in ended] == [["rollout-0"]] * 2, "the episodes of the lost engine are closed"
-        await run.pools.close()
+class Links:
+    """The cluster's part: a link for callers."""
 
-    asyncio.run(go())
+    def environment_link(self, *_: Any) -> str:
+        return "environments"
+
+    def judge_link(self, *_: Any) -> str:
+        return "judges"
 
 
-def test_a_lost_worker_costs_its_own_environment_and_no_other() -> None:
-    """It is replaced by one of the same name while its own restarts last; the other environment keeps its link."""
+def pools_of(spec: RolloutSpec) -> tuple[RunPools, Launcher]:
+    launcher = Launcher()
+    first = {role: [Handle(f"{role}-0")] for role in spec.roles.present() if row_of(spec, role).pool is not None}
+    engines = [Engine(cast("Any", handle), "host") for handle in first.pop("rollout")]
+    context = RunContext(
+        cast("Cluster", Links()),
+        cast("WorkerLauncher", launcher),
+        Workers({**first, "rollout": engines}),
+        Console(),
+        asyncio.Event(),
+    )
+    return RunPools(spec, context), launcher
 
-    async def go() -> None:
-        run = Run()
-        await run.pools.start()
-        run.environment("retry").kill()
-        await run.until(lambda: run.started == ["environment.retry-0"] and len(run.engine.links["retry"]) == 3)
-        assert run.engine.links["retry"][1:] == [((), ""), (("environment.retry-0",), "")]
-        assert run.engine.links["guess"] == [(("environment.guess-0",), "")]
-        run.environment("retry").kill()
-        await run.until(lambda: run.engine.links["retry"][-1][1])
-        lost = run.engine.links["retry"][-1][1]
-        assert lost == ("no environment.retry worker is left (1 of 1 restarts used: failures.environment_restarts)")
-        run.environment("guess").kill()  # whose restart is not used up
-        await run.until(lambda: run.started[-1] == "environment.guess-0" and run.engine.links["guess"][-1][0])
-        await run.pools.close()
 
-    asyncio.run(go())
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("tiny-ppo", {"rollout", "reward", "reference"}),
+        ("tiny-environment", {"rollout", "reward", "environment"}),
+        ("tiny-judge", {"rollout", "reward", "judge"}),
+    ],
+)
+def test_every_worker_with_a_pool_is_replaced_until_its_restarts_are_used(name: str, roles: set[str]) -> None:
+    changes = {role: f"failures.{prefix}_restarts=1" for role, prefix in PREFIXES.items() if role in roles}
+    spec = load_rollout_spec(SPECS / f"{name}.yaml", list(changes.values()))
+
+    async def run() -> None:
+        pools, launcher = pools_of(spec)
+        assert set(pools.by_role) == roles
+        await pools.start()
+        for role, pool in pools.by_role.items():
+            assert pool.names == [f"{role}-0"]
+            await pool.lose(pool.workers[0], WorkerDied(f"{role}-0", "call", "it is dead"))
+            await pool.until_started(f"{role}-0")
+            assert pool.names == [f"{role}-0"] and f"{role}-0" in launcher.started
+            assert str(pool.budget) == f"1 of 1 restarts used: failures.{PREFIXES[role]}_restarts"
+            await pool.lose(pool.workers[0], WorkerDied(f"{role}-0", "call", "it is dead again"))
+            assert pool.names == []
+        await pools.close()
+
+    asyncio.run(run())
+
+
+PREFIXES = {
+    "rollout": "engine",
+    "reward": "reward",
+    "reference": "reference",
+    "environment": "environment",
+    "judge": "judge",
+}
+"""Fields of `failures` with the restarts of each role."""
+
+
+@pytest.mark.parametrize(
+    ("name", "caller", "method"),
+    [("tiny-environment", "rollout", "connect_environments"), ("tiny-judge", "reward", "connect_judge")],
+)
+def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, method: str) -> None:
+    """To the environments or judges, as the first workers are at the start."""
+    spec = load_rollout_spec(SPECS / f"{name}.yaml")
+
+    async def run() -> None:
+        pools, launcher = pools_of(spec)
+        await pools.start()
+        pool = pools.by_role[cast("Any", caller)]
+        await pool.lose(pool.workers[0], WorkerDied(f"{caller}-0", "call", "it is dead"))
+        await pool.until_started(f"{caller}-0")
+        assert launcher.started[f"{caller}-0"].calls[0] == method
+        await pools.close()
+
+    asyncio.run(run())

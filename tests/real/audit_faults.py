@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ class Stack:
         self.pool = pool
         group = PolicyGroup("policy", [FaultyWorker("policy-0", self.policy)], spec.roles.policy.micro_batch_tokens)
         self.group = group
-        self.sync = FileSync(group, pool, SYNC_S)
+        self.push_version: Callable[[int], Awaitable[object]] = FileSync(group, pool, SYNC_S).push
         prompts = load_data(spec).train
         self.auditor = Auditor(spec, pool, group, (prompts, prompts.table), self._score)
 
@@ -196,14 +196,14 @@ class Stack:
         self.version += 1
         folder, previous = self.folder / f"version-{self.version}", self.weights.folder
         self.policy.export(str(folder))
-        await self.sync.push(self.version)
+        await self.push_version(self.version)
         self.weights = AuditedWeights(f"version {self.version}", self.version, folder, previous)
 
     async def push(self) -> None:
         """Pushes the weights of now once more, without a fault."""
         await self.cure()
         self.version += 1
-        await self.sync.push(self.version)
+        await self.push_version(self.version)
 
     async def cure(self) -> None:
         """Removes every fault."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.real.audit_faults import EXTENSION
+from tests.real.loop_link import LoopLink
 from tests.real.rollout_helpers import (
     chat,
     load_model,
@@ -29,7 +30,7 @@ from tests.real.rollout_helpers import (
     rollout_config,
     sampling_config,
 )
-from troupe.workers.contract.messages import GroupRequest, WeightAck, WorkerGone
+from troupe.workers.contract.messages import GroupRequest, WorkerGone
 from troupe.workers.engine import settings
 from troupe.workers.engine.errors import EngineClosed
 from troupe.workers.engine.rest import GONE, StaleWake
@@ -47,40 +48,6 @@ BUCKET = 64 * 1024
 """Many buckets, and tensors above the limit."""
 CPU = torch.device("cpu")
 versions = itertools.count(1)
-
-
-class LoopLink:
-    """The sender's link to workers in this process, as `ActorLink` is to actors. The sender runs in a thread."""
-
-    def __init__(self, workers: Sequence[RolloutWorker]) -> None:
-        self.workers = workers
-        self.ranks = workers[0]._config.engine.tensor_parallel_size
-        self.processes = self.ranks * len(workers)
-        self.loop = asyncio.get_running_loop()
-
-    def join(self, info: dict[str, Any]) -> None:
-        """Every worker behind the ranks of those before it."""
-        firsts = (info["first_rank"] + number * self.ranks for number in range(len(self.workers)))
-        infos = [info | {"first_rank": first} for first in firsts]
-        self._all([worker.transfer_init(own) for worker, own in zip(self.workers, infos, strict=True)])
-
-    def start(self) -> None:
-        """Pause."""
-        self._all([worker.transfer_start() for worker in self.workers])
-
-    def receive(self, info: dict[str, Any]) -> None:
-        """Receive."""
-        self._all([worker.transfer_receive(info) for worker in self.workers])
-
-    def finish(self, version: int, digest: str) -> list[WeightAck]:
-        """Serve."""
-        return self._all([worker.transfer_finish(version, digest) for worker in self.workers])
-
-    def _all(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        async def gathered() -> list[Any]:
-            return await asyncio.gather(*calls)
-
-        return asyncio.run_coroutine_threadsafe(gathered(), self.loop).result(60)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

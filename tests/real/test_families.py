@@ -6,6 +6,7 @@ transformers only in eager attention.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -18,10 +19,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, PreTrainedConfig, Qwen3MoeConfig
 
 from tests.real.audit_faults import EXTENSION, Stack, audit_spec
+from tests.real.loop_link import LoopLink
 from troupe.workers.engine import settings
+from troupe.workers.weights.device_sender import device_sender
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
+CPU = torch.device("cpu")
+BUCKET = 64 * 1024
+"""An expert's matrices are in several buckets."""
 TIGHT = 1e-4
 """Nats between sampler, trainer and scorer in float32; an expert or cap that is missing gives a hundred times that."""
 
@@ -67,13 +73,24 @@ def save_model(config: PreTrainedConfig, folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
+async def _send(stack: Stack, version: int) -> None:
+    """Send the weights from device to device: experts come in buckets, each in the order of the trainer."""
+    trainer, link = stack.policy.engine, LoopLink([stack.engine])
+    sender = await asyncio.to_thread(device_sender, "gloo", link, trainer.weight_shapes(), 0, CPU, BUCKET)
+    await asyncio.to_thread(sender.send, version, trainer.named_weights())
+    sender.close()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=FAMILIES)
 async def stack(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, scorer: Executor
 ) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("families")
     model = save_model(FAMILIES[request.param], folder / "model", tiny_model)
-    stack = Stack(audit_spec(folder, model, "float32"), folder, scorer)
+    backend = "gloo" if request.param == "qwen3-moe" else "shm"
+    stack = Stack(audit_spec(folder, model, "float32", f"weight_sync.backend={backend}"), folder, scorer)
+    if backend == "gloo":
+        stack.push_version = lambda version: _send(stack, version)
     await stack.start()
     yield stack
     await stack.close()

@@ -335,6 +335,11 @@ class RewardFunctionConfig(Frozen):
     function that returns a number makes the sample fail. False: one number counts for the whole response; for a
     function that returns steps it is their outcome (by default their mean)."""
 
+    @property
+    def component(self) -> str:
+        """Name of the component: the label, or the function's own name."""
+        return self.label or self.name.rpartition(":")[2]
+
 
 class RewardConfig(Frozen):
     """The rewards that a reward worker computes."""

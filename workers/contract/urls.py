@@ -7,6 +7,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 _SECRET = re.compile(r"secret|token|key|password|credential|^sig$", re.IGNORECASE)
 """In the names of options that are credentials."""
+_NO_USER = "gs://anonymous@"
+"""How a URL asks Google Cloud Storage for no credentials."""
 
 
 def has_credentials(url: str) -> bool:
@@ -15,6 +17,6 @@ def has_credentials(url: str) -> bool:
         parts = urlsplit(url)
     except ValueError:  # it is no URL: whoever opens it says so
         return "@" in url
-    return "@" in parts.netloc or any(
-        _SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)
-    )
+    if "@" in parts.netloc and not url.startswith(_NO_USER):
+        return True
+    return any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))

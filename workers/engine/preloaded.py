@@ -7,8 +7,12 @@ imports vLLM first, forks the engine's fork server, and then becomes a worker of
 from __future__ import annotations
 
 import logging
+import os
 import runpy
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 from troupe.workers.contract.config import EngineProcess
@@ -18,6 +22,7 @@ from troupe.workers.engine.settings import set_environment
 logger = logging.getLogger(__name__)
 
 _FRONT_END = "vllm.v1.engine.async_llm"
+_LOOK_S = 0.5
 
 
 def run_worker(engine: str, script: str, *arguments: str) -> None:
@@ -30,11 +35,33 @@ def run_worker(engine: str, script: str, *arguments: str) -> None:
     """
     set_environment(EngineProcess.model_validate_json(engine))
     try:
-        for module in (*IMPORTED_AHEAD, _FRONT_END):
-            import_module(module)
+        with _ending_with_parent():
+            for module in (*IMPORTED_AHEAD, _FRONT_END):
+                import_module(module)
         fork_server()
     except Exception:
         # The worker imports it again when it starts, and reports what is wrong.
         logger.exception("vLLM is not imported ahead")
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+
+
+@contextmanager
+def _ending_with_parent() -> Iterator[None]:
+    """Exit when the parent, which is Ray, has ended; Ray ends the processes that it knows as its workers.
+
+    A timer looks, because a thread would prevent the fork.
+    """
+    parent = os.getppid()
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -29,6 +29,7 @@ _ADAPTER_EXTENSION = "troupe.workers.weights.vllm_adapter.AdapterExtension"
 _RECORDING_SCHEDULER = "troupe.workers.engine.kept_tokens.recording_scheduler"
 _NO_PATH = "/nowhere/adapters-are-loaded-by-the-weight-update"
 """vLLM looks for an adapter there that it does not have, and the request fails."""
+_NO_SHARE = 0.01
 _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK_TOKENS = 32
 """Tokens in one block of the KV cache. Samples of a group share the full blocks of their prompt. The default of vLLM's
@@ -164,13 +165,14 @@ def _device_args(config: RolloutConfig) -> dict[str, Any]:
     engine = config.engine
     if config.device == "cuda":
         return {
-            "gpu_memory_utilization": engine.gpu_share,
+            # Of a cache whose size is given vLLM still requires this share to be free when it starts. On a shared GPU,
+            # what is free then says nothing.
+            "gpu_memory_utilization": engine.gpu_share if config.kv_cache_bytes is None else _NO_SHARE,
             # In a placement group vLLM would choose Ray, and wants a bundle for every GPU. An engine's GPUs are on one
             # node and in one bundle.
             "distributed_executor_backend": "mp" if engine.tensor_parallel_size > 1 else "uni",
             "max_num_batched_tokens": GPU_BATCH_TOKENS,
             "enable_sleep_mode": config.sleep != "none",
-            # On a shared GPU what is free while the engine starts says nothing. With a given size vLLM does not look.
             "kv_cache_memory_bytes": config.kv_cache_bytes,
         }
     args: dict[str, Any] = {

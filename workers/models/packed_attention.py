@@ -287,29 +287,37 @@ def uninstall(model: PreTrainedModel) -> None:
 def kernel_is_exact(head_size: int, dtype: torch.dtype, windows: bool = False) -> bool:
     """Whether the GPU's kernel takes this type and head size, and aligns its causal mask to the last key.
 
-    Tried out with a prompt that two responses share, against torch's attention under a mask.
+    Tried out with a prompt that two responses share, against torch's attention under a mask: output and gradients.
 
     Args:
         head_size: Numbers of a head.
         dtype: Type of the states.
         windows: Whether layers have a sliding window, which is then tried out as well.
     """
-    return all(_kernel_is_exact(head_size, dtype, window) for window in (None, 2) if windows or window is None)
+    cuda = torch.device("cuda")
+    return all(_kernel_is_exact(head_size, dtype, window, cuda) for window in (None, 2) if windows or window is None)
 
 
-def _kernel_is_exact(head_size: int, dtype: torch.dtype, window: int | None) -> bool:
+def _kernel_is_exact(head_size: int, dtype: torch.dtype, window: int | None, device: torch.device) -> bool:
     table = segment_table(torch.tensor([0, 7]), torch.tensor([7, 3]), torch.tensor([[0, 0], [0, 4]]))
-    query, key, value = (torch.randn(1, heads, 10, head_size, device="cuda", dtype=dtype) for heads in (2, 1, 1))
-    allowed = torch.ones(10, 10, dtype=torch.bool, device="cuda").tril()
+    query, key, value = states = [
+        torch.randn(1, heads, 10, head_size, device=device, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)
+    ]
+    allowed = torch.ones(10, 10, dtype=torch.bool, device=device).tril()
     allowed[7:, 4:7] = False
     if window is not None:
-        place = torch.tensor([*range(7), 4, 5, 6], device="cuda")  # the second response follows the prompt, too
+        place = torch.tensor([*range(7), 4, 5, 6], device=device)  # the second response follows the prompt, too
         allowed &= place[:, None] - place[None, :] < window
-    try:
-        found = _varlen(query, key, value, parse(table), 1.0 / math.sqrt(head_size), window).float()
-    except RuntimeError:  # the kernel refuses the GPU, the type or the size
-        return False
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query.float(), key.float(), value.float(), attn_mask=allowed, enable_gqa=True
-    )
-    return bool(torch.allclose(found, expected.transpose(1, 2), atol=2e-2, rtol=2e-2))
+    with torch.enable_grad():
+        try:
+            found = _varlen(query, key, value, parse(table), 1.0 / math.sqrt(head_size), window).float()
+            weights = torch.randn_like(found)
+            gradients = torch.autograd.grad((found * weights).sum(), states)
+        except RuntimeError:  # the kernel refuses the GPU, the type or the size
+            return False
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query.float(), key.float(), value.float(), attn_mask=allowed, enable_gqa=True
+        ).transpose(1, 2)
+        exact = torch.autograd.grad((expected * weights).sum(), states)
+    pairs = zip((found, *gradients), (expected, *exact), strict=True)
+    return all(bool((one.float() - other.float()).norm() <= 0.02 * other.float().norm()) for one, other in pairs)

@@ -115,7 +115,7 @@ def python_tests(
     """1 if the response's program passes all test cases, else 0; with `partial`, the share of the cases that pass.
 
     The program is the last ```python block behind the thought, or all that stands there.
-    `docs/guides/sandbox.md` describes the forms of test cases.
+    `docs/guides/reward.md` describes the forms of test cases.
 
     Args:
         style: `stdin`: each case runs the program and compares what it prints; `function`: each case calls a function;

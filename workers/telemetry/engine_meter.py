@@ -13,7 +13,7 @@ class EngineMeter:
     """A stat logger of vLLM (`StatLoggerBase`), which does not have to be imported for it.
 
     It reads the details of iterations, so the engine needs `enable_logging_iteration_details`. An iteration takes the
-    time since the one before it: vLLM's own figure leaves out what overlaps with the scheduler.
+    time since the one before it: vLLM's measurement leaves out what overlaps with the scheduler.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
+_ADVICE = "Weights only load failed"
+"""torch begins with how to load the file without restrictions, and says why behind it."""
 _UNPICKLER = "WeightsUnpickler error:"
-"""Behind it torch says why; before it, how to load the file without restrictions."""
 
 
 def read_shard(file: Path, *, mapped: bool = False) -> dict[str, Any]:
@@ -134,6 +135,8 @@ def save_trained_only(engine: Any) -> None:
 
 def _reason(error: Exception) -> str:
     """What torch says in one line, without its advice to load the file unsafely."""
-    said = str(error).rpartition(_UNPICKLER)[2]
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    said = str(error)
+    if said.startswith(_ADVICE):
+        said = said.rpartition(_UNPICKLER)[2] if _UNPICKLER in said else said.partition("\n")[2]
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("Please file")]
     return lines[0].partition(" Please use")[0] if lines else type(error).__name__

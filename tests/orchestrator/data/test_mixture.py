@@ -278,3 +278,26 @@ def test_rows_that_are_repeated_across_sources_are_of_both(tmp_path: Path) -> No
 
 def texts_of(pool: Any) -> list[list[str]]:
     return [[message["content"] for message in messages] for messages in said(pool)]
+
+
+def test_held_out_prompts_that_training_asks_in_another_form_are_counted(tmp_path: Path) -> None:
+    """They stay: the other form may be meant. But nobody should take their result for one on unseen questions."""
+    rows = [{"q": f"q{n}"} for n in range(4)]
+    train = jsonl(tmp_path, *rows, prompt="q", answer=None).model_dump()
+    path = tmp_path / "eval.jsonl"
+    path.write_text("".join(f'{{"q": "{text}"}}\n' for text in ("q0", "q1 ", "new")))
+    form = {"kind": "jsonl", "path": str(path), "prompt": "q", "answer": None}
+    sources = [
+        train | {"name": "a", "system": "Be brief."},
+        train | {"name": "b", "template": "Question: {prompt}\nAnswer:"},
+    ]
+    data = data_of(*sources, eval={"same": form | {"system": "Be brief."}, "other": form})
+    pool, held_out = load_pools(data)
+    assert (held_out["eval.same"].rows, held_out["eval.same"].left_out, held_out["eval.same"].alike) == (2, 1, 1)
+    assert (held_out["eval.other"].rows, held_out["eval.other"].left_out, held_out["eval.other"].alike) == (3, 0, 2)
+    line = describe(named(pool, held_out))[-1]
+    assert line == (
+        "data.eval.other: 3 rows, 2 ask what data.train asks with another system message or template, and stay"
+    )
+    kept = load_pools(data_of(*sources, eval={"other": form}, held_out=False))[1]
+    assert kept["eval.other"].alike == 0

@@ -216,3 +216,32 @@ def test_cells_and_values_are_formatted() -> None:
         "inf",
         "nan",
     ]
+
+
+class Gone(TerminalStream):
+    """A terminal that has been closed meanwhile."""
+
+    gone = False
+
+    def write(self, text: str, /) -> int:
+        if self.gone:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+def test_a_terminal_that_is_gone_and_a_stream_that_lacks_a_character_end_no_run() -> None:
+    stream = Gone()
+    console = Console(stream)
+    console.start("a", 2)
+    stream.gone = True
+    console.message("one")
+    console.step(1, STEP)
+    console.finish({"steps": 1})
+    for other in (io.TextIOWrapper(io.BytesIO(), encoding="ascii"), io.StringIO()):
+        console = Console(other)
+        console.start("a", 2)
+        console.message("漢")
+        if isinstance(other, io.StringIO):
+            other.close()
+        console.step(1, STEP)
+        console.finish({"steps": 1})

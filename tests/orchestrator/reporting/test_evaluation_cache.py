@@ -46,6 +46,7 @@ def result() -> SetResult:
         (lambda: keys(spec_of(), digest="other"), set()),
         (lambda: keys(spec_of().model_copy(update={"seed": 8})), set()),
         (lambda: keys(spec_of(evaluation={"prompts": 3})), set()),
+        (lambda: keys(spec_of(roles={"policy": {"gpus": 1}, "rollout": {"gpus": 1}})), set()),
         (lambda: keys(spec_of(sampling={"max_tokens": 7})), set()),
         (lambda: keys(spec_of(evaluation={"sampling": {"temperature": 0.5}})), {"math"}),
         (lambda: keys(spec_of(evaluation={"solved_at": 0.5})), {"form"}),

@@ -38,14 +38,15 @@ class Server:
 
     def __init__(self) -> None:
         self.models = ["m"]
+        self.owner = "x"
         self.answer: Answer = lambda number, body: (200, completion(f"said {number}"))
         self.asked: list[dict[str, Any]] = []
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                models = [{"id": name, "object": "model", "created": 1, "owned_by": "x"} for name in server.models]
-                self._reply(200, {"object": "list", "data": models})
+                shared = {"object": "model", "created": 1, "owned_by": server.owner}
+                self._reply(200, {"object": "list", "data": [{"id": name, **shared} for name in server.models]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -108,7 +109,7 @@ def test_samples_are_rows_that_a_reward_worker_scores(server: Server) -> None:
     (first, second) = server.asked
     assert first["messages"] == [{"role": "user", "content": "b"}]
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("m", 0.5, 9)
-    assert first["seed"] != second["seed"] and "top_p" not in first and "top_k" not in first
+    assert first["seed"] != second["seed"] and first["top_p"] == 1.0 and "top_k" not in first
 
 
 def test_the_sampling_of_a_set_reaches_the_endpoint(server: Server) -> None:
@@ -117,6 +118,19 @@ def test_the_sampling_of_a_set_reaches_the_endpoint(server: Server) -> None:
     sampled, greedy = server.asked
     assert (sampled["model"], sampled["top_p"], sampled["top_k"], sampled["max_tokens"]) == ("other", 0.9, 4, 70)
     assert greedy["temperature"] == 0.0 and "seed" not in greedy
+
+
+@pytest.mark.parametrize("model", [None, "m"])
+def test_a_server_adds_nothing_of_its_own_to_the_sampling(server: Server, model: str | None) -> None:
+    """vLLM takes what a request leaves out from the model's generation_config.json."""
+    server.owner = "vllm"
+    server.sample(model=model, samples=1)
+    server.sample(model=model, samples=1, top_k=4)
+    first, second = server.asked
+    neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    for body in (first, second):
+        assert body["top_p"] == 1.0 and neutral.items() <= body.items()
+    assert (first["top_k"], second["top_k"]) == (-1, 4)
 
 
 @pytest.mark.parametrize(

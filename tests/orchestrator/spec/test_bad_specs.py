@@ -1026,6 +1026,21 @@ CPU_CASES += [
         "answer: null\n      rewards: [{name: numeric}]",
     ),
     mixed_case(
+        "mixed_tests_in_no_answer",
+        (
+            "36: data.train.1.rewards.0: reads test cases from the answer, but data.train.1.answer is null; "
+            "set args.tests to their column"
+        ),
+        "rewards: [{name: length}]",
+        "answer: null\n      rewards: [{name: python_tests}]",
+    ),
+    mixed_case(
+        "mixed_tests_in_no_column",
+        "36: data.train.1.rewards.0.args.tests: 'tests' is not in data.train.1.metadata; add it there",
+        "rewards: [{name: length}]",
+        "metadata: [cases]\n      rewards: [{name: python_tests, args: {tests: tests}}]",
+    ),
+    mixed_case(
         "mixed_reward_zero",
         "35: data.train.1.rewards: every weight is 0: there is nothing to learn",
         "name: length",

@@ -90,7 +90,10 @@ def problem(folder: Path, text: str, *overrides: str) -> str:
         ("lora_dropout=0.1", "lora_dropout: unknown field (it must be 0)"),
         ("total_epochs=3", "total_epochs: unknown field (did you mean 'schedule.steps'? steps, not passes over the"),
         ("actor_rollout_ref={rollout: {top_k: 20}}", "actor_rollout_ref: unknown field (rollout.top_k: did you mean"),
-        ("sampling.repetition_penalty=1.1", "sampling.repetition_penalty: unknown field (they change the distribution"),
+        (
+            "sampling.repetition_penalty=1.1",
+            "sampling.repetition_penalty: unknown field (penalties and biases change the",
+        ),
         ("lr=1e-6", "lr: unknown field (did you mean 'roles.policy.learning_rate'?)"),
         ("roles.policy.lr=1e-6", "roles.policy.lr: unknown field (did you mean 'learning_rate'?)"),
         ("roles.policy.optim={lr: 1e-6}", "roles.policy.optim: unknown field (lr: did you mean 'roles.policy."),

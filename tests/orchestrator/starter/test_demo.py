@@ -100,6 +100,8 @@ def test_the_end_names_the_results_and_commands_that_work(models: Path) -> None:
     assert "results are in runs/tiny-three-stage;" in chain and "export runs/tiny-three-stage/ppo" in chain
     plain = next_steps(Path("examples:tiny-grpo"), plan_runs(read_document("examples:tiny-grpo")))
     assert "troupe eval" not in chain + plain, "nothing is held out"
+    adapters = next_steps(Path("x"), plan_runs(read_document("examples:tiny-lora")))
+    assert "troupe export runs/tiny-lora trained/ --merge" in adapters, "engines evaluate whole models"
     own = next_steps(Path("run.yaml"), plan_runs(read_document("examples:tiny-grpo")))
     assert "troupe samples runs/tiny-grpo " in own and "troupe init" not in own
 

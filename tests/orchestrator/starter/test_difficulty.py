@@ -46,6 +46,7 @@ def test_the_level_with_the_most_to_learn_from_is_chosen(right: list[list[int]],
     found = best_level(levels, right)
     assert (found.settings, found.mixed, found.right) == ({"level": chosen}, mixed, sum(right[chosen]))
     assert ("there is nothing to learn" in found.note) == (mixed == 0)
+    assert ("try a larger model or an easier task" in found.note) == (found.right == 0)
 
 
 def test_tasks_are_left_to_evaluate_on_where_there_are_few(tiny_model: Path, tmp_path: Path) -> None:

@@ -283,7 +283,10 @@ def test_what_is_held_out_is_found_beside_the_data_or_the_spec_says_why_not(tiny
     pools = read_pools(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec)
     assert {name: pool.rows for name, pool in pools.items()} == {"train": 16, "eval": 2}
     other = text_of(chosen(tiny_model, data=str(tmp_path / "other.csv")), tmp_path / "run.yaml")
-    assert "# No evaluation: no file beside other.csv is called as it is with `test` (data.eval)." in other
+    assert (
+        "# No evaluation: no file beside other.csv is its held-out part, as test.csv beside train.csv (data.eval)."
+        in other
+    )
 
 
 def test_a_folder_of_datasets_and_its_splits_are_found(tiny_model: Path, tmp_path: Path) -> None:

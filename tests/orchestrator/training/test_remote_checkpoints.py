@@ -90,6 +90,18 @@ def test_a_fetched_checkpoint_is_the_uploaded_one_and_old_ones_are_removed(url: 
     assert copies.steps() == [10, 20, 25]
 
 
+def test_a_fetched_spec_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
+    here, file = CheckpointStore(tmp_path / "here" / "checkpoints", 9), tmp_path / "spec.yaml"
+    copies = remote(f"file://{tmp_path}/bucket", tmp_path)
+    copies.fetch_spec(file)
+    assert not list(tmp_path.iterdir())
+    path = saved(here, 5)
+    (tmp_path / "here" / "spec.yaml").write_text("name: a\n")
+    copies.upload(path)
+    copies.fetch_spec(file)
+    assert file.read_text() == "name: a\n" and file.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_complete_copy_stays_while_a_stop_adds_samples(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

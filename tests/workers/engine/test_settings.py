@@ -71,6 +71,11 @@ def test_an_engine_on_gpus_does_not_start_its_processes_with_ray(
     assert (args.enable_sleep_mode, args.kv_cache_memory_bytes) == (False, None)
     resting = engine_args(config.model_copy(update={"sleep": "kv_cache", "kv_cache_bytes": 5 << 30}))
     assert (resting.enable_sleep_mode, resting.kv_cache_memory_bytes) == (True, 5 << 30)
+    workers: Any = import_module("vllm.v1.worker.utils")
+    shared = SimpleNamespace(device_="cuda:0", total_memory=80 << 30, free_memory=20 << 30)
+    workers.request_memory(shared, resting)
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        workers.request_memory(shared, args)
     parallel: Any = import_module("vllm.config.parallel")
     monkeypatch.setattr(parallel, "current_platform", FakeCuda())
     chosen = parallel.ParallelConfig(

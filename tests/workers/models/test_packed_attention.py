@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import LlamaConfig
 
 from tests.workers.models.test_modeling import SAMPLES, SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
+from troupe.workers.models import packed_attention
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, load_causal
 from troupe.workers.models.packed_attention import Segments, attention, parse
@@ -106,6 +108,39 @@ def test_the_arguments_of_the_gpu_kernel_describe_the_same_attention() -> None:
     torch.testing.assert_close(torch.cat(pieces)[None], masked(*states(2, 3, torch.float32)), rtol=1e-5, atol=1e-5)
     alone = segment_table(torch.tensor([0, 9]), torch.tensor([9, 2]), torch.zeros(2, 2, dtype=torch.int64))
     assert parse(alone).varlen(torch.device("cpu")).keys is None, "nothing to gather without a shared prompt"
+
+
+class _NoGradientOfKeys(torch.autograd.Function):
+    """A backward pass that is wrong, behind an output that is right."""
+
+    @staticmethod
+    def forward(ctx: Any, key: torch.Tensor) -> torch.Tensor:
+        return key.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(grads[0])
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_kernel_with_another_output_or_gradient_is_not_used(
+    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of the CPU plays that of the GPU."""
+
+    def kernel(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def attend(query: Any, key: Any, value: Any, segments: Any, scale: float, window: int | None) -> torch.Tensor:
+            return packed_attention._SegmentsOnCpu.apply(query, change(key), value, segments, scale, window)
+
+        return attend
+
+    found = list[bool]()
+    for change in (lambda key: key, lambda key: 1.1 * key, _NoGradientOfKeys.apply):
+        monkeypatch.setattr(packed_attention, "_varlen", kernel(change))
+        torch.manual_seed(0)
+        found.append(packed_attention._kernel_is_exact(HEAD_SIZE, dtype, window, torch.device("cpu")))
+    assert found == [True, False, False]
 
 
 @pytest.mark.parametrize("arguments", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])

@@ -1,0 +1,270 @@
+"""The checkpoints of a run: when one is due, written while the loop waits or beside it, and reported where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from troupe.orchestrator.errors import ExportFailed, TroupeError, WorkerRaised
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.recorder import RunRecorder
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.training.batch import BatchSource, SourceSnapshot
+from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore, trainer_layouts
+from troupe.orchestrator.training.recovery import TrainerRecovery
+from troupe.orchestrator.training.remote_checkpoints import Uploads
+from troupe.orchestrator.training.state import ControllerState, SavedStep
+from troupe.orchestrator.training.trainer_saves import TrainerSaves, TrainersLost, Written
+from troupe.orchestrator.training.updates import Updates
+
+logger = logging.getLogger(__name__)
+
+
+class Saved(Protocol):
+    """The parts of a run whose state a checkpoint holds."""
+
+    @property
+    def source(self) -> BatchSource:
+        """Supplies the batches."""
+        ...
+
+    @property
+    def updates(self) -> Updates:
+        """Has the trainers."""
+        ...
+
+    @property
+    def recovery(self) -> TrainerRecovery:
+        """Restarts trainers that are lost while they save."""
+        ...
+
+
+@dataclass(frozen=True)
+class SaveTargets:
+    """Where checkpoints and what is said of them go."""
+
+    store: CheckpointStore
+    uploads: Uploads
+    recorder: RunRecorder
+    console: Console
+    lost: Callable[[int], None]
+    """Called with a step whose checkpoint cannot be written, or has no model."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The controller between two steps."""
+
+    step: int
+    """Steps done."""
+    state: ControllerState
+    best_before: tuple[SavedStep, ...]
+    """The best steps before its evaluation."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written: what it holds besides the trainers' files."""
+
+    moment: Moment
+    snapshot: SourceSnapshot
+    started: float
+    """Time of the event loop, in seconds."""
+
+
+class RunSaves:
+    """Writes checkpoints, at most one at a time.
+
+    With `checkpoint.async_save`, a task writes one from the trainers' copies while the loop goes on. It waits for the
+    trainers, the upload before and the disk, and ends when the checkpoint is published or given up.
+    """
+
+    def __init__(self, spec: RunSpec, parts: Saved, targets: SaveTargets, done: int) -> None:
+        """Writes nothing yet; `done`: step of the checkpoint that the run resumes from."""
+        self._spec = spec
+        self._parts = parts
+        self._store = targets.store
+        self._uploads = targets.uploads
+        self._recorder = targets.recorder
+        self._lost = targets.lost
+        self._trainers = TrainerSaves(spec, parts.updates.trainers, targets.store, targets.console)
+        self._saved_at = done if targets.store.has_model(done) else None
+        """Step of the last complete checkpoint."""
+        self._failed = 0
+        """Checkpoints in a row that were not written."""
+        self._running: asyncio.Task[None] | None = None
+        self._overdue = False
+        """Whether a checkpoint was given up with its trainers: the next step is saved."""
+        self._times: dict[str, float] = {}
+
+    async def try_all(self) -> None:
+        """Has every trainer write a small part of a checkpoint (`TrainerSaves.try_all`). Raises TroupeError."""
+        await self._parts.recovery.retry(self._trainers.try_all)
+
+    async def save_if_due(self, now: Moment) -> None:
+        """Saves the step if it is due, and reports the checkpoint that has been written meanwhile.
+
+        Raises:
+            TroupeError: Too many in a row have failed.
+        """
+        config = self._spec.checkpoint
+        if self._running is not None and self._running.done():
+            await self.settle()
+        regular = config.every_steps and now.step % config.every_steps == 0
+        if not regular and now.step not in now.state.best.saved and not self._overdue:
+            return
+        await self.settle()
+        self._overdue = False
+        await self._tolerate(self._begin(now) if config.async_save else self._save_now(now), now.step)
+
+    async def settle(self) -> None:
+        """Waits for the checkpoint that is written in the background; one that failed counts as any other.
+
+        Raises:
+            TroupeError: Too many in a row have failed.
+        """
+        if self._running is None:
+            return
+        if not self._running.done():
+            started = _now()
+            await asyncio.wait({self._running})
+            self._time("wait", started)
+        running, self._running = self._running, None
+        running.result()
+
+    async def last(self, snapshot: SourceSnapshot, now: Moment) -> None:
+        """Saves the end of the run, and waits until it is uploaded. Raises TroupeError, OSError."""
+        await self.settle()
+        await self._save(snapshot, now)
+        await self._uploads.settle(last=True)
+
+    async def cancel(self) -> None:
+        """Gives up the checkpoint that is being written, of a run that has failed."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of copies, waits and writes since the last call."""
+        times, self._times = self._times, {}
+        return times
+
+    def _time(self, part: str, started: float) -> None:
+        name = f"seconds/save_{part}"
+        self._times[name] = self._times.get(name, 0.0) + _now() - started
+
+    async def _tolerate(self, save: Coroutine[Any, Any, None], step: int) -> None:
+        """Awaits the save of a step, which may fail. Raises TroupeError where too many in a row have failed."""
+        try:
+            await save
+        except TrainersLost as error:
+            self._overdue = True
+            self._note_failure(error, step)
+            logger.warning("checkpoint of step %d given up: %s; saving after the next step", step, error)
+        except (OSError, WorkerRaised, ExportFailed) as error:
+            self._failed += 1
+            self._note_failure(error, step)
+            limit = self._spec.failures.failed_saves
+            if self._failed > limit:
+                why = f"{error} ({self._store.free_space()})"
+                raise TroupeError(f"{self._failed} checkpoints in a row were not written: {why}") from error
+            failed = f"{self._failed} of {limit} tolerated (failures.failed_saves)"
+            logger.warning("checkpoint of step %d failed: %s; continuing (%s)", step, error, failed)
+
+    def _note_failure(self, error: Exception, step: int) -> None:
+        self._recorder.events.record("checkpoint", path=str(self._store.directory), ok=False, detail=str(error))
+        self._lost(step)
+
+    async def _begin(self, now: Moment) -> None:
+        """Has the trainers copy their state, and writes the checkpoint in the background.
+
+        Raises:
+            OSError: Its folder cannot be created.
+            WorkerError: The trainers cannot copy their state.
+        """
+        saving = _Saving(now, await self._parts.source.snapshot(), _now())
+        folder = await self._parts.recovery.retry(lambda: self._trainers.begin(now.step))
+        self._parts.recovery.begin_save()
+        self._time("copy", saving.started)
+        self._running = asyncio.create_task(self._finish(saving, folder), name=f"save step {now.step}")
+
+    async def _finish(self, saving: _Saving, folder: Path) -> None:
+        """Waits for the trainers, writes the rest of the checkpoint and publishes it. Raises TroupeError."""
+
+        async def finish() -> None:
+            started = _now()
+            await self._commit(saving, await self._trainers.written(folder))
+            self._time("write", started)
+
+        await self._tolerate(finish(), saving.moment.step)
+
+    async def _save_now(self, now: Moment) -> None:
+        """As `_save`, with what there is now."""
+        await self._save(await self._parts.source.snapshot(), now)
+
+    async def _save(self, snapshot: SourceSnapshot, now: Moment) -> None:
+        """Writes one atomic checkpoint of everything a resumed run needs.
+
+        A step that is saved already gets only the samples that have been finished since.
+
+        Raises:
+            ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
+            OSError: It is not written.
+            WorkerError: It is not written.
+        """
+        again = self._saved_at == now.step
+        if again and snapshot.write is None:
+            return
+        saving, recovery = _Saving(now, snapshot, _now()), self._parts.recovery
+        if not again:
+            written = await recovery.retry(lambda: self._trainers.write(now.step))
+            recovery.begin_save()
+            await self._commit(saving, written)
+            return
+        await self._uploads.settle()  # the commit replaces the folder that is being uploaded
+        if (folder := await self._saved_files(now.step)) is not None:
+            await self._commit(saving, Written(folder))
+
+    async def _commit(self, saving: _Saving, written: Written) -> None:
+        """Adds to the trainers' files what else a resumed run needs, and publishes the checkpoint.
+
+        Raises:
+            ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
+            OSError: It is not written.
+        """
+        await self._uploads.settle()  # a commit may remove the folder that is being uploaded
+        step, snapshot, memory = saving.moment.step, saving.snapshot, saving.moment.state
+        if written.without_model:
+            self._lost(step)  # before the commit removes what is not kept
+            if step in memory.best.saved:
+                memory = memory.model_copy(update={"best": memory.best.keeping(saving.moment.best_before)})
+        state = {"step": step, "source": snapshot.state, "ledger": snapshot.ledger}
+        state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
+        state["memory"] = memory.model_dump(mode="json")
+        samples = 0 if snapshot.write is None else await snapshot.write(written.folder)
+        saved = await self._parts.recovery.commit(step, lambda: self._store.commit(written.folder, state))
+        seconds = round(_now() - saving.started, 4)
+        self._uploads.start(saved.path, self._store.protected)
+        if written.without_model:
+            raise ExportFailed(
+                f"the model cannot be exported: {written.without_model}; {saved.path} holds the trainers' state: "
+                "`--resume` continues from it and exports again"
+            )
+        self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds, samples=samples)
+        self._saved_at, self._failed = step, 0
+
+    async def _saved_files(self, step: int) -> Path | None:
+        """A folder with the files of this step's checkpoint; None where samples cannot be added to them."""
+        try:
+            return await asyncio.to_thread(self._store.begin_again, step)
+        except CheckpointError as error:
+            logger.warning("samples finished since the checkpoint of step %d are not kept: %s", step, error)
+            return None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
