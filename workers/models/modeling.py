@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LEAST_LOGIT = -1e9
+"""Of which the probability is 0 in float32, and whose product with any weight is finite."""
+
 
 def torch_dtype(name: Dtype) -> torch.dtype:
     """The torch data type with this name."""
@@ -339,8 +342,9 @@ class CausalLogprobs(ModelModule):
         total = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
         with torch.set_grad_enabled(self.entropy_grad and torch.is_grad_enabled()):
-            # -sum p log p = logsumexp - sum p * logit. A logit of -inf has p = 0 and must contribute 0.
-            finite = logits.clamp(min=torch.finfo(logits.dtype).min)
+            # -sum p log p = logsumexp - sum p * logit. A logit of -inf has p = 0 and must contribute 0, also in the
+            # backward pass, which multiplies it by the weight of the entropy.
+            finite = logits.clamp(min=_LEAST_LOGIT)
             entropies = total - torch.linalg.vecdot(torch.softmax(logits, -1), finite)
         return logprobs, entropies
 

@@ -132,6 +132,20 @@ def test_logprobs_entropies_and_gradients_among_the_tokens_by_hand() -> None:
     assert gradient[0].tolist() == pytest.approx([by_hand, -by_hand, 0.0], abs=1e-6)
 
 
+@pytest.mark.parametrize("weight", [1e-6, -3.0, 1e6])
+def test_the_gradient_of_the_entropy_is_finite_whatever_its_weight(weight: float) -> None:
+    """The weight of a token has the number of ranks as a factor, and may be above 1."""
+    logits = torch.tensor([[1.0, 2.0, 3.0, -4.0]], requires_grad=True)
+    kept = np.array([[True, False, True, True]])
+    _, entropy = measured(logits, torch.tensor([0]), kept, 1.0)
+    (gradient,) = torch.autograd.grad((weight * entropy).sum(), logits)
+    alone = logits.detach()[:, [0, 2, 3]].requires_grad_()
+    probs = torch.softmax(alone, -1)
+    (expected,) = torch.autograd.grad(-(weight * probs * probs.log()).sum(), alone)
+    assert gradient[0, [0, 2, 3]].tolist() == pytest.approx(expected[0].tolist(), rel=1e-4, abs=1e-9 * abs(weight))
+    assert gradient[0, 1] == 0.0
+
+
 @given(st.integers(0, 2**31), st.floats(0.3, 3.0))
 def test_gradients_are_those_of_a_softmax_of_the_tokens_alone(seed: int, temperature: float) -> None:
     """In float64, of a policy gradient; the ratio to the distribution that sampled has mean 1 under it, exactly."""
