@@ -1,7 +1,7 @@
 """A local server of Google Cloud Storage for tests, in memory: `python -m tests.gcs_server PORT`; :func:`gcs_server`.
 
 It has what Arrow's client uses of the JSON API: objects, ranges, listings, uploads in one and in several requests, and
-deletions. It checks no credentials. Its one bucket is `runs`.
+deletions. It checks no credentials. Its one bucket is `runs`. Requests fail on demand (:func:`fail`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _UPLOADS: dict[str, tuple[str, bytearray]] = {}
 """Name and content so far of uploads in several requests, by id."""
 _LABELS: dict[str, dict[str, str]] = {}
 """What an upload says about its object: Arrow tells folders by it."""
+_FAILING: dict[str, int] = {}
+"""How many of the next requests with a method are answered with 503."""
+_FAIL = "/-/fail"
 _LOCK = threading.Lock()
 
 
@@ -47,7 +50,14 @@ class Handler(BaseHTTPRequestHandler):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         _, separator, name = url.path.partition("/o/")
         with _LOCK:
-            if url.path.startswith("/upload/"):
+            if url.path == _FAIL:
+                self._fail(query)
+            elif _FAILING.get(self.command, 0) > 0:
+                _FAILING[self.command] -= 1
+                self._answer(503, b"")
+            elif f"/b/{BUCKET}" not in url.path:
+                self._json({"error": {"code": 404, "message": "no such bucket"}}, 404)
+            elif url.path.startswith("/upload/"):
                 self._upload(query, body)
             elif separator:
                 self._object(unquote(name), query)
@@ -57,6 +67,11 @@ class Handler(BaseHTTPRequestHandler):
                 self._json({"kind": "storage#bucket", "id": BUCKET, "name": BUCKET})
 
     do_GET = do_PUT = do_POST = do_DELETE = handle_request
+
+    def _fail(self, query: dict[str, str]) -> None:
+        ((method, times),) = query.items()
+        left, _FAILING[method] = _FAILING.get(method, 0), int(times)
+        self._answer(200, str(left).encode())
 
     def _object(self, name: str, query: dict[str, str]) -> None:
         content = _OBJECTS.get(name)
@@ -153,6 +168,14 @@ def gcs_server() -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+def fail(url: str, method: str, times: int) -> int:
+    """Answer the next requests with this method with 503; returns how many of those before were left."""
+    (endpoint,) = parse_qs(urlsplit(url).query)["endpoint_override"]
+    asked = urllib.request.Request(f"http://{endpoint}{_FAIL}?{method}={times}", method="POST")
+    with urllib.request.urlopen(asked, timeout=_START_S) as answer:
+        return int(answer.read())
 
 
 if __name__ == "__main__":
