@@ -162,12 +162,7 @@ class RolloutWorker:
 
         check_structured(self._config.sampling.structured)
         self._tokenizer = load_chat_tokenizer(self._config.model)
-        if self._config.episodes:
-            other, thread = deepcopy(self._tokenizer), ThreadPoolExecutor(1, thread_name_prefix="tokenizing-long")
-            for name, bounds in self._config.episodes.items():
-                parser = bounds.tool_parser
-                self._readers[name] = TurnReader(self._tokenizer, tool_parser(parser, self._tokenizer))
-                self._long[name] = LongReader(TurnReader(other, tool_parser(parser, other)), thread)
+        self._make_readers(self._tokenizer)
         try:
             with engine_processes(self._config.device):
                 self._engine = AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=self._stat_loggers)
@@ -185,6 +180,15 @@ class RolloutWorker:
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()
+
+    def _make_readers(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Makes the readers of episodes in each environment. Raises ValueError: vLLM has no such tool parser."""
+        if not self._config.episodes:
+            return
+        other, thread = deepcopy(tokenizer), ThreadPoolExecutor(1, thread_name_prefix="tokenizing-long")
+        for name, bounds in self._config.episodes.items():
+            self._readers[name] = TurnReader(tokenizer, tool_parser(bounds.tool_parser, tokenizer))
+            self._long[name] = LongReader(TurnReader(other, tool_parser(bounds.tool_parser, other)), thread)
 
     def _engine_args(self) -> AsyncEngineArgs:
         """Arguments of the engine."""

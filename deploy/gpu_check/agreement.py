@@ -1,6 +1,7 @@
 """The agreement piece of the GPU check: log-probs and gradients of the trainer's model, against float32 on the CPU.
 
-In float32 and bfloat16, with padded and with packed rows. It needs no Ray and no vLLM.
+In float32 and bfloat16, with padded and with packed rows, of the model and of a random one whose layers have a sliding
+window. It needs no Ray and no vLLM.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import torch
+from safetensors.torch import save_file
 
 from deploy.gpu_check.outcome import NotRight, write_measurements
 from troupe.workers.contract.config import Device, Dtype, ModelConfig
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 _TEXT = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "faults.md"
 _ROWS, _PROMPT, _RESPONSE = 6, 16, 112
+_WINDOW = 24
+"""Tokens that a layer of the random model attends to; rows are longer."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,27 @@ def _rows(ids: Iterator[int]) -> Iterator[dict[str, object]]:
         }
 
 
+def windowed(model: Path, folder: Path) -> Path:
+    """Write a random model of two layers with sliding windows, and the tokenizer of a model, into a folder."""
+    from transformers import AutoConfig, AutoTokenizer, MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        sliding_window=_WINDOW,
+    )
+    config.save_pretrained(folder)
+    save_file(MistralForCausalLM(config).state_dict(), folder / "model.safetensors", {"format": "pt"})
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
 def compute(model: Path, rows: TokenTable, device: Device, dtype: Dtype, *, packed: bool) -> ModelOutputs | None:
     """Log-probs and gradients; None: the model does not pack its rows."""
     loaded = load_causal(ModelConfig(path=str(model), dtype=dtype))
@@ -115,14 +141,19 @@ def check(name: str, found: ModelOutputs, exact: ModelOutputs, limits: Tolerance
 
 def measure(model: Path, device: Device) -> dict[str, float | str]:
     """Compare; returns the measurements. Raises NotRight."""
+    with TemporaryDirectory() as folder:
+        return _measure("", model, device) | _measure("windows, ", windowed(model, Path(folder)), device)
+
+
+def _measure(prefix: str, model: Path, device: Device) -> dict[str, float | str]:
     rows = table(model)
     exact = compute(model, rows, "cpu", "float32", packed=False)
     if exact is None:
         raise NotRight("the model packs rows that were padded")
-    found: dict[str, float | str] = {"tokens": float(len(exact.logprobs))}
+    found: dict[str, float | str] = {f"{prefix}tokens": float(len(exact.logprobs))}
     for dtype, limits in TOLERANCES.items():
         for packed in (False, True):
-            name = f"{dtype}, {'packed' if packed else 'padded'}"
+            name = f"{prefix}{dtype}, {'packed' if packed else 'padded'}"
             computed = compute(model, rows, device, dtype, packed=packed)
             found[name] = "does not pack" if computed is None else check(name, computed, exact, limits)
             print(f"{name}: {found[name]}", flush=True)

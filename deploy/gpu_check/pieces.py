@@ -49,6 +49,11 @@ _LARGE = "{folder}/model"
 """Folder of the large piece's model."""
 
 
+def _sharing_rows(ranks: int) -> Command:
+    """Overrides for ranks that share every row; their number divides the attention heads."""
+    return (f"roles.policy.workers={ranks}", f"roles.policy.sequence_parallel_size={ranks}")
+
+
 def _run(spec: str, *overrides: str) -> Command:
     sets = (part for override in overrides for part in ("--set", override))
     return ("-m", "troupe", "run", f"deploy/specs/{spec}.yaml", "--out", f"{{folder}}/{RUN}", *sets)
@@ -93,7 +98,7 @@ PIECES: tuple[Piece, ...] = (
     ),
     Piece(
         "agreement",
-        "log-probs and gradients in float32 and bfloat16, padded and packed, against float32 on the CPU",
+        "log-probs and gradients in float32 and bfloat16, padded, packed, with windows, against float32 on the CPU",
         "probe",
         on_gpu=(_probe("agreement", "--device", "cuda"),),
         on_cpu=(_probe("agreement", "--device", "cpu", *_TINY_MODEL),),
@@ -196,6 +201,19 @@ PIECES: tuple[Piece, ...] = (
             ),
         ),
         on_cpu=(_run("tiny-grpo", *_TWO_AND_TWO, "weight_sync.backend=gloo", *_TWO_STEPS),),
+        gpus=4,
+    ),
+    Piece(
+        "sequence-parallel",
+        "the GRPO demo with three ranks that share every row (Ulysses), and the engine on a fourth GPU",
+        "run",
+        on_gpu=(
+            _run(
+                *("laptop-grpo", "model.dtype=bfloat16", *_sharing_rows(3), "roles.rollout.gpus=1"),
+                *("roles.policy.gpus=1", "roles.rollout.gpu_memory_utilization=0.3"),
+            ),
+        ),
+        on_cpu=(_run("tiny-grpo", *_sharing_rows(2), *_TWO_STEPS),),
         gpus=4,
     ),
     Piece(

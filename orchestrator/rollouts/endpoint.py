@@ -143,7 +143,7 @@ class _Asking:
 
         options: dict[str, Any] = {"temperature": 0.0 if request.greedy else request.temperature}
         options |= {} if request.greedy else {"seed": sampling_seed(request.seed, str(index))}
-        options["top_p"] = request.top_p  # servers have defaults of their own
+        options["top_p"] = request.top_p  # servers have other defaults
         options["extra_body"] = {**self.extensions, **({"top_k": request.top_k} if request.top_k else {})}
         try:
             async with self.places, asyncio.timeout(self.timeout_s):

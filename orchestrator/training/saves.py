@@ -24,7 +24,7 @@ from troupe.orchestrator.training.updates import Updates
 logger = logging.getLogger(__name__)
 
 
-class Saved(Protocol):
+class SavedParts(Protocol):
     """The parts of a run whose state a checkpoint holds."""
 
     @property
@@ -79,11 +79,11 @@ class _Saving:
 class RunSaves:
     """Writes checkpoints, at most one at a time.
 
-    With `checkpoint.async_save`, a task writes one from the trainers' copies while the loop goes on. It waits for the
+    With `checkpoint.async_save`, a task writes one from the trainers' copies while the loop continues. It waits for the
     trainers, the upload before and the disk, and ends when the checkpoint is published or given up.
     """
 
-    def __init__(self, spec: RunSpec, parts: Saved, targets: SaveTargets, done: int) -> None:
+    def __init__(self, spec: RunSpec, parts: SavedParts, targets: SaveTargets, done: int) -> None:
         """Writes nothing yet; `done`: step of the checkpoint that the run resumes from."""
         self._spec = spec
         self._parts = parts

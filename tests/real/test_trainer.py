@@ -321,7 +321,7 @@ class Scenario:
         torch.distributed.barrier()
         return [
             *([one.done, one.failed + one.export_failed] for one in statuses),
-            refused == f"{late} is still being written",
+            refused == "an earlier checkpoint is still being written",
             sum(map(len, trees)),
             differ,
         ]

@@ -147,7 +147,7 @@ class EpisodeRunner:
                     await self._play(state, f"{key}/{restarts}", row, sample)
             except EnvironmentGone as error:
                 state.fail(f"its environment worker died: {error}")
-                if state.begun and restarts == RESTARTS:
+                if (state.begun and restarts == RESTARTS) or asyncio.get_running_loop().time() >= deadline:
                     return state.played
                 restarts += state.begun
                 await asyncio.sleep(0 if state.begun else _NO_WORKER_PAUSE_S)  # until the deadline

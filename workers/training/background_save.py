@@ -60,10 +60,10 @@ class BackgroundWriter:
         self._failed = ""
         self._export_failed = ""
 
-    def require_idle(self) -> None:
-        """Raise RuntimeError while a checkpoint is being written: its copies must not change."""
-        if self._thread is not None and self._thread.is_alive():
-            raise RuntimeError(f"{self._name} is still being written")
+    @property
+    def writes(self) -> bool:
+        """Whether a checkpoint is being written: its copies must not change."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, name: str, state: Sequence[Write], exports: Sequence[Write]) -> None:
         """Begin to write a checkpoint.
@@ -76,7 +76,8 @@ class BackgroundWriter:
         Raises:
             RuntimeError: another one is being written.
         """
-        self.require_idle()
+        if self.writes:
+            raise RuntimeError(f"{self._name} is still being written")
         self._name, self._failed, self._export_failed = name, "", ""
         # A daemon: the process may end although a disk hangs.
         self._thread = threading.Thread(target=self._write, args=(state, exports), name="save", daemon=True)
@@ -90,7 +91,7 @@ class BackgroundWriter:
         """
         if self._thread is None or name != self._name:
             raise RuntimeError(f"{name} is not being written")
-        return SaveStatus(not self._thread.is_alive(), self._failed, self._export_failed)
+        return SaveStatus(not self.writes, self._failed, self._export_failed)
 
     def _write(self, state: Sequence[Write], exports: Sequence[Write]) -> None:
         self._failed = _run(state)

@@ -159,8 +159,8 @@ class TrainingRank(ABC):
         return self.engine.offload_states()
 
     def save(self, directory: str) -> None:
-        """Write this rank's part of a resumable checkpoint."""
-        self._writer.require_idle()
+        """Write this rank's part of a resumable checkpoint. Raises RuntimeError as `begin_save`."""
+        self._require_written()
         self.engine.save(directory)
 
     def begin_save(self, directory: str, model: str = "", average: str = "") -> None:
@@ -172,13 +172,18 @@ class TrainingRank(ABC):
             average: That of the moving average of its weights; empty: none is written.
 
         Raises:
-            RuntimeError: an earlier one is still being written.
+            RuntimeError: some rank is still writing an earlier one.
         """
-        self._writer.require_idle()
+        self._require_written()
         state = self.engine.copy_state(directory)
         exports = self.engine.copy_export(model, self._source) if model else []
         exports += self.engine.copy_average(average, self._source) if average else []
         self._writer.start(directory, state, exports)
+
+    def _require_written(self) -> None:
+        """Raise RuntimeError on all ranks where one is still writing: the others would wait for it in vain."""
+        if all_reduce({"writes": float(self._writer.writes)}, self._device, "max")["writes"]:
+            raise RuntimeError("an earlier checkpoint is still being written")
 
     def save_status(self, directory: str) -> SaveStatus:
         """Whether what `begin_save` began is written. Raises RuntimeError where it was another process that began."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -154,7 +154,7 @@ def test_zero_3_holds_its_share_and_gathers_the_rest_for_a_pass() -> None:
 )
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_copy_of_a_save_beside_training_is_in_host_memory(
-    stage: int, dtype: Dtype, ranks: int, ema: float, copy: int, *, exported: bool, gpu: bool
+    stage: Literal[0, 1, 2, 3], dtype: Dtype, ranks: int, ema: float, copy: int, *, exported: bool, gpu: bool
 ) -> None:
     rank = Training(SMALL, dtype, TrainerConfig(zero_stage=stage, ema_decay=ema), ranks, gpu, longest=64)
     beside = replace(rank, copies_saves=True, exported=exported)

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import fs
 
 from tests.conftest import ROOT
-from tests.gcs_server import gcs_server
+from tests.gcs_server import BUCKET, gcs_server
 from tests.orchestrator.test_controller import RolloutRun
 from tests.s3_server import Faults, s3_server
 from troupe.orchestrator.controller import Controller
@@ -38,8 +38,8 @@ def server() -> Iterator[tuple[str, Inject]]:
 @pytest.fixture(scope="module")
 def google() -> Iterator[str]:
     """URL of a folder in a local server of Google Cloud Storage."""
-    with gcs_server() as url:
-        yield url
+    with gcs_server() as server:
+        yield f"gs://anonymous@{BUCKET}/a?{server.options}"
 
 
 @pytest.fixture(params=["file", "s3", "gs"])

@@ -52,7 +52,7 @@ def reward_table(keys: list[Key], rewards: list[float | None], attempt: int = 0)
 
 
 def scores(column: str, keys: list[Key], values: list[list[float]]) -> pa.Table:
-    schema = token_scores(column)  # pyright: ignore[reportArgumentType]
+    schema = token_scores(column)
     data = {"prompt_uid": [u for u, _ in keys], "sample_index": [i for _, i in keys], "attempt": [0] * len(keys)}
     return pa.Table.from_pydict(data | {"segment": [0] * len(keys), column: values}, schema=schema)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pyarrow import fs
 
-from tests.gcs_server import fail, gcs_server
+from tests.gcs_server import BUCKET, LocalGcs, gcs_server
 from tests.s3_server import Faults, s3_server
 from troupe.workers.weights.file import RankWeights, WeightDigestMismatch, read_payload, verify, write_payload
 from troupe.workers.weights.store import StoredBytes, StoreFailed, WeightStore
@@ -40,13 +40,19 @@ def bucket(server: tuple[str, Callable[[Faults], None]]) -> str:
 
 
 @pytest.fixture(scope="session")
-def google() -> Iterator[str]:
-    """URL of a folder in a local Google Cloud Storage."""
-    with gcs_server() as url:
-        yield url
+def google() -> Iterator[LocalGcs]:
+    """A local Google Cloud Storage."""
+    with gcs_server() as server:
+        yield server
 
 
-@pytest.fixture(params=["file", "bucket", "google"])
+@pytest.fixture
+def google_bucket(google: LocalGcs) -> str:
+    """URL of a folder in its bucket."""
+    return f"gs://anonymous@{BUCKET}/runs?{google.options}"
+
+
+@pytest.fixture(params=["file", "bucket", "google_bucket"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of an empty store."""
     return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue(request.param)
@@ -114,34 +120,35 @@ def test_s3_that_fails_now_and_then_delivers_the_bytes(
 
 
 @pytest.mark.parametrize(("method", "nbytes"), [("POST", 1000), ("PUT", 25 << 20), ("GET", 25 << 20)])
-def test_google_that_fails_now_and_then_delivers_the_bytes(google: str, method: str, nbytes: int) -> None:
+def test_google_that_fails_now_and_then_delivers_the_bytes(
+    google: LocalGcs, google_bucket: str, method: str, nbytes: int
+) -> None:
     content = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
-    store = WeightStore(google, "run")
-    fail(google, method, 1)
+    store = WeightStore(google_bucket, "run")
+    google.fail(method, 1)
     assert np.array_equal(store.put("1.weights", content).fetch(), content)
-    assert fail(google, method, 0) == 0
+    assert google.fail(method, 0) == 0
     store.close()
-    assert not paths(google)
+    assert not paths(google_bucket)
 
 
-def test_google_that_keeps_failing_or_has_no_such_bucket_is_an_error(google: str) -> None:
-    google = google.replace("retry_limit_seconds=5", "retry_limit_seconds=1")
-    store = WeightStore(google, "run")
+def test_google_that_keeps_failing_or_has_no_such_bucket_is_an_error(google: LocalGcs, google_bucket: str) -> None:
+    store = WeightStore(google_bucket, "run")
     stored = store.put("1.weights", CONTENT)
     try:
-        fail(google, "GET", 1000)
+        google.fail("GET", 1000)
         with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot read .*1\.weights"):
             stored.fetch()
-        fail(google, "POST", 1000)
+        google.fail("POST", 1000)
         with pytest.raises(StoreFailed, match=r"weight_sync\.url: cannot write .*2\.weights"):
             store.put("2.weights", CONTENT)
     finally:
-        fail(google, "GET", 0)
-        fail(google, "POST", 0)
+        google.fail("GET", 0)
+        google.fail("POST", 0)
         store.close()
-    assert not paths(google)
+    assert not paths(google_bucket)
     with pytest.raises(StoreFailed, match=r"weight_sync\.url: .*"):
-        WeightStore(google.replace("@runs", "@nowhere"), "run")
+        WeightStore(f"gs://anonymous@nowhere/runs?{google.options}", "run")
 
 
 def test_s3_that_keeps_failing_is_an_error(bucket: str, server: tuple[str, Callable[[Faults], None]]) -> None:

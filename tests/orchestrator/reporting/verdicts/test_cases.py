@@ -7,7 +7,7 @@ import yaml
 
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules, fits
 from troupe.orchestrator.reporting.verdicts.history import History
-from troupe.orchestrator.reporting.verdicts.pace import growing_memory
+from troupe.orchestrator.reporting.verdicts.speed import growing_memory
 from troupe.orchestrator.reporting.verdicts.verdict import Level
 
 from .cases import HELD_OUT, TUNED, Case

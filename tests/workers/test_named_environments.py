@@ -1,0 +1,97 @@
+"""A rollout worker with several environments: each group is played in the one that its request names."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.real.rollout_helpers import chat, prompt_table, rollout_config
+from troupe.workers import rollout
+from troupe.workers.contract.config import EpisodeConfig
+from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
+from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.episodes.turns import SampledTurn
+from troupe.workers.rollout import RolloutWorker
+
+BOUNDS = {
+    "short": EpisodeConfig(max_turns=1, truncated_turns="continue"),
+    "long": EpisodeConfig(max_turns=3, truncated_turns="continue"),
+}
+
+
+class Endless:
+    """The link to an environment that says its name after every turn, and ends no episode."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.begun = 0
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        self.begun += 1
+        return f"environment.{self.name}-0", EpisodeReply(Observation(row.messages))
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        assert worker == f"environment.{self.name}-0"
+        return EpisodeReply(Observation([{"role": "user", "content": self.name}], reward=1.0))
+
+    def end(self, worker: str, episode: str) -> None:
+        assert worker == f"environment.{self.name}-0"
+
+
+@pytest.fixture
+def worker(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutWorker:
+    """A worker without an engine, for which every turn is the same two tokens."""
+    worker = RolloutWorker(rollout_config(tiny_model).model_copy(update={"episodes": BOUNDS}), "rollout-0")
+    worker._tokenizer = load_chat_tokenizer(worker._config.model)
+    worker._make_readers(worker._tokenizer)
+    engine: Any = SimpleNamespace(errored=False)
+    worker._engine, worker._state = engine, rollout._State.OPEN
+
+    async def sample(*_: Any) -> SampledTurn:
+        return SampledTurn([40, 41], [-1.0, -1.0], [{"version": 0, "start": 0, "end": 2}], "length")
+
+    monkeypatch.setattr(worker, "_sample", sample)
+    monkeypatch.setattr(rollout, "sampled_turn", lambda turn, _: turn)
+    return worker
+
+
+@pytest.mark.parametrize(("name", "turns"), [("short", 1), ("long", 3)])
+def test_a_group_is_played_in_the_environment_that_it_names(worker: RolloutWorker, name: str, turns: int) -> None:
+    """With the bounds and the workers of that one."""
+    links = {each: Endless(each) for each in BOUNDS}
+    request = GroupRequest("p0", 0, 0, samples=3, seed=1, environment=name)
+
+    async def go() -> Any:
+        for each, link in links.items():
+            await worker.connect_environments(each, link)
+        return await worker.generate(request, prompt_table(chat("Go.")))
+
+    summary, table = asyncio.run(go())
+    assert {each: link.begun for each, link in links.items()} == {each: 3 * (each == name) for each in BOUNDS}
+    assert [sample.episode.turns for sample in summary.samples] == [turns] * 3
+    assert {sample.finish_reason for sample in summary.samples} == {"max_turns"}
+    for row in table.to_pylist():
+        said = [turn["name"] for turn in row["turns"]]
+        assert said == ["assistant", "environment"] * (turns - 1) + ["assistant"]
+
+
+def test_an_environment_without_workers_fails_its_own_groups_alone(worker: RolloutWorker) -> None:
+    """Its episodes end at their deadline."""
+    link, prompts = Endless("short"), prompt_table(chat("Go."))
+    soon = {name: one.model_copy(update={"episode_timeout_s": 2.0}) for name, one in BOUNDS.items()}
+    worker._config = worker._config.model_copy(update={"episodes": soon})
+
+    async def go() -> list[list[str]]:
+        await worker.connect_environments("short", link)
+        requests = [GroupRequest(name, 0, 0, samples=2, seed=1, environment=name) for name in BOUNDS]
+        found = await asyncio.gather(*(worker.generate(request, prompts) for request in requests))
+        return [[sample.status for sample in summary.samples] for summary, _ in found]
+
+    short, long = asyncio.run(go())
+    assert short == ["ok", "ok"]
+    assert all("no environment worker is connected" in status for status in long), long
