@@ -22,7 +22,6 @@ from troupe.orchestrator.reporting.run_folder import RunFolder
 pytestmark = [
     pytest.mark.real,
     pytest.mark.long,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(not may_mount(), reason="a host of its own needs the rights to mount"),
 ]
 
