@@ -85,13 +85,13 @@ def test_a_killed_and_resumed_mixture_draws_each_prompt_of_its_order_once(run: R
     size = SPEC.schedule.prompts_per_step
     expected = [[order.next().prompt_uid for _ in range(size)] for _ in range(SPEC.schedule.steps)]
     assert groups(run) == expected
-    assert run.steps() == list(range(1, SPEC.schedule.steps + 1))
+    assert run.steps() == list(range(SPEC.schedule.steps + 1)), "step 0 has the evaluation at the start"
 
 
 @pytest.mark.real
 def test_each_source_is_sampled_and_rewarded_as_it_says(run: Run) -> None:
     """Both sources are episodes: sums get a second try and the share of vowels, games are of guessing."""
-    for step in run.steps():
+    for step in run.steps()[1:]:
         for row in trajectories(run.out, step).to_pylist():
             assert row["prompt_uid"].startswith(f"{row['source']}-")
             (component,) = row["components"]
@@ -108,7 +108,7 @@ def test_each_source_is_sampled_and_rewarded_as_it_says(run: Run) -> None:
             else:
                 assert said[0] == {"role": "system", "content": "Answer with one number."}
                 assert row["reward"] in (0.0, 0.9, 1.0) and max(turns) <= 4
-    for line in run.metrics:
+    for line in run.metrics[1:]:
         for name in ("guess", "retry"):
             assert line[f"episodes/{name}/turns"] <= 2 and line[f"episodes/{name}/failed"] == 0
             assert line[f"workers/environment.{name}"] == 1
@@ -125,7 +125,7 @@ def test_a_lost_worker_of_one_environment_is_replaced_alone(run: Run, killed: Ki
     assert "environment.retry-0 is lost" in killed.output
     assert "environment.retry-0 was replaced and serves again" in killed.output
     assert "environment.guess-0 is lost" not in killed.output
-    assert all(line["ledger/dropped"] == 0 for line in run.metrics)
+    assert all(line["ledger/dropped"] == 0 for line in run.metrics[1:])
 
 
 def counts(evaluation: dict[str, Any]) -> dict[str, list[int]]:
@@ -153,7 +153,7 @@ def test_a_resumed_run_evaluates_the_same_sets_with_the_same_counts(run: Run, ki
 @pytest.mark.real
 def test_the_counts_by_source_of_a_resumed_run_are_those_of_its_samples(run: Run) -> None:
     trained = dict.fromkeys(SIZES, 0)
-    for line, names in zip(run.metrics, groups(run), strict=True):
+    for line, names in zip(run.metrics[1:], groups(run), strict=True):
         rows = trajectories(run.out, line["step"]).to_pylist()
         for source, size in SIZES.items():
             own = [name for name in names if name.startswith(source)]
@@ -176,5 +176,5 @@ def test_the_counts_by_source_of_a_resumed_run_are_those_of_its_samples(run: Run
 @pytest.mark.real
 def test_samples_are_selected_by_their_source(run: Run, tmp_path: Path) -> None:
     found = run_troupe(tmp_path, "samples", str(run.out), "--where", "source = 'games'", "--limit", "1")
-    rows: list[dict[str, Any]] = [r for s in run.steps() for r in trajectories(run.out, s).to_pylist()]
+    rows: list[dict[str, Any]] = [r for s in run.steps()[1:] for r in trajectories(run.out, s).to_pylist()]
     assert f"1 of {sum(row['source'] == 'games' for row in rows)} samples" in found
