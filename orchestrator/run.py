@@ -169,7 +169,7 @@ def _newer(
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRun:
     """What the checkpoints of a run folder hold."""
 
     step: int
@@ -179,20 +179,20 @@ class Saved:
     model."""
 
 
-def saved(request: RunRequest) -> Saved:
+def saved(request: RunRequest) -> SavedRun:
     """What a run folder holds. A checkpoint that would make the run complete is verified."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     checkpoint, steps = request.spec.checkpoint, request.spec.schedule.steps
     newest, remote = max(store.steps(), default=0), _remote(request)
     copied = 0 if remote is None else max(remote.steps(), default=0)
     if copied > newest or (newest < steps and checkpoint.patience is None):
-        return Saved(max(newest, copied), False)
+        return SavedRun(max(newest, copied), False)
     found = store.latest()
     if found is None:
-        return Saved(0, False)
+        return SavedRun(0, False)
     with found.restoring():
         early = ControllerState.model_validate(found.state["memory"]).is_over(checkpoint)
-    return Saved(found.step, (found.step >= steps or early) and found.exported)
+    return SavedRun(found.step, (found.step >= steps or early) and found.exported)
 
 
 def audit(request: RunRequest, console: Console) -> AuditReport:

@@ -1,0 +1,267 @@
+"""Data, rewards and evaluations of a rollout spec that cannot work, with the path of the field to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.checks import (
+    IMPORTED,
+    best_problems,
+    changed,
+    evaluation_problems,
+    mixture_problems,
+    name_problems,
+    template_problems,
+)
+from troupe.orchestrator.spec.errors import show
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import DataSource, HeldOut, MixedSource, ReasoningGymSource
+from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
+from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
+
+NEEDS_ANSWER = frozenset({"exact_match", "last_number", "numeric"})
+
+
+def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
+    reward = spec.roles.reward
+    if not reward.functions and reward.model is None:
+        yield "roles.reward", "scores nothing: set functions, model or both"
+    for name in ("model_weight", "micro_batch_tokens"):
+        if reward.model is None and changed(reward, name):
+            yield f"roles.reward.{name}", "has no effect without a reward model"
+    weights = [function.weight for function in reward.functions]
+    weights += [reward.model_weight] if reward.model is not None else []
+    if weights and not any(weights):
+        yield "roles.reward", "every weight is 0: there is nothing to learn"
+    labels = ["reward_model"] if reward.model is not None else []
+    yield from _functions(spec, "roles.reward.functions", reward.functions, labels)
+    shared = any(not one.own_rewards for one in spec.held_out_sets())
+    if not shared and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
+        why = "has no effect: every source of data.train sets rewards; leave them out of one source"
+        yield "roles.reward.functions", f"{why}, and give its functions here"
+    for path, functions in spec.reward_functions().items():
+        if path.startswith("data."):
+            if not any(function.weight for function in functions):
+                lacks = "no reward to report" if _is_held_out(path) else "nothing to learn"
+                yield path, f"every weight is 0: there is {lacks}"
+            yield from _functions(spec, path, functions, [])
+    yield from _judge(spec)
+
+
+def _functions(
+    spec: RolloutSpec, section: str, functions: Sequence[RewardFunctionConfig], labels: list[str]
+) -> Iterator[Finding]:
+    """Reward functions of one list that cannot work; `labels`: those of components before them."""
+    for index, function in enumerate(functions):
+        path = f"{section}.{index}"
+        label = function.component
+        if label in labels:
+            yield f"{path}.label", f"two components have the label '{label}'; set another label for one of them"
+        labels.append(label)
+        if function.timeout_s >= spec.schedule.score_timeout_s:
+            limit = spec.schedule.score_timeout_s
+            yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
+        yield from _reward_name(spec, section, f"{path}.name", function.name)
+        if function.name == "python_tests":
+            yield from _test_cases(spec, section, path, function.args.get("tests", "answer"))
+        if function.batched and function.name in REWARD_FUNCTIONS:
+            yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
+        if function.process and _is_held_out(section):
+            yield f"{path}.process", "only training uses the rewards of steps; remove it"
+        elif function.process:
+            yield from _process(spec, f"{path}.process", function)
+
+
+def _is_held_out(section: str) -> bool:
+    """Whether a list of reward functions belongs to a held-out set."""
+    return section.startswith("data.eval.")
+
+
+def _judge(spec: RolloutSpec) -> Iterator[Finding]:
+    """The function `judge` without a judge, or a judge without the function."""
+    lists = ((f"{path}.{n}", f) for path, one in spec.reward_functions().items() for n, f in enumerate(one))
+    asking = [path for path, f in lists if f.name == JUDGE_REWARD and not f.args.get("endpoint")]
+    judge = spec.roles.judge
+    if judge is None:
+        for path in asking:
+            why = "needs a role `judge`, or args.endpoint with the url and the model of one"
+            yield f"{path}.name", why
+        return
+    if not asking:
+        yield "roles.judge", "no reward function asks it: add the function `judge`, or remove the role"
+    if judge.max_tokens >= judge.max_model_len:
+        limit = f"roles.judge.max_model_len, {judge.max_model_len}"
+        yield "roles.judge.max_tokens", f"leaves no room for a question: must be less than {limit}"
+
+
+def component_problems(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:
+    """A field that names a reward component which the spec, or one of these sources, does not have."""
+    reward = spec.roles.reward
+    of_role = [function.component for function in reward.functions]
+    of_role += ["reward_model"] if reward.model is not None else []
+    of_sources = {
+        f" in the rewards of {one.name}": of_role
+        if one.rewards is None
+        else [function.component for function in one.rewards]
+        for one in sources
+    }
+    for where, labels in (of_sources if spec.data.mixture else {"": of_role}).items():
+        if name not in labels:
+            known = f"there are: {', '.join(labels)}"
+            yield path, f"no reward component '{name[:60]}'{where} ({nearest(name, labels) or known})"
+            return
+
+
+def _reward_name(spec: RolloutSpec, section: str, path: str, name: str) -> Iterator[Finding]:
+    """A reward function that does not exist, or that cannot score the prompts it is meant for."""
+    if name not in REWARD_FUNCTIONS and not IMPORTED.fullmatch(name):
+        known = f"shipped: {', '.join(REWARD_FUNCTIONS)}; your own: package.module:function"
+        yield path, f"no reward function '{name[:60]}' ({nearest(name, REWARD_FUNCTIONS) or known})"
+    for split, source in _scored_by(spec, section).items():
+        if name == "reasoning_gym" and not isinstance(source, ReasoningGymSource):
+            yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
+        if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
+            yield path, f"compares with the correct answer, but data.{split}.answer is null"
+
+
+def _test_cases(spec: RolloutSpec, section: str, path: str, place: Any) -> Iterator[Finding]:
+    """Sources whose rows have no test cases where `python_tests` looks for them."""
+    for split, source in _scored_by(spec, section).items():
+        if isinstance(source, ReasoningGymSource):
+            continue
+        if place == "answer" and source.answer is None:
+            why = f"reads test cases from the answer, but data.{split}.answer is null; set args.tests to their column"
+            yield path, why
+        elif place != "answer" and place not in source.metadata:
+            yield f"{path}.args.tests", f"{show(place)} is not in data.{split}.metadata; add it there"
+
+
+def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
+    """The sources whose prompts a list of reward functions scores, by their path in the section `data`."""
+    own = {f"train.{n}" for n, one in enumerate(spec.data.mixture) if one.rewards is not None}
+    own |= {one.section for one in spec.held_out_sets() if one.own_rewards}
+    sources = spec.data.prompt_sources()
+    if section == "roles.reward.functions":
+        return {split: source for split, source in sources.items() if split not in own}
+    split = section.removeprefix("data.").removesuffix(".rewards")
+    return {split: sources[split]}
+
+
+def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
+    row = algorithms.row_of(spec.algorithm)
+    if row.advantage.estimator not in STEP_ESTIMATORS:
+        others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator in STEP_ESTIMATORS]
+        yield path, f"{row.name} takes one reward for a response; remove it or use one of {', '.join(others)}"
+    if function.name in REWARD_FUNCTIONS and function.name not in STEP_FUNCTIONS:
+        yield path, f"{function.name} returns no steps; shipped functions that do: {', '.join(STEP_FUNCTIONS)}"
+    if function.weight == 0:
+        yield path, "has no effect with weight 0; remove it"
+
+
+def data_problems(spec: RolloutSpec) -> Iterator[Finding]:
+    sources = spec.data.prompt_sources()
+    for split, source in sources.items():
+        if "{prompt}" not in source.template:
+            yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
+        if isinstance(source, ReasoningGymSource):
+            for index, recipe in enumerate(source.recipes):
+                for name in ("seed", "size"):
+                    if name in recipe.args:
+                        yield f"data.{split}.recipes.{index}.args.{name}", f"set data.{split}.{name} instead"
+            if len(source.recipes) > source.size:
+                yield f"data.{split}.size", f"{source.size} prompts cannot cover {len(source.recipes)} recipes"
+        elif source.candidates is not None:
+            yield from _candidates(spec, split)
+    curriculum = spec.data.curriculum
+    if curriculum is not None and curriculum.component is not None:
+        yield from component_problems(spec, "data.curriculum.component", curriculum.component, spec.data.mixture)
+    if curriculum is not None and curriculum.over_sources and len(spec.data.mixture) < 2:
+        yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
+    prompts = {f"data.{split}": source for split, source in sources.items()}
+    yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
+    seeds = {split: source.seed for split, source in sources.items() if isinstance(source, ReasoningGymSource)}
+    for place in spec.data.held_out_sets():
+        for split in spec.data.train_sources():
+            if place in seeds and seeds[place] == seeds.get(split):
+                why = f"must differ from data.{split}.seed, {seeds[place]}: the tasks would be the same"
+                yield f"data.{place}.seed", why
+    yield from _mixture(spec)
+
+
+def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
+    """Settings of the sources of a mixture that cannot work."""
+    yield from mixture_problems(spec.data.mixture)
+    least = algorithms.row_of(spec.algorithm).min_group_size
+    for number, source in enumerate(spec.data.mixture):
+        path = f"data.train.{number}"
+        if source.group_size is not None and source.group_size < least:
+            yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
+        if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
+            limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
+            yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"
+
+
+def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:
+    row = algorithms.row_of(spec.algorithm)
+    others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator == "best_of_group"]
+    if split not in spec.data.train_sources():
+        yield f"data.{split}.candidates", "has no effect: the evaluation scores the policy's samples only; remove it"
+    elif row.name not in others:
+        why = f"{row.name} trains on the policy's samples only; remove it or use one of {', '.join(others)}"
+        yield f"data.{split}.candidates", why
+
+
+def text_problems(spec: RolloutSpec) -> Iterator[Finding]:
+    coef, sources = spec.algorithm.ptx_coef, spec.data.text_sources()
+    if not sources:
+        if coef > 0:
+            yield "data.ptx", f"is required: algorithm.ptx_coef is {coef:g}"
+        return
+    if coef == 0:
+        yield "data.ptx", "has no effect without algorithm.ptx_coef above 0"
+    if isinstance(spec.data.ptx, tuple):
+        yield from name_problems("data.ptx", spec.data.ptx)
+    pieces = sum(source.texts_per_step for source in sources.values())
+    if pieces < spec.schedule.minibatches:
+        why = f"{pieces} texts are too few for {spec.schedule.minibatches} minibatches"
+        yield f"data.{next(iter(sources))}.texts_per_step", why
+    budget = spec.roles.policy.micro_batch_tokens
+    for section, texts in sources.items():
+        if budget < texts.max_tokens:
+            why = f"{texts.max_tokens} is more than roles.policy.micro_batch_tokens, {budget}"
+            yield f"data.{section}.max_tokens", why
+
+
+def held_out_problems(spec: RolloutSpec) -> Iterator[Finding]:
+    yield from best_problems(spec)
+    evaluation = spec.evaluation
+    if evaluation is None:
+        return
+    yield from evaluation_problems(evaluation, spec.data.eval is not None)
+    yield from _eval_sampling(spec, "evaluation.sampling", evaluation.sampling)
+    sources = spec.data.held_out_sets()
+    for held_out in spec.held_out_sets():
+        source, path = sources[held_out.section], "evaluation.sampling"
+        if isinstance(source, HeldOut) and source.sampling is not None:
+            path = f"data.{held_out.section}.sampling"
+            yield from _eval_sampling(spec, path, source.sampling)
+        longest = held_out.sampling.max_tokens
+        if held_out.environment is not None and longest is not None and longest > spec.sampling.max_tokens:
+            limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
+            yield f"{path}.max_tokens", f"turns of episodes have at most {limit}"
+
+
+def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iterator[Finding]:
+    if sampling.temperature == 0:
+        if sampling.samples > 1:
+            yield f"{path}.samples", "greedy samples are all the same; set a temperature above 0"
+        if sampling.top_k:
+            yield f"{path}.top_k", "has no effect on greedy decoding; set a temperature above 0"
+    longest = sampling.max_tokens
+    if longest is not None and longest >= spec.roles.rollout.max_model_len:
+        room = f"roles.rollout.max_model_len, {spec.roles.rollout.max_model_len}"
+        yield f"{path}.max_tokens", f"{longest} leaves no room for a prompt in {room}"
