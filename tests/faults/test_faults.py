@@ -411,12 +411,11 @@ def kill_in(run: Run, title: str) -> None:
 
 def test_the_policy_is_lost_while_a_resume_starts_it(container: Container, tmp_path: Path) -> None:
     """As soon as its process is there, and again in the middle of the load: it is started again in place."""
-    with running(container.run(tmp_path, GRPO, "schedule.steps=2", "checkpoint.every_steps=1", name="loads")) as run:
+    overrides = (*ENDLESS, "checkpoint.every_steps=1")
+    with running(container.run(tmp_path, GRPO, *overrides, "schedule.steps=2", name="loads")) as run:
         assert run.wait() == 0, run.output
     began = time.monotonic()
-    with running(
-        container.run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="loads", resume=True)
-    ) as again:
+    with running(container.run(tmp_path, GRPO, *overrides, name="loads", resume=True)) as again:
         kill_in(again, "ray::PolicyWorker")
         kill_in(again, "ray::PolicyWorker.load")
         seconds = seconds_until(again, lambda: again.steps()[-1] > 3, began)
