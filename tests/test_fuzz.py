@@ -492,8 +492,10 @@ def test_replies_of_a_reward_process(process: bool) -> None:
 
 
 def _reply(connection: socket.socket, line: bytes) -> None:
-    """Send a line, as far as somebody reads it, and end."""
+    """Send a line behind the request, as far as somebody reads it, and end."""
     with connection, suppress(OSError):
+        while not connection.recv(1 << 16).endswith(b"\n"):
+            pass
         connection.sendall(line)
 
 

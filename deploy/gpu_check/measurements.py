@@ -41,7 +41,19 @@ def _of_run(metrics: Path) -> dict[str, Measurement]:
 
 
 def _of_benchmark(document: dict[str, dict[str, dict[str, dict[str, float]]]]) -> dict[str, Measurement]:
-    rates = {key: value for key, value in document["summary"][_PRODUCT].items() if key.endswith(("_per_s", "ratio"))}
-    found: dict[str, Measurement] = {key: spread["median"] for key, spread in rates.items()}
+    summary = document["summary"]
     checks = {str(name): str(outcome) for name, outcome in document["checks"].items()}
-    return found | {"s per turn": document["summary"][_PRODUCT]["wall_s"]["median"]} | checks
+    if _PRODUCT in summary:
+        return _of_contender(summary[_PRODUCT]) | checks
+    found = {
+        f"{contender}: {name}": value
+        for contender, spreads in summary.items()
+        for name, value in _of_contender(spreads).items()
+    }
+    return found | checks
+
+
+def _of_contender(spreads: dict[str, dict[str, float]]) -> dict[str, Measurement]:
+    rates = {key: value for key, value in spreads.items() if key.endswith(("_per_s", "ratio"))}
+    found: dict[str, Measurement] = {key: spread["median"] for key, spread in rates.items()}
+    return found | {"s per turn": spreads["wall_s"]["median"]}

@@ -58,9 +58,9 @@ def _first_sentence(text: str) -> str:
 
 
 def _section_model(annotation: Any, value: Any) -> type[BaseModel] | None:
-    """The model of a section; of several kinds, that of the value's `kind`."""
+    """The model of a section; of several kinds, that of the value's `kind`, or else the first one."""
     found = list(models_in(annotation))
-    if len(found) < 2 or not isinstance(value, dict):
+    if len(found) < 2 or not isinstance(value, dict) or "kind" not in value:
         return found[0] if found and isinstance(value, dict) else None
     kind = value.get("kind")
     return next((model for model in found if kind in get_args(model.model_fields["kind"].annotation)), None)

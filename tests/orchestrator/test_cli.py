@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -173,7 +174,10 @@ def test_every_shipped_spec_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         described = ["--cluster", clusters[path.name], "--allow-unknown"] if path.name in clusters else []
         answer = CliRunner().invoke(app, ["plan", str(path), *described])
         assert (answer.exit_code, answer.stderr) == (0, ""), path
-        roles = yaml.safe_load(path.read_text())["roles"]
+        roles: dict[str, Any] = yaml.safe_load(path.read_text())["roles"]
+        if "name" not in (named := roles.get("environment", {"name": ""})):
+            del roles["environment"]
+            roles |= {rf"environment\.{name}": section for name, section in named.items()}
         for role, section in roles.items():
             if "colocate_with" in section:
                 assert re.search(rf"{role} .* inside {section['colocate_with']} ", answer.stdout)

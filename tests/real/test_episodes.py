@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -195,15 +196,18 @@ class Talk:
     def __init__(self, update: Callable[[], Awaitable[object]]) -> None:
         self.update: Callable[[], Awaitable[object]] | None = update
         self.turns: Counter[str] = Counter()
+        self.began = time.monotonic()
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        self.began = time.monotonic()
         return "environment-0", EpisodeReply(Observation(row.messages))
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
         self.turns[episode] += 1
         if len(self.turns) == 5 and self.update is not None:
             update, self.update = self.update, None
-            await asyncio.sleep(0.2)  # into the turn of the others, which takes longer than to begin one
+            # Into the second turns, which take as long as the first ones: all turns are cut at the same length.
+            await asyncio.sleep((time.monotonic() - self.began) / 2)
             await update()
         if self.turns[episode] == 3:
             return EpisodeReply(Observation(done=True, reward=1.0))

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.environments.functions import Tool, ToolCallError
+from troupe.workers.isolation.environment import is_secret
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -48,7 +49,7 @@ def read_config(server: Mapping[str, Any]) -> McpServerConfig:
     """A server's configuration from a spec.
 
     Raises:
-        ValueError: a field is wrong, or there is no such program.
+        ValueError: a field is wrong, there is no such program, or a secret that it needs is missing.
     """
     try:
         config = McpServerConfig.model_validate(server)
@@ -56,6 +57,10 @@ def read_config(server: Mapping[str, Any]) -> McpServerConfig:
         raise ValueError(f"servers: {first_problem(error)}") from error
     if shutil.which(config.command[0]) is None:
         raise ValueError(f"servers: command: no program {config.command[0]} is on the PATH")
+    for name in config.environment_variables:
+        if is_secret(name) and name not in os.environ:
+            problem = f"{name} is not set, or the environment may not read it: name it in its `env` too"
+            raise ValueError(f"servers: environment_variables: {problem}")
     return config
 
 

@@ -35,10 +35,12 @@ def results(reply: EpisodeReply) -> list[str]:
     return [message["content"] for message in reply.observation.messages]
 
 
-def play(test: Callable[[EnvironmentWorker], Awaitable[None]], **args: Any) -> None:
+def play(test: Callable[[EnvironmentWorker], Awaitable[None]], env: tuple[str, ...] = (), **args: Any) -> None:
     """Run a test on a worker with the server's tools, and check that no process is left."""
     values = {"servers": [{"command": SERVER}]} | args
-    config = EnvironmentConfig(name="tools", args=values, turn_timeout_s=20.0, episodes=1, memory_limit_mib=2048)
+    config = EnvironmentConfig(
+        name="tools", args=values, env=env, turn_timeout_s=20.0, episodes=1, memory_limit_mib=2048
+    )
 
     async def run() -> None:
         async with started(config) as worker:
@@ -128,7 +130,13 @@ def test_only_named_tools_and_variables_reach_the_episode(monkeypatch: pytest.Mo
         assert results(await worker.step("a", asked)) == ["open", "(not set)"]
 
     server = {"command": SERVER, "tools": ["variable"], "environment_variables": ["SERVER_KEY"]}
-    play(test, servers=[server])
+    play(test, env=("SERVER_KEY",), servers=[server])
+
+
+def test_a_secret_that_a_server_would_not_get_is_named() -> None:
+    server = {"command": SERVER, "environment_variables": ["SERVER_KEY"]}
+    with pytest.raises(EnvironmentArgumentsError, match="SERVER_KEY is not set, or the environment may not read it"):
+        load("tools", {"servers": [server]})
 
 
 @pytest.mark.parametrize(
