@@ -182,7 +182,7 @@ SUITE = (
     ),
     Benchmark(
         "packing",
-        (),
+        ("--groups", "2", "--turns", "3"),
         (
             Goal("updates a second with packed rows, of padded ones", "packed", "ratio", 1.3, digits=2),
             Goal("the same with shared prompts", "packed, prompts shared", "ratio", 1.5, digits=2),
