@@ -195,7 +195,7 @@ SUITE = (
     ),
     Benchmark(
         "save_cost",
-        (),
+        ("--turns", "3"),
         (
             Goal("steps/s with a save each beside training, of saves that wait", BESIDE, "ratio", 1.1, digits=2),
             Goal("time that training waits for such a save, % of the step", BESIDE, WAITED, 10.0, most=True, digits=1),
