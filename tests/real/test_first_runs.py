@@ -1,0 +1,45 @@
+"""The first runs that the documentation offers on a real model learn, within the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.real.commands import Run, run_troupe, running
+
+pytestmark = [pytest.mark.real, pytest.mark.long]
+
+FIRST_STEPS = ("evaluation=null", "checkpoint={every_steps: 0, keep: 1}", "roles.policy.schedule=constant")
+"""Without evaluation, and with the rate at which a longer run begins."""
+LEAST_RISE = 0.12
+"""Of the mean reward of 64 or 128 samples from the first steps to the last ones: four standard errors of one step."""
+
+
+def rewards(folder: Path, spec: Path, *overrides: str) -> list[float]:
+    """Mean rewards of the first five steps of a spec."""
+    with running(Run(folder, spec, "schedule.steps=5", *FIRST_STEPS, *overrides, name=spec.stem)) as run:
+        assert run.wait() == 0, run.output
+        return [line["reward/mean"] for line in run.metrics]
+
+
+def rise(found: Sequence[float]) -> float:
+    """Mean of the last two steps over that of the first two."""
+    return sum(found[-2:]) / 2 - sum(found[:2]) / 2
+
+
+def test_the_demo_learns(demo_model: Path, tmp_path: Path) -> None:
+    spec = ROOT / "deploy" / "specs" / "laptop-grpo.yaml"
+    found = rewards(tmp_path, spec, f"model.path={demo_model}", "roles.policy.min_lr_ratio=0")
+    assert len(found) == 5 and rise(found) > LEAST_RISE, found
+
+
+def test_the_spec_of_the_tutorial_learns(demo_model: Path, tmp_path: Path) -> None:
+    """The difficulty that `init` chooses has something to learn from."""
+    spec = tmp_path / "my.yaml"
+    written = ("init", "--model", str(demo_model), "--data", "reasoning_gym:chain_sum", "--output", str(spec))
+    assert "difficulty: the model solves " in run_troupe(tmp_path, *written)
+    found = rewards(tmp_path, spec)
+    assert len(found) == 5 and rise(found) > LEAST_RISE, found
