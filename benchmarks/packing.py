@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
-from benchmarks.support.policy_worker import policy_worker
+from benchmarks.support.policy_worker import add_arguments, policy_worker
 from benchmarks.support.processes import Meter
 from troupe.orchestrator.bench.sequences import GroupLengths, train_batch
 from troupe.orchestrator.training.micro_batches import plan_update
@@ -139,20 +139,8 @@ async def measure(given: argparse.Namespace) -> Report:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = command_parser("packing", __doc__)
-    add = parser.add_argument
-    add("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--groups", type=int, default=8)
-    add("--samples", type=int, default=4, help="responses to each prompt (default: 4)")
-    add("--prompt-tokens", type=int, default=64)
-    add("--median-tokens", type=int, default=128, help="median length of a response (default: 128)")
-    add("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of the length (default: 0.8)")
-    add("--micro-batch-tokens", type=int, default=2048)
-    add("--threads", type=int, default=2)
-    add("--turns", type=int, default=5)
-    add("--seed", type=int, default=17)
-    add("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
+    add_arguments(parser, groups=8)
+    parser.add_argument("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
     return parser.parse_args(arguments)
 
 

@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.packing import LONGEST, Work, work
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
-from benchmarks.support.policy_worker import policy_worker
+from benchmarks.support.policy_worker import add_arguments, policy_worker
 from benchmarks.support.processes import Meter
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.roles.worker_memory import WIDTHS, Training, save_copy
@@ -142,21 +142,11 @@ async def measure(given: argparse.Namespace) -> Report:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = command_parser("save_cost", __doc__)
-    add = parser.add_argument
-    add("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--groups", type=int, default=4)
-    add("--samples", type=int, default=4, help="responses to each prompt (default: 4)")
-    add("--prompt-tokens", type=int, default=64)
-    add("--median-tokens", type=int, default=128, help="median length of a response (default: 128)")
-    add("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of the length (default: 0.8)")
-    add("--micro-batch-tokens", type=int, default=2048)
-    add("--threads", type=int, default=2)
-    add("--turns", type=int, default=5)
-    add("--seed", type=int, default=17)
-    add("--folder", type=Path, help="where checkpoints are written (default: the system's temporary folder)")
-    add("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
+    add_arguments(parser, groups=4)
+    parser.add_argument(
+        "--folder", type=Path, help="where checkpoints are written (default: the system's temporary folder)"
+    )
+    parser.add_argument("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
     return parser.parse_args(arguments)
 
 

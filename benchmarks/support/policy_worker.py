@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,28 @@ if TYPE_CHECKING:
 
 LEARNING_RATE = 1e-12
 """So small that all updates start from nearly equal weights."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, groups: int) -> None:
+    """Add the arguments of a benchmark that updates a policy: the model, its batch and the turns.
+
+    Args:
+        parser: Of the benchmark's command line.
+        groups: Prompts in a batch by default.
+    """
+    add = parser.add_argument
+    add("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--groups", type=int, default=groups)
+    add("--samples", type=int, default=4, help="responses to each prompt (default: 4)")
+    add("--prompt-tokens", type=int, default=64)
+    add("--median-tokens", type=int, default=128, help="median length of a response (default: 128)")
+    add("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of the length (default: 0.8)")
+    add("--micro-batch-tokens", type=int, default=2048)
+    add("--threads", type=int, default=2)
+    add("--turns", type=int, default=5)
+    add("--seed", type=int, default=17)
 
 
 def policy_worker(given: argparse.Namespace, name: str, longest: int) -> PolicyWorker:
