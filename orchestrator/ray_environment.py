@@ -20,8 +20,8 @@ LOCAL_SETTINGS = {
     # Every process collects Ray's metrics and task lists, which nothing reads in a cluster of a single run.
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
-    # The time in which a process has to become a worker; an engine's imports vLLM before it does.
-    "RAY_worker_register_timeout_seconds": "180",
+    # The time in which a process has to become a worker, after which Ray starts another one. It may wait for imports.
+    "RAY_worker_register_timeout_seconds": "90",
     # By default a driver waits a minute for a head that is gone; nothing restarts that of a local cluster.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }

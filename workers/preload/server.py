@@ -118,6 +118,7 @@ def _become(request: _Request) -> None:
     for name in os.environ.keys() - request.environment.keys():
         del os.environ[name]
     os.environ |= request.environment
+    import_module("ray._raylet").Config.initialize("")  # Ray has read the environment of the server
     if engine := os.environ.pop(ENGINE_VARIABLE):
         set_environment(EngineProcess.model_validate_json(engine))
         fork_server()
