@@ -27,8 +27,13 @@ def descendants(pid: int | None = None, title: str = "") -> list[psutil.Process]
 def suspend(process: psutil.Process) -> None:
     """Stop a process, and wait until all of its threads have stopped: a signal takes its time."""
     process.suspend()
+    wait_for_state(process.pid, "T")
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    """Wait until all threads of a process are in this state, as far as that takes less than a minute."""
     deadline = time.monotonic() + WAIT_S
-    while not all(state == "T" for state in thread_states(process.pid)) and time.monotonic() < deadline:
+    while set(thread_states(pid)) != {state} and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
