@@ -158,7 +158,6 @@ def test_a_folder_that_disappears_ends_the_wait_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "box"
     folder.mkdir()
 
-
     def remove() -> None:
         wait_for(lambda: any(folder.glob("request-*")))
         shutil.rmtree(folder)
