@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import on_virtual_time
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker
 from troupe.orchestrator.errors import WorkerTimeout
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
@@ -141,7 +142,7 @@ def test_a_worker_reports_every_call_with_its_subject_and_how_it_ended() -> None
         assert log.open_calls() == []
         return log.drain()
 
-    spans = asyncio.run(run())
+    spans = on_virtual_time(run())
     assert [(span.worker, span.method, span.status, span.detail) for span in spans] == [
         ("rollout-0", "generate", "WorkerTimeout", "p1"),
         ("reward-1", "score", "ok", "p1"),
