@@ -151,7 +151,7 @@ class Auditor:
                 )
                 for pick in picks
             ]
-            found = await asyncio.gather(*map(self._generate, requests))
+            found = await asyncio.gather(*(self._pool.sample(request, self._table) for request in requests))
             groups += [group for group in found if not group[0].refused]
             sampled = sum(sample.sampled_tokens for summary, _ in groups for sample in summary.samples)
             if sampled >= audit.tokens:
@@ -161,13 +161,6 @@ class Auditor:
         if not groups:
             raise TroupeError("audit: no prompt of data.train could be used; `troupe validate` says why")
         return groups
-
-    async def _generate(self, request: GroupRequest) -> tuple[GroupSummary, TableRef]:
-        engine = await self._pool.acquire(request.samples)
-        try:
-            return await self._pool.generate(request, self._table, engine)
-        finally:
-            await self._pool.release(engine, request.samples)
 
     def _report(self, weights: AuditedWeights, found: TokenScores, fresh: TokenScores | None) -> AuditReport:
         engines = sorted(set(found.engine))
