@@ -130,6 +130,7 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
     else:
         say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
     spec = request.spec
+    say(console, [f"warning: {line}" for line in spec.warnings()])
     if spec.rollouts is None:
         return asyncio.run(_train_offline(request, spec.offline, console, store, found, remote))
     return asyncio.run(_train_on_rollouts(request, spec.rollouts, console, store, found, remote))
