@@ -6,9 +6,8 @@ from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
 
-from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
+from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor, token_scorer
 from troupe.orchestrator.audit.report import AuditReport
-from troupe.orchestrator.audit.scorer import AuditScorer
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
@@ -164,8 +163,8 @@ class RolloutRun:
         """
         policy, model = self._workers.require_policy(), Path(spec.model.path)
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
-        scorer = AuditScorer(spec, self._context.cluster, self._context.launcher.seat("policy-0"))
-        auditor = Auditor(spec, self._pool, policy, prompts, scorer.score)
+        scorer = token_scorer(spec, self._context.cluster, self._context.launcher.seat(policy.workers[0].name))
+        auditor = Auditor(spec, self._pool, policy, prompts, scorer)
         self._context.console.phase("audit", 0, 1)
         adapter = None if spec.model.adapter is None else Path(spec.model.adapter)
         if controller is None and spec.trains_adapters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.state import ControllerState
 
@@ -91,6 +92,25 @@ def saved_run(spec: RunSpec, out: Path) -> SavedRun:
     with found.restoring():
         early = ControllerState.model_validate(found.state["memory"]).is_over(checkpoint)
     return SavedRun(found.step, (found.step >= steps or early) and found.exported)
+
+
+def best_step(checkpoints: Path) -> int:
+    """The step of the best evaluation of a run, as its newest valid checkpoint names it.
+
+    Args:
+        checkpoints: Folder of the run's checkpoints.
+
+    Raises:
+        CheckpointError: There is no valid checkpoint, or it names no best one.
+    """
+    found = CheckpointStore(checkpoints, keep=1).latest()
+    if found is None:
+        raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(checkpoints))
+    with found.restoring():
+        steps = ControllerState.model_validate(found.state["memory"]).best.steps
+    if not steps:
+        raise CheckpointError(errno.ENOENT, "the run keeps no best checkpoint (checkpoint.best)", str(checkpoints))
+    return steps[0].step
 
 
 def _remote(spec: RunSpec) -> RemoteCheckpoints | None:

@@ -18,9 +18,8 @@ from tests.fakes import fake_spec
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
-from troupe.orchestrator.run_checkpoints import saved_run
+from troupe.orchestrator.run_checkpoints import best_step, saved_run
 from troupe.orchestrator.spec.sections import BestConfig
-from troupe.orchestrator.training.best import best_step
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import BestState, ControllerState
