@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool
@@ -37,23 +38,8 @@ Sampler = Callable[[GroupRequest, TableRef], Awaitable[tuple[GroupSummary, Table
 
 
 def engine_sampler(pool: EnginePool) -> Sampler:
-    """Samples on the engines of a run: each group on up to `_ATTEMPTS` of them; raises the WorkerError of the last."""
-
-    async def sample(request: GroupRequest, prompts: TableRef) -> tuple[GroupSummary, TableRef]:
-        tries = 0
-        while True:
-            engine = await pool.acquire(request.samples)
-            try:
-                return await pool.generate(request, prompts, engine)
-            except WorkerError as error:
-                await pool.report_failure(engine, error)
-                tries += 1
-                if tries >= _ATTEMPTS:
-                    raise
-            finally:
-                await pool.release(engine, request.samples)
-
-    return sample
+    """Samples on the engines of a run: each group on up to `_ATTEMPTS` of them."""
+    return partial(pool.sample, attempts=_ATTEMPTS)
 
 
 @dataclass(frozen=True)
