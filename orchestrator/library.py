@@ -80,7 +80,8 @@ def run(
         out: Run folder; None: the spec's.
         resume: Resume from the newest valid checkpoint in the run folder.
         address: Ray cluster to join; None: start a local one.
-        on_step: Called after every step, in the thread of the run. Training waits for it; an exception ends the run.
+        on_step: Called after every step, and with late evaluations, in the thread of the run. Training waits for it; an
+            exception ends the run.
         progress: Print the run's progress to standard output, or to this stream.
 
     Raises:
@@ -459,6 +460,10 @@ def _console(on_step: OnStep | None, stream: TextIO) -> Console:
         def step(self, step: int, metrics: Mapping[str, object]) -> None:
             super().step(step, metrics)
             if on_step is not None:
+                on_step(step, dict(metrics))
+
+        def evaluation(self, step: int, metrics: Mapping[str, object]) -> None:
+            if on_step is not None and step:
                 on_step(step, dict(metrics))
 
     return StepConsole(stream)
