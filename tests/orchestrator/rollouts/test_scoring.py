@@ -65,6 +65,27 @@ def test_a_lost_reward_worker_is_replaced_and_scores_its_groups_again(frozen: bo
     with_pool(test)
 
 
+def test_a_group_that_waits_for_others_of_its_worker_is_no_loss() -> None:
+    """Samples whose reward function times out take a worker that long, one after the other."""
+
+    class Slow(FakeReward):
+        def __init__(self) -> None:
+            self.turn = asyncio.Lock()
+
+        async def score(self, rollouts: FakeTable, rewards: str = "", vote: bool = False) -> Any:
+            async with self.turn:
+                await asyncio.sleep(0.2)
+                return await super().score(rollouts, rewards, vote)
+
+    async def run() -> None:
+        worker = FaultyWorker("reward-0", Slow())
+        pool = RewardPool([worker], timeout_s=1.0)
+        scored = await asyncio.gather(*(pool.score(TABLE) for _ in range(8)))
+        assert len(scored) == 8 and not worker.dead
+
+    asyncio.run(run())
+
+
 def test_groups_of_a_lost_worker_do_not_wait_for_its_replacement() -> None:
     async def test(pool: RewardPool, started: Started) -> None:
         started.workers[0].kill()
