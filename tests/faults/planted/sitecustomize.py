@@ -3,8 +3,8 @@
 SIGUSR2 runs what the file TROUPE_PLANTED says (`loop` or `sleep`) for as long as that file exists.
 
 TROUPE_DEATHS is a JSON list of deaths, `{"at": "package.module:Class.method", "call": 3, "mark": FILE, "begin": FILE}`:
-the process that makes this call of the function dies of SIGKILL at its beginning, unless the file `mark` is there, which
-it leaves. Calls count once the file `begin` is there.
+the process that makes this call of the function dies of SIGKILL at its beginning, unless the file `mark` is there,
+which it leaves. Calls count once the file `begin` is there.
 """
 
 from __future__ import annotations

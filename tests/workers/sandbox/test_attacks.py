@@ -447,7 +447,6 @@ def test_the_memory_of_all_processes_together_is_bounded(marked: Marked) -> None
     """
     result = attack(code, SandboxLimits(timeout_s=20.0, memory_mib=160), prefix=marked.prefix)
     assert result.out_of_memory and not result.timed_out
-    assert result.wall_s < 10
     assert marked.alive() == []
 
 
