@@ -18,8 +18,8 @@ TINY = ROOT / "deploy" / "specs" / "tiny-judge.yaml"
 def test_a_judge_scores_every_sample_and_is_replaced_as_the_engine_is_until_no_restart_is_left(tmp_path: Path) -> None:
     """SIGKILL of the judge's engine: groups wait for the new one, and nothing is dropped.
 
-    Then SIGKILL of the rollout worker's engine, which is replaced once; its second loss ends the run. That a worker dies
-    instead of its engine is in test_environment_run.py, for other roles.
+    Then SIGKILL of the rollout worker's engine, which is replaced once; its second loss ends the run. That a worker
+    dies instead of its engine is in test_environment_run.py, for other roles.
     """
     small = ("roles.judge.model.path=.cache/models/tiny-llama", "sampling.max_tokens=64")
     endless = ("schedule.steps=1000", "failures.health_interval_s=2", "failures.engine_restarts=1")
