@@ -9,8 +9,9 @@ added and removed during a run.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +20,12 @@ from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, Worker
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.rollouts.fault_log import FaultLog
 from troupe.orchestrator.spec.rollout import GroupSettings
-from troupe.orchestrator.training.micro_batches import plan_ranks
-from troupe.workers.contract.messages import GroupSummary, KeepRequest, KeptTable, RewardSummary
+from troupe.orchestrator.training.ledger import kind_of
+from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary
 from troupe.workers.contract.roles import Reward, TableRef
+
+logger = logging.getLogger(__name__)
 
 _JUDGE_PAUSE_S = 1.0
 
@@ -271,10 +273,7 @@ class TokenScorer:
 
     async def _on_all_ranks(self, lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
         """The scores of a wave. Raises WorkerError."""
-        group = self._group
-        plans = plan_ranks(
-            lengths, range(len(lengths)), group.data_parallel_size, group.micro_batch_tokens, packed=group.packs
-        )
+        plans = self._group.plan_rows(lengths)
         return await self._score_tokens(plans, *rollouts, timeout_s=self._timeout_s)
 
     async def _on_pool(self, pool: ReplicaPool[Any], lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
@@ -333,3 +332,21 @@ class Scorer:
 def row_lengths(summary: GroupSummary) -> list[int]:
     """Tokens of every row of the group's ROLLOUTS table, prompt included."""
     return [length for sample in (*summary.samples, *summary.candidates) for length in sample.row_lengths]
+
+
+class FaultLog:
+    """Warns about each cause when it first occurs, and when its count of samples reaches 10, 100, 1000, ..."""
+
+    def __init__(self) -> None:
+        self._samples: Counter[str] = Counter()
+
+    def note(self, faults: Iterable[Fault]) -> None:
+        """Counts the faults of one group."""
+        for fault in faults:
+            cause = kind_of(fault.cause)
+            before, after = self._samples[cause], self._samples[cause] + fault.samples
+            self._samples[cause] = after
+            if not before:
+                logger.warning("reward function %s: a sample has no reward: %s", fault.cause, fault.example)
+            elif len(str(after)) > len(str(before)):
+                logger.warning("reward function %s: %d samples so far", cause, after)

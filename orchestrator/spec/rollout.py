@@ -332,10 +332,10 @@ class RolloutSpec(RunSpec, frozen=True):
                 yield "algorithm.name", problem
 
     def warnings(self) -> list[str]:
-        """Learning rates that do not reach their peak, and roles with more workers than there is work at a time."""
+        """As in the base class; learning rates that do not reach their peak, and roles with more workers than work."""
         counts = {"policy": self.policy_updates, "critic": self.critic_updates}
         rising = [line for name, role in self.roles.trainers().items() for line in role.rising(name, counts[name])]
-        return [*rising, *self._idle_workers()]
+        return [*super().warnings(), *rising, *self._idle_workers()]
 
     def _idle_workers(self) -> list[str]:
         if section.dynamic_sampling(self.algorithm):  # more groups are dispatched than a step trains on

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import on_virtual_time
 from tests.fakes import FakePolicy, FakeReward, FakeTable, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError
@@ -45,7 +46,7 @@ def with_pool(test: Callable[[RewardPool, Started], Awaitable[None]], workers: i
         finally:
             await pool.close()
 
-    asyncio.run(run())
+    on_virtual_time(run())
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
@@ -128,7 +129,7 @@ def test_a_group_waits_for_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(JudgeLost):
             await RewardPool([FaultyWorker("reward-0", Waiting())], 0.0, judge_start_s=0.0).score(TABLE)
 
-    asyncio.run(run())
+    on_virtual_time(run())
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
@@ -151,4 +152,4 @@ def test_a_lost_rank_is_replaced_and_its_wave_is_scored_again(frozen: bool) -> N
         with pytest.raises(WorkerError, match=r"1 of 1 restarts used: failures\.reference_restarts"):
             await scorer.score([8], TABLE)
 
-    asyncio.run(run())
+    on_virtual_time(run())
