@@ -6,9 +6,8 @@ from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
 
-from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
+from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor, token_scorer
 from troupe.orchestrator.audit.report import AuditReport
-from troupe.orchestrator.audit.scorer import AuditScorer
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
@@ -32,16 +31,16 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
+from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
-from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
+from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.orchestrator.why.facts import EngineQueue, Queues
@@ -81,12 +80,10 @@ class RolloutRun:
         """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
         await self._pools.start()
 
-    async def controller(
-        self, store: CheckpointStore, found: Checkpoint | None, remote: RemoteCheckpoints | None = None
-    ) -> Controller:
+    async def controller(self, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, policy = self._spec, self._workers.require_policy()
-        done = found.step if found is not None else 0
+        found, done = checkpoints.found, checkpoints.done
         settings = group_settings(spec, self._data.train)
         source_of = (lambda row: settings[row].source) if spec.data.mixture else None
         ledger, advantages, state = Ledger(source_of), None, None
@@ -99,7 +96,7 @@ class RolloutRun:
             spec=spec,
             updates=updates,
             push=sync.push,
-            store=store,
+            store=checkpoints.store,
             restart=self._context.launcher.restart,
             console=self._context.console,
             done=done,
@@ -156,7 +153,7 @@ class RolloutRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._context.console, self._context.stop
-        return Controller(spec, components, store, sinks, console, stop, done, state, remote)
+        return Controller(spec, components, checkpoints.store, sinks, console, stop, done, state, checkpoints.remote)
 
     async def audit(
         self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None
@@ -170,8 +167,8 @@ class RolloutRun:
         """
         policy, model = self._workers.require_policy(), Path(spec.model.path)
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
-        scorer = AuditScorer(spec, self._context.cluster, self._context.launcher.seat("policy-0"))
-        auditor = Auditor(spec, self._pool, policy, prompts, scorer.score)
+        scorer = token_scorer(spec, self._context.cluster, self._context.launcher.seat(policy.workers[0].name))
+        auditor = Auditor(spec, self._pool, policy, prompts, scorer)
         self._context.console.phase("audit", 0, 1)
         adapter = None if spec.model.adapter is None else Path(spec.model.adapter)
         if controller is None and spec.trains_adapters:

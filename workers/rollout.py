@@ -663,7 +663,7 @@ class RolloutWorker:
         texts = prompt["candidates"]
         if not texts:
             return []
-        from troupe.workers.data.candidates import encode_candidates
+        from troupe.workers.data.examples import encode_candidates
 
         longest = max_tokens or self._config.sampling.max_tokens
         arguments = (self._live_tokenizer(), prompt["messages"], prompt_ids, texts, longest)

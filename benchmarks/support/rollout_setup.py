@@ -98,12 +98,8 @@ class RolloutSetup:
 
     async def alone(self, group: Group, greedy: bool) -> list[list[int]]:
         """Sample one group on an idle engine; returns its response token ids."""
-        engine = await self._pool.acquire(group.samples)
-        try:
-            request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
-            _, rollouts = await self._pool.generate(request, self._prompts, engine)
-        finally:
-            await self._pool.release(engine, group.samples)
+        request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
+        _, rollouts = await self._pool.sample(request, self._prompts)
         return response_ids(rollouts)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.browser import Page, browser_page
-from troupe.orchestrator.reporting.html.bench import write_page
+from troupe.orchestrator.reporting.html.page import write_bench_page
 from troupe.orchestrator.reporting.html.report import write_report
 from troupe.orchestrator.reporting.watch import WatchServer
 
@@ -81,7 +81,7 @@ async def take_bench(results: Path, images: Path) -> None:
     """The page of a benchmark."""
     images.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        file = write_page(json.loads(results.read_text()), Path(folder) / "bench.html")
+        file = write_bench_page(json.loads(results.read_text()), Path(folder) / "bench.html")
         async with browser_page(1280, 860) as page:
             await page.open(file.as_uri())
             height = await page.run("document.querySelector('#page').scrollHeight")

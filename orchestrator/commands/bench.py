@@ -145,11 +145,11 @@ class _Measured:
         typer.echo(f"wrote {self._page}")
 
     def _write(self) -> None:
-        from troupe.orchestrator.reporting.html.bench import write_page
+        from troupe.orchestrator.reporting.html.page import write_bench_page
         from troupe.workers.contract.atomic_file import write_atomic
 
         record = self._record()
-        write_page(record, self._page)
+        write_bench_page(record, self._page)
         write_atomic(self._page.with_suffix(".json"), json_text(record))
 
     def _record(self) -> dict[str, Any]:

@@ -165,12 +165,13 @@ def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunReque
     `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
     rest.
     """
-    from troupe.orchestrator.run import RunRequest, saved
+    from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.run_checkpoints import saved_run
 
     request = RunRequest(planned.spec, planned.out, resume, address)
     if not resume:
         return request
-    done = saved(request)
+    done = saved_run(planned.spec, planned.out)
     if done.complete:
         return None
     return replace(request, resume=done.step > 0) if planned.stage else request

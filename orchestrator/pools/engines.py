@@ -340,6 +340,22 @@ class EnginePool(ReplicaPool[Engine]):
         else:
             await self._notify()
 
+    async def sample(
+        self, request: GroupRequest, prompts: TableRef, attempts: int = 1
+    ) -> tuple[GroupSummary, TableRef]:
+        """Samples a group on up to `attempts` engines, one after another. Raises the WorkerError of the last."""
+        while True:
+            engine = await self.acquire(request.samples)
+            try:
+                return await self.generate(request, prompts, engine)
+            except WorkerError as error:
+                await self.report_failure(engine, error)
+                attempts -= 1
+                if not attempts:
+                    raise
+            finally:
+                await self.release(engine, request.samples)
+
     async def report_failure(self, engine: Engine, error: WorkerError, *, in_transfer: bool = False) -> None:
         """Probes an engine after a failed call, and replaces it unless it answers as healthy.
 

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from troupe.orchestrator.cluster.event_loop import gather_all
@@ -39,23 +40,8 @@ Sampler = Callable[[GroupRequest, TableRef], Awaitable[tuple[GroupSummary, Table
 
 
 def engine_sampler(pool: EnginePool) -> Sampler:
-    """Samples on the engines of a run: each group on up to `ATTEMPTS` of them; raises the WorkerError of the last."""
-
-    async def sample(request: GroupRequest, prompts: TableRef) -> tuple[GroupSummary, TableRef]:
-        tries = 0
-        while True:
-            engine = await pool.acquire(request.samples)
-            try:
-                return await pool.generate(request, prompts, engine)
-            except WorkerError as error:
-                await pool.report_failure(engine, error)
-                tries += 1
-                if tries >= ATTEMPTS:
-                    raise
-            finally:
-                await pool.release(engine, request.samples)
-
-    return sample
+    """Samples on the engines of a run: each group on up to `ATTEMPTS` of them."""
+    return partial(pool.sample, attempts=ATTEMPTS)
 
 
 @dataclass(frozen=True)

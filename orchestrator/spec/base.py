@@ -15,7 +15,7 @@ from pydantic import Field
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import preflight
-from troupe.orchestrator.spec.adapters import wrong_adapters
+from troupe.orchestrator.spec.adapters import unverified_adapters, wrong_adapters
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
@@ -263,8 +263,8 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
                 yield "roles.reference.model", f"roles.{name}.sequence_parallel_size", role.sequence_parallel_size
 
     def warnings(self) -> list[str]:
-        """What works, and is probably not meant: one line each."""
-        return []
+        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies."""
+        return list(unverified_adapters(self.models()))
 
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""

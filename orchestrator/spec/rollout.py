@@ -62,6 +62,8 @@ NO_ENVIRONMENT = "none"
 """In place of an environment's name: samples of the source are single responses."""
 _KEPT_BYTES = 1024
 """Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
+_NEW_PROCESS_S = 10.0
+"""Start of the process of a reward function, with room for what the function imports."""
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
 
@@ -230,6 +232,15 @@ class RolloutSpec(RunSpec, frozen=True):
         return max(self.roles.rollout.max_num_seqs, largest, episodes) + 2 * largest
 
     @property
+    def group_scoring_s(self) -> float:
+        """Longest time in which a reward worker scores a group: every sample may take its function's timeout, after
+        which the function gets a new process."""
+        functions = [function for one in self.reward_functions().values() for function in one]
+        slowest = max((function.timeout_s for function in functions), default=0.0)
+        largest = max([*self.group_sizes, *(one.sampling.samples for one in self.held_out_sets())])
+        return max(self.schedule.score_timeout_s, largest * (slowest + _NEW_PROCESS_S))
+
+    @property
     def device(self) -> Device:
         """Device that the policy and the engines run on."""
         return "cuda" if self.roles.policy.gpus > 0 or self.roles.rollout.gpus > 0 else "cpu"
@@ -327,10 +338,10 @@ class RolloutSpec(RunSpec, frozen=True):
                 yield "algorithm.name", problem
 
     def warnings(self) -> list[str]:
-        """Learning rates that do not reach their peak, and roles with more workers than there is work at a time."""
+        """As in the base class; learning rates that do not reach their peak, and roles with more workers than work."""
         counts = {"policy": self.policy_updates, "critic": self.critic_updates}
         rising = [line for name, role in self.roles.trainers().items() for line in role.rising(name, counts[name])]
-        return [*rising, *self._idle_workers()]
+        return [*super().warnings(), *rising, *self._idle_workers()]
 
     def _idle_workers(self) -> list[str]:
         if section.dynamic_sampling(self.algorithm):  # more groups are dispatched than a step trains on

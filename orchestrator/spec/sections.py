@@ -6,6 +6,7 @@ a field is described, typed and bounded once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag
@@ -94,6 +95,18 @@ class AutoscaleConfig(Frozen):
     """Below this share an engine is removed, down to `min_workers`; 0: no engine is ever removed."""
     steps: int = Field(default=3, ge=1)
     """Consecutive steps that must agree. The count restarts when an engine is added or removed."""
+
+    def change(self, waits: Sequence[float]) -> int:
+        """Change of the number of engines: 1 if every recent step waited more than `max_wait`, -1 if every one waited
+        less than `min_wait`, else 0.
+
+        Args:
+            waits: Fraction of each step (0 to 1) for which the trainer waited for samples, newest last.
+        """
+        recent = waits[-self.steps :]
+        if len(recent) < self.steps:
+            return 0
+        return int(min(recent) > self.max_wait) - int(max(recent) < self.min_wait)
 
 
 class EngineRole(EngineConfig, ScaledRole):

@@ -18,9 +18,8 @@ from tests.fakes import fake_spec
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
-from troupe.orchestrator.run import RunRequest, saved
+from troupe.orchestrator.run_checkpoints import best_step, saved_run
 from troupe.orchestrator.spec.sections import BestConfig
-from troupe.orchestrator.training.best import best_step
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import BestState, ControllerState
@@ -99,10 +98,9 @@ def test_the_run_ends_normally_after_evaluations_without_a_gain(tmp_path: Path) 
     assert steps_of(tmp_path) == [1, 3]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert events[-1] | {"how": "finished", "detail": outcome.ended_early} == events[-1]
-    request = RunRequest(run.spec, tmp_path, True, None)
-    assert saved(request).complete
+    assert saved_run(run.spec, tmp_path).complete
     again = run_of(tmp_path, 0.1, 0.3, 0.3, 0.2, 0.4, 0.5, resume=True, patience=3)
-    assert not saved(RunRequest(again.spec, tmp_path, True, None)).complete
+    assert not saved_run(again.spec, tmp_path).complete
     assert again.run().steps_done == 5
     assert steps_of(tmp_path) == [5]  # the best and the newest one
     assert again.evaluator.steps == [4, 5]  # type: ignore[union-attr]

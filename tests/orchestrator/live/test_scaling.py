@@ -36,7 +36,6 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageError, WorkerDied
 from troupe.orchestrator.live import control
-from troupe.orchestrator.live.autoscale import autoscale_step
 from troupe.orchestrator.live.control import ControlServer, ask
 from troupe.orchestrator.live.diff import changed, differences, worker_changes
 from troupe.orchestrator.live.role_state import RoleState
@@ -348,7 +347,7 @@ def test_autoscaling_goes_on_where_the_spec_cannot_be_saved(tmp_path: Path, capl
     [([0.9], 0), ([0.9, 0.9], 1), ([0.2, 0.9], 0), ([0.5, 0.5], 0), ([0.01, 0.02], -1), ([0.9, 0.01, 0.02], -1)],
 )
 def test_the_last_steps_must_agree(waits: list[float], wanted: int) -> None:
-    assert autoscale_step(waits, AutoscaleConfig(max_wait=0.5, min_wait=0.1, steps=2)) == wanted
+    assert AutoscaleConfig(max_wait=0.5, min_wait=0.1, steps=2).change(waits) == wanted
 
 
 def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
