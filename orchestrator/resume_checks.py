@@ -40,6 +40,7 @@ _NOTES = {
     r"data\.train\.\d+\.(weight|repeats|max_tokens)": "from the next prompt on",
     r"data\.train\.\d+\.(rewards|solved_at).*": "rewards before and after may not be comparable",
     r"data\.(train|ptx)\..*": "allowed where the rows are the same",
+    r"evaluation\.(beside|every_steps|at_start|at_end)": "from the next step on",
     r"data\.eval(\..*)?|evaluation(\..*)?": "evaluations before and after may not be comparable",
     r"roles\.reference(\.model.*)?": "the reference is another one from now on",
     r"checkpoint\.best\.(metric|mode)": "the best evaluations so far are forgotten",

@@ -25,6 +25,7 @@ from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, Evaluation
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
+from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
@@ -131,16 +132,19 @@ class RolloutRun:
         )
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
+        evaluator = self.evaluator(
+            self._out / "evaluation" if spec.output.trajectories else None,
+            EvaluationLog(self._out / EVALUATIONS, described_sets(spec, self._data.held_out), done),
+        )
+        beside = evaluator is not None and spec.evaluation is not None and spec.evaluation.beside
         components = RunComponents(
             source=RolloutSource(spec, self._out, rollouts, self._context.console, self._context.stop, advantages),
             updates=updates,
             recovery=recovery,
             sync=sync,
             step_recorder=StepRecorder(spec, self._out, updates.trainers),
-            evaluator=self.evaluator(
-                self._out / "evaluation" if spec.output.trajectories else None,
-                EvaluationLog(self._out / EVALUATIONS, described_sets(spec, self._data.held_out), done),
-            ),
+            evaluator=evaluator,
+            beside=EvaluationBeside(evaluator, self._pool) if evaluator is not None and beside else None,
             ledger=ledger,
             scaler=self._scaler,
             budgets=[pool.budget for pool in self._pools.by_role.values()],
@@ -192,7 +196,7 @@ class RolloutRun:
     def queues(self) -> Queues:
         """What the engines have to do. May be called from any thread."""
         engines = [
-            EngineQueue(e.name, "resting" if e.resting else e.state.value, e.outstanding)
+            EngineQueue(e.name, "resting" if e.resting else "evaluating" if e.held else e.state.value, e.outstanding)
             for e in list(self._pool.engines)
         ]
         return Queues(tuple(engines), tuple(self._pool.starting), self._pool.waiting)

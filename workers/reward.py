@@ -390,14 +390,13 @@ def _load_tokenizer(policy: ModelConfig | None) -> Any:
     which few positions are needed, runs without process rewards pay nothing, and generation does not wait.
 
     Raises:
-        ValueError: no policy was given.
-        OSError: the tokenizer cannot be loaded.
+        ValueError: no policy was given, or the tokenizer cannot be loaded.
     """
     if policy is None:
         raise ValueError("process rewards need the policy's tokenizer, but no policy was given")
-    from transformers import AutoTokenizer
+    from troupe.workers.data.tokenizer import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(policy.path, trust_remote_code=policy.trust_remote_code)
+    return load_tokenizer(policy)
 
 
 def _rewards_table(

@@ -21,7 +21,14 @@ from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WorkerDied, WorkerError, WorkerTimeout
+from troupe.orchestrator.errors import (
+    EnginesLost,
+    UpdateDamaged,
+    WeightsNotVerified,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
 from troupe.orchestrator.pools.generation_meter import GenerationMeter
 from troupe.orchestrator.pools.memory_lock import MemoryLock
 from troupe.orchestrator.pools.replicas import ReplicaPool
@@ -76,6 +83,8 @@ class Engine:
     state: EngineState = EngineState.SERVING
     resting: bool = False
     """Whether it has given its memory to the trainers. It is healthy, and groups wait in it until it has weights."""
+    held: bool = False
+    """Whether it keeps its weights, for an evaluation: it receives neither groups nor newer versions."""
 
     @property
     def name(self) -> str:
@@ -156,6 +165,9 @@ class _Loads:
         self._by_load: dict[int, dict[Engine, None]] = {}
         self._load: dict[Engine, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._load)
+
     def least(self) -> Engine | None:
         """A least-loaded engine; None if there is no engine."""
         return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
@@ -197,6 +209,8 @@ class EnginePool(ReplicaPool[Engine]):
         """None: an engine does not start where the current weights are damaged."""
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
+        self.version = 0
+        """The version whose transfer to the engines began last."""
         self.memory = MemoryLock()
         """Shared with the trainers, where engines run on their GPUs."""
         self._sleeps = spec.resolved_sleep != "none"
@@ -221,6 +235,11 @@ class EnginePool(ReplicaPool[Engine]):
     def serving(self) -> list[Engine]:
         """Engines that receive groups."""
         return [engine for engine in self.workers if engine.state is EngineState.SERVING]
+
+    @property
+    def receivers(self) -> list[Engine]:
+        """Engines that a new version of the weights is loaded into: those that are not held, or all if all are."""
+        return [engine for engine in self.workers if not engine.held] or list(self.workers)
 
     @property
     def waiting(self) -> int:
@@ -275,10 +294,47 @@ class EnginePool(ReplicaPool[Engine]):
                 await self.release(waiter.result(), samples)  # assigned just before the cancellation
             raise
 
+    def hold(self) -> Engine | None:
+        """Takes the least-loaded engine out of the dispatch, with the weights that it has; None: no other would serve.
+
+        It finishes the groups that it has. `let_go` ends this.
+        """
+        engine = self._loads.least() if len(self._loads) > 1 else None
+        if engine is not None:
+            engine.held = True
+            self._loads.discard(engine)
+        return engine
+
+    async def none_held(self) -> None:
+        """Waits until every engine that was let go receives groups again, or is lost."""
+        await self._wait_for(lambda: not any(engine.held for engine in self.workers))
+
+    async def reserve(self, engine: Engine, samples: int) -> bool:
+        """As `acquire`, on a held engine; False where it is lost or leaves. One caller may wait at a time."""
+
+        def gone() -> bool:
+            return engine not in self.workers or engine.state is EngineState.LEAVING
+
+        def room() -> bool:
+            fits = not engine.outstanding or engine.load + samples <= self.max_load
+            return engine.state is EngineState.SERVING and fits
+
+        await self._wait_for(lambda: gone() or room())
+        if gone():
+            return False
+        engine.outstanding += samples
+        return True
+
+    def let_go(self, engine: Engine) -> None:
+        """Has a held engine receive groups again, in the background: once it has the weights that the others have."""
+        task = asyncio.create_task(self._rejoin(engine), name=f"rejoin {engine.name}")
+        self._replacing.add(task)
+        task.add_done_callback(self._replaced)
+
     async def release(self, engine: Engine, samples: int) -> None:
-        """Returns what `acquire` reserved."""
+        """Returns what `acquire` or `reserve` reserved."""
         engine.outstanding -= samples
-        if engine.state is EngineState.SERVING:
+        if engine.state is EngineState.SERVING and not engine.held:
             self._loads.update(engine)
             self._serve_waiting()
         else:
@@ -394,7 +450,7 @@ class EnginePool(ReplicaPool[Engine]):
     def _set_state(self, engine: Engine, state: EngineState) -> None:
         """Changes the state of the engine; only serving engines have an indexed load."""
         engine.state = state
-        if state is EngineState.SERVING:
+        if state is EngineState.SERVING and not engine.held:
             self._loads.update(engine)
         else:
             self._loads.discard(engine)
@@ -461,6 +517,39 @@ class EnginePool(ReplicaPool[Engine]):
                 await self.bring_up(engine)
             engine.predecessor_fault = self._faults.pop(engine.name, "")
             self._add(engine)
+
+    async def _rejoin(self, engine: Engine) -> None:
+        """See `let_go`. An engine that cannot load the weights is lost."""
+        try:
+            for renewals in itertools.count():
+                try:
+                    if await self._admit_held(engine):
+                        return
+                except UpdateDamaged:
+                    if self.renew is None or renewals == _RENEWALS:
+                        raise
+                    await self.renew()  # see `_start`
+        except (WorkerError, WeightsNotVerified, TimeoutError) as error:
+            lost = error if isinstance(error, WorkerError) else WorkerError(engine.name, "update_weights", str(error))
+            await self.lose(engine, lost)
+
+    async def _admit_held(self, engine: Engine) -> bool:
+        """Loads the current weights into a held engine and ends its hold, or waits until its samples have ended.
+
+        Weights that turn out to be others while they are loaded must not meet samples.
+        """
+        async with self.transfer_lock:
+            stale = engine.version != self.version
+            if not stale or not engine.outstanding or engine not in self.workers:
+                if stale and self.bring_up is not None and engine in self.workers:
+                    await self.bring_up(engine)
+                engine.held = False
+                if engine in self.workers and engine.state is EngineState.SERVING:
+                    self._loads.update(engine)
+                await self._notify()
+                return True
+        await self._wait_for(lambda: not engine.outstanding or engine not in self.workers)
+        return False
 
     def _add(self, worker: Engine) -> None:
         super()._add(worker)

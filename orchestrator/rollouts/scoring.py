@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,7 +103,11 @@ class SignalTest:
 
 
 class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
-    """The reward workers; the least-loaded one scores each group."""
+    """The reward workers; the least-loaded one scores each group.
+
+    A worker gets one group at a time, so that the timeout is that of one group: where reward functions time out, groups
+    wait long for each other, and the worker is not lost.
+    """
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
 
         Args:
             workers: Those that have started.
-            timeout_s: Bound on a call.
+            timeout_s: Bound on a call, for one group.
             launch: Starts a worker.
             budget: Restarts of the role.
             judge_start_s: Longest time in which a judge that has died is replaced.
@@ -126,6 +130,8 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         self._timeout_s = timeout_s
         self._judge_start_s = judge_start_s
         self._faults = FaultLog()
+        self._turns: defaultdict[WorkerHandle[Reward], asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held by the group that a worker scores."""
 
     async def score(
         self, rollouts: TableRef, rewards: str = "", *, vote: bool = False
@@ -144,14 +150,19 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
             WorkerError: The call failed, every worker was lost and none can be replaced, or there is no judge for too
                 long.
         """
-        deadline = asyncio.get_running_loop().time() + self._judge_start_s + self._timeout_s
+
+        async def ask(worker: WorkerHandle[Reward]) -> tuple[RewardSummary, TableRef]:
+            async with self._turns[worker]:
+                return await worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards, vote)
+
+        deadline: float | None = None
         while True:
             try:
-                summary, table = await self.call(
-                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards, vote)
-                )
+                summary, table = await self.call(ask)
             except JudgeLost:
-                if asyncio.get_running_loop().time() > deadline:
+                now = asyncio.get_running_loop().time()
+                deadline = now + self._judge_start_s + self._timeout_s if deadline is None else deadline
+                if now > deadline:
                     raise
                 await asyncio.sleep(_JUDGE_PAUSE_S)
             else:

@@ -56,6 +56,8 @@ NO_ENVIRONMENT = "none"
 """In place of an environment's name: samples of the source are single responses."""
 _KEPT_BYTES = 1024
 """Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
+_NEW_PROCESS_S = 10.0
+"""Start of the process of a reward function, with room for what the function imports."""
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
 
@@ -222,6 +224,15 @@ class RolloutSpec(RunSpec, frozen=True):
         episodes = -(-episodes // self.roles.rollout.workers)
         largest = max(self.group_sizes)
         return max(self.roles.rollout.max_num_seqs, largest, episodes) + 2 * largest
+
+    @property
+    def group_scoring_s(self) -> float:
+        """Longest time in which a reward worker scores a group: every sample may take its function's timeout, after
+        which the function gets a new process."""
+        functions = [function for one in self.reward_functions().values() for function in one]
+        slowest = max((function.timeout_s for function in functions), default=0.0)
+        largest = max([*self.group_sizes, *(one.sampling.samples for one in self.held_out_sets())])
+        return max(self.schedule.score_timeout_s, largest * (slowest + _NEW_PROCESS_S))
 
     @property
     def device(self) -> Device:

@@ -716,6 +716,9 @@ class EvaluationConfig(BaseEvaluation):
 
     prompts: int = Field(default=0, ge=0)
     """Prompts per evaluation, always the same ones; 0: all."""
+    beside: bool = False
+    """Evaluate while training continues: one engine keeps the weights and samples for the evaluation, the others go on.
+    Metrics of a step then arrive some steps later. The last evaluation is made as usual, when training is over."""
     sampling: EvalSampling = EvalSampling()
     """How responses are sampled."""
     solved_at: float | None = None

@@ -116,6 +116,17 @@ class HeldOutEvaluation(Protocol):
         ...
 
 
+class EvaluationBesideTraining(Protocol):
+    """An evaluation on held-out data that training does not wait for."""
+
+    async def begin(self, step: int) -> Coroutine[Any, Any, dict[str, float]] | None:
+        """Begins an evaluation of the weights that are served after `step` steps; None: training has to wait for it.
+
+        The result has the metrics by name, or raises EvaluationLost.
+        """
+        ...
+
+
 async def unless_failed(watch: asyncio.Task[Any], work: Coroutine[object, object, T]) -> T:
     """Awaits `work`, which is cancelled where `watch` fails first; raises what `watch` raised then."""
     task = asyncio.ensure_future(work)

@@ -64,6 +64,8 @@ class Moment:
     state: ControllerState
     best_before: tuple[SavedStep, ...]
     """The best steps before its evaluation."""
+    candidate: bool = False
+    """Whether it may turn out to be one of the best steps: its evaluation has not ended."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,20 @@ class RunSaves:
         Raises:
             TroupeError: Too many in a row have failed.
         """
-        config = self._spec.checkpoint
         if self._running is not None and self._running.done():
             await self.settle()
-        regular = config.every_steps and now.step % config.every_steps == 0
-        if not regular and now.step not in now.state.best.saved and not self._overdue:
+        if not self.is_due(now):
             return
         await self.settle()
         self._overdue = False
-        await self._tolerate(self._begin(now) if config.async_save else self._save_now(now), now.step)
+        begins = self._spec.checkpoint.async_save
+        await self._tolerate(self._begin(now) if begins else self._save_now(now), now.step)
+
+    def is_due(self, now: Moment) -> bool:
+        """Whether the step is to be saved."""
+        every = self._spec.checkpoint.every_steps
+        regular = bool(every) and now.step % every == 0
+        return regular or self._overdue or now.candidate or now.step in now.state.best.saved
 
     async def settle(self) -> None:
         """Waits for the checkpoint that is written in the background; one that failed counts as any other.

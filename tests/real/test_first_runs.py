@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 FIRST_STEPS = ("evaluation=null", "checkpoint={every_steps: 0, keep: 1}", "roles.policy.schedule=constant")
 """Without evaluation, and with the rate at which a longer run begins."""
 LEAST_RISE = 0.12
-"""Of the mean reward of 64 or 128 samples from the first steps to the last ones: four standard errors of one step."""
+"""Of the mean reward from the first two steps to the last two: two standard errors, of 128 samples each."""
 
 
 def rewards(folder: Path, spec: Path, *overrides: str) -> list[float]:
@@ -32,7 +32,8 @@ def rise(found: Sequence[float]) -> float:
 
 def test_the_demo_learns(demo_model: Path, tmp_path: Path) -> None:
     spec = ROOT / "deploy" / "specs" / "laptop-grpo.yaml"
-    found = rewards(tmp_path, spec, f"model.path={demo_model}", "roles.policy.min_lr_ratio=0")
+    halved = ("schedule.prompts_per_step=8", "roles.policy.min_lr_ratio=0")
+    found = rewards(tmp_path, spec, f"model.path={demo_model}", *halved)
     assert len(found) == 5 and rise(found) > LEAST_RISE, found
 
 

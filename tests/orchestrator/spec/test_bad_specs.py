@@ -895,6 +895,21 @@ CPU_CASES = [
         ("  every_steps: 2", "  every_steps: 0\n  at_start: false\n  at_end: false"),
     ),
     case(
+        "beside_on_one_engine",
+        (
+            "35: evaluation.beside: needs two engines or more: one evaluates while others sample "
+            "(roles.rollout.workers: 1)"
+        ),
+        ("  every_steps: 2", "  every_steps: 2\n  beside: true"),
+    ),
+    case(
+        "beside_nothing",
+        "36: evaluation.beside: has no effect: the only evaluation is that after the last step; set every_steps, or "
+        "remove it",
+        ("    workers: 1\n    cpus: 1", "    workers: 2\n    cpus: 1"),
+        ("  every_steps: 2", "  every_steps: 0\n  at_start: false\n  beside: true"),
+    ),
+    case(
         "greedy_samples",
         "35: evaluation.sampling.samples: greedy samples are all the same; set a temperature above 0",
         ("  every_steps: 2", "  sampling:\n    samples: 4"),

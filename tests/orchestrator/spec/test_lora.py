@@ -76,8 +76,9 @@ def test_workers_that_share_rows_are_refused() -> None:
     assert "roles.policy.sequence_parallel_size: adapters are not supported" in found
 
 
-def test_trpo_is_refused() -> None:
-    assert f"{FIELD}: is not supported by trpo" in refusals(spec="algorithms/trpo.yaml")
+def test_the_steps_of_trpo_are_those_of_the_adapters() -> None:
+    spec = load_rollout_spec(SPECS / "algorithms" / "trpo.yaml", [f"{FIELD}={{}}"])
+    assert spec.trains_adapters
 
 
 SHARED = ("roles.rollout.colocate_with=policy", "roles.rollout.gpus=0.5", "roles.policy.gpus=0.5")
