@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from troupe.orchestrator.commands.options import (
-    STOPPED,
     AddressOption,
     JsonOption,
     OutOption,
@@ -21,7 +20,7 @@ from troupe.orchestrator.commands.options import (
 )
 from troupe.orchestrator.commands.results import next_steps, resume_steps, write_run_report
 from troupe.orchestrator.commands.runs import read_data, ready
-from troupe.orchestrator.signals import exit_on_signals, taken
+from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
 from troupe.orchestrator.spec.stages import PlannedRun
 
 if TYPE_CHECKING:
