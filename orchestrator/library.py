@@ -80,7 +80,8 @@ def run(
         out: Run folder; None: the spec's.
         resume: Resume from the newest valid checkpoint in the run folder.
         address: Ray cluster to join; None: start a local one.
-        on_step: Called after every step, in the thread of the run. Training waits for it; an exception ends the run.
+        on_step: Called after every step, and with late evaluations, in the thread of the run. Training waits for it; an
+            exception ends the run.
         progress: Print the run's progress to standard output, or to this stream.
 
     Raises:
@@ -299,7 +300,7 @@ def export(
 
 def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
     """Folder of the model in a checkpoint of a run; see `export`. Raises OSError without a valid checkpoint."""
-    from troupe.orchestrator.training.best import best_step
+    from troupe.orchestrator.run_checkpoints import best_step
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
 
     checkpoints = _folder(run) / "checkpoints"
@@ -459,6 +460,10 @@ def _console(on_step: OnStep | None, stream: TextIO) -> Console:
         def step(self, step: int, metrics: Mapping[str, object]) -> None:
             super().step(step, metrics)
             if on_step is not None:
+                on_step(step, dict(metrics))
+
+        def evaluation(self, step: int, metrics: Mapping[str, object]) -> None:
+            if on_step is not None and step:
                 on_step(step, dict(metrics))
 
     return StepConsole(stream)

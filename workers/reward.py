@@ -35,9 +35,8 @@ from troupe.workers.data.kept_groups import Kept, keep_groups, read_group
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
 from troupe.workers.data.turn_ends import without_end
-from troupe.workers.rewards.environment import EnvironmentReward
 from troupe.workers.rewards.judge import JudgeReward
-from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
+from troupe.workers.rewards.runner import EnvironmentReward, RewardProcess, RewardResult, Sample
 from troupe.workers.rewards.steps import Step, token_counts
 from troupe.workers.rewards.thoughts import VOTES, with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import FamilyPeak
@@ -392,14 +391,13 @@ def _load_tokenizer(policy: ModelConfig | None) -> Any:
     which few positions are needed, runs without process rewards pay nothing, and generation does not wait.
 
     Raises:
-        ValueError: no policy was given.
-        OSError: the tokenizer cannot be loaded.
+        ValueError: no policy was given, or the tokenizer cannot be loaded.
     """
     if policy is None:
         raise ValueError("process rewards need the policy's tokenizer, but no policy was given")
-    from transformers import AutoTokenizer
+    from troupe.workers.data.tokenizer import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(policy.path, trust_remote_code=policy.trust_remote_code)
+    return load_tokenizer(policy)
 
 
 def _rewards_table(

@@ -242,7 +242,8 @@ class Scenario:
             for name in before
         )
         none = worker.shorten_step(0.0)[0]
-        found = [not equal(before, after), halved, 0.0 < half < whole, equal(before, tensors(worker)), none == 0.0]
+        nearer = (0.0 < half < whole) == (self.rank == 0)  # the other rank's row has no response
+        found = [not equal(before, after), halved, nearer, equal(before, tensors(worker)), none == 0.0]
         worker.release()
         return found
 
