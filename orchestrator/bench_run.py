@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,23 +14,25 @@ from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of
 from troupe.orchestrator.bench.sequences import GroupLengths
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.worker_group import TableRef, WorkerHandle
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.data.mixture import group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
-from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.roles.table import SAMPLERS, named
+from troupe.orchestrator.rollouts.scheduler import group_request
 from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import unless_stopped
 from troupe.workers.contract.measurements import EngineReading, MeasuredEngine
-from troupe.workers.contract.messages import GroupRequest, Peak
+from troupe.workers.contract.messages import Peak
+from troupe.workers.contract.roles import RolloutEngine, TableRef
 
-WORKER = "troupe.workers.measured_rollout:MeasuredRollout"
-_ROLES = frozenset({"rollout", "environment"})
+_WORKER = "troupe.workers.measured_rollout:MeasuredRollout"
 _METER_TIMEOUT_S = 60.0
 
 
@@ -103,12 +105,12 @@ async def _launch(
     """Adds the results of the points until one fails; at least one result. The others need other engines."""
     spec = launch_spec(points)
     local = fetch(spec, console)
-    engine_class = actor_class(WORKER, MeasuredEngine, concurrent=True)
-    run = RunRequest(spec, Path(), False, request.address, {"rollout": engine_class})
+    run = measured_run(spec, request.address)
+    roles = named(lambda row: row.samples or row.behind == RolloutEngine.generate.__name__)
     measured = 0
     warm = 0  # engines that have sampled: the first batch of an engine is slower
     try:
-        async with open_run(run, local, console, _ROLES) as context:
+        async with open_run(run, local, console, roles) as context:
             for point in points:
                 prompts, warm_up = pools[_data_key(point)], point.workers > warm
                 bench = _PointBench(request, point, prompts, context, warm_up=warm_up)
@@ -132,6 +134,12 @@ async def _launch(
             add(Result(point, None, explained(error)))
 
 
+def measured_run(spec: RolloutSpec, address: str | None) -> RunRequest:
+    """A run whose engines can be measured."""
+    engine = actor_class(_WORKER, MeasuredEngine, concurrent=True)
+    return RunRequest(spec, Path(), False, address, dict.fromkeys(SAMPLERS, engine))
+
+
 def explained(error: TroupeError) -> str:
     """An error with its notes, such as the folder of the workers' logs."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])
@@ -149,8 +157,7 @@ class _PointBench:
         self._spec = point.spec
         self._settings = group_settings(point.spec, prompts)
         engines = context.workers.engines[: point.workers]
-        workers = Workers({**context.workers.by_role, "rollout": engines})
-        self._context = RunContext(context.cluster, context.launcher, workers, context.console, context.stop)
+        self._context = replace(context, workers=context.workers.with_engines(engines))
         self._engines = engines
         self._meters = [cast("WorkerHandle[MeasuredEngine]", engine.handle) for engine in engines]
         self._unmeasured = int(warm_up)
@@ -200,18 +207,8 @@ class _PointBench:
     async def _bare(self, picks: Sequence[PromptPick], prompts: TableRef) -> MeasuredBatch:
         """The same prompts and seeds, spread evenly over the engines; an engine gets all of its samples at once."""
         await self._prepare()
-        requests = [
-            GroupRequest(
-                prompt_uid=pick.prompt_uid,
-                row=pick.row,
-                attempt=0,
-                samples=self._settings[pick.row].samples,
-                seed=sampling_seed(self._spec.seed, pick.prompt_uid),
-                max_tokens=self._settings[pick.row].max_tokens,
-                environment=self._settings[pick.row].environment,
-            )
-            for pick in picks
-        ]
+        seed, settings = self._spec.seed, self._settings
+        requests = [group_request(seed, pick.prompt_uid, pick.row, settings[pick.row]) for pick in picks]
         count, timeout_s = len(self._meters), self._spec.schedule.step_timeout_s
         batches = await gather_all(
             meter.call(MeasuredEngine.sample_bare, timeout_s, requests[number::count], prompts)
@@ -228,7 +225,7 @@ class _PointBench:
     async def _peak(self) -> Peak:
         """Memory of the largest engine."""
         await gather_all(engine.health(_METER_TIMEOUT_S) for engine in self._engines)  # the answers report it
-        return self._context.cluster.peaks.of("rollout")
+        return self._context.cluster.peaks.of(role_of(self._engines[0].name))
 
     async def _readings(self) -> Sequence[EngineReading]:
         """What every engine did since its last reading."""

@@ -23,15 +23,14 @@ from troupe.orchestrator.bench.training import (
     trainer_measures,
     transfer_measures,
 )
-from troupe.orchestrator.bench_run import WORKER, explained
-from troupe.orchestrator.cluster.actor_class import actor_class
+from troupe.orchestrator.bench_run import explained, measured_run
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import StopRequested, TroupeError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.roles.table import TRAINERS
+from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.run import RunRequest, open_run
@@ -43,7 +42,6 @@ from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.measurements import MeasuredEngine, UpdateParts
 
-_SENDERS = frozenset({"policy", "rollout"})
 _PARTS_TIMEOUT_S = 60.0
 
 
@@ -104,9 +102,8 @@ async def _trainers(request: TrainingRequest, console: Console) -> TrainResult:
 async def _transfers(request: TrainingRequest, spec: RolloutSpec, console: Console) -> TransferMeasures:
     spec = _without_records(spec)
     local = fetch(spec, console)
-    classes = {"rollout": actor_class(WORKER, MeasuredEngine, concurrent=True)}
-    run = RunRequest(spec, Path(), False, request.address, classes)
-    async with open_run(run, local, console, _SENDERS) as context:
+    run = measured_run(spec, request.address)
+    async with open_run(run, local, console, frozenset({spec.trainer, *SAMPLERS})) as context:
         sending = _Sending(local.spec, context, request.fastest.groups)
         updates = [await unless_stopped(context.stop, sending.update(n)) for n in range(1, 2 + request.repeats)]
         return transfer_measures(updates[1:])

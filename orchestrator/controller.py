@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,15 +29,18 @@ from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.batch import (
     Batch,
     BatchSource,
+    EvaluationBesideTraining,
     HeldOutEvaluation,
+    SourceSnapshot,
     unless_failed,
     unless_stopped,
 )
 from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.evaluations import Evaluated, Evaluators, RunEvaluations
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
-from troupe.orchestrator.training.saves import Moment, RunSaves, SaveTargets
+from troupe.orchestrator.training.saves import Moment, RunSaves, SaveContext
 from troupe.orchestrator.training.state import BestState, ControllerState
 from troupe.orchestrator.training.updates import Updates
 
@@ -76,6 +80,8 @@ class RunComponents:
     """Counts of the data's rows, a metric of every step."""
     recorder: RunRecorder = field(default_factory=lambda: RunRecorder(CallLog(), EventLog()))
     """Records events and the timeline."""
+    beside: EvaluationBesideTraining | None = None
+    """Evaluates while training continues (`evaluation.beside`); None: training waits."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +165,21 @@ class Controller:
         self._recorder.counts("dropped", components.ledger.drop_reasons())
         self._recorder.counts("ledger", components.ledger.counts())
         self._timers = self._new_timers()
-        remote_copies = Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s)
-        self._saves = RunSaves(
-            spec, components, SaveTargets(store, remote_copies, self._recorder, console, self._without_checkpoint), done
+        targets = SaveContext(
+            source=components.source,
+            recovery=components.recovery,
+            store=store,
+            uploads=Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s),
+            recorder=self._recorder,
+            console=console,
+            lost=self._without_checkpoint,
         )
+        self._saves = RunSaves(spec, components.updates, targets, done)
         self._alarm = ""
+        evaluators = Evaluators(components.evaluator, components.beside)
+        self._evaluations = RunEvaluations(spec, evaluators, self._recorder, console, self._evaluated)
+        self._not_saved: int | None = None
+        """The last step whose checkpoint could not be written."""
         best = spec.checkpoint.best
         self._keep_best(BestState() if best is None else self.state.best.of(best, spec.evaluation_digest()))
         self._best_before = self.state.best.steps
@@ -186,15 +202,15 @@ class Controller:
         """
         spec, source = self._spec, self.components.source
         heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self._watch_trainers())
-        first_eval: dict[str, float] = {}
-        last_eval: dict[str, float] = {}
         try:
             await self._saves.try_all()
             if self.version:
                 await self._push(self.version)
             evaluation = spec.evaluation
             if evaluation is not None and evaluation.at_start and not self.version:
-                first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
+                await unless_stopped(self.stop, self._evaluations.before_training())
+            elif self.state.unevaluated:
+                await unless_stopped(self.stop, self._evaluations.again(self.version))
             await self.components.step_recorder.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
@@ -202,13 +218,11 @@ class Controller:
             self._timers = self._new_timers()
             while self.version < spec.schedule.steps and not self._alarm_stops() and not self._has_no_gain():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
-                    last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
-            await self.components.step_recorder.settle()
-            snapshot = await source.snapshot()  # before the groups in flight are cancelled
+                    await unless_failed(watch, self.step(self.version))
+            snapshot = await self._settle()
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
-            await self.components.step_recorder.settle()
-            snapshot = await source.snapshot()
+            snapshot = await self._settle()
         except WorkerError as error:
             error.locate(self.version + 1, self._timers.failed)
             raise
@@ -220,6 +234,7 @@ class Controller:
         finally:
             heartbeat.cancel()
             watch.cancel()
+            await self._evaluations.cancel()
             await source.close()
             await self.components.recovery.close()
             await self.components.step_recorder.close()
@@ -236,14 +251,20 @@ class Controller:
         return RunOutcome(
             self.version,
             how != "finished",
-            first_eval,
-            last_eval,
+            self._evaluations.first,
+            self._evaluations.last,
             ledger.counts(),
             ledger.drop_reasons(),
             self.components.peaks.summary(),
             self._no_gain() if early else "",
             self.state.best,
         )
+
+    async def _settle(self) -> SourceSnapshot:
+        """Waits for what runs beside the loop; what to save, before the groups in flight are cancelled."""
+        await self._evaluations.leave(self.version)
+        await self.components.step_recorder.settle()
+        return await self.components.source.snapshot()
 
     def _has_no_gain(self) -> bool:
         """Whether the run ends early (`checkpoint.patience`)."""
@@ -259,17 +280,18 @@ class Controller:
         self.state = self.state.model_copy(update={"best": best})
         self.store.protected = best.saved
 
-    def _note_best(self, metrics: Mapping[str, float]) -> None:
-        """Compares an evaluation with those before it."""
+    def _note_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compares the evaluation of a step with those before it."""
         config = self._spec.checkpoint.best
         if config is None or not metrics:
             return
         value = metrics.get(config.metric)
         if value is None or not math.isfinite(value):
-            logger.warning("step %d: the evaluation has no %s: it is not compared", self.version, config.metric)
+            logger.warning("step %d: the evaluation has no %s: it is not compared", step, config.metric)
             return
         self._best_before = self.state.best.steps
-        self._keep_best(self.state.best.seen(self.version, value, config.keep))
+        best = self.state.best.seen(step, value, config.keep)
+        self._keep_best(best.keeping(self._best_before) if step == self._not_saved else best)
 
     def _alarm_stops(self) -> bool:
         """Whether the alarm ends the run. The run is saved as at any other stop."""
@@ -278,7 +300,7 @@ class Controller:
     def _new_timers(self) -> PhaseTimers:
         return PhaseTimers(record=self._recorder.phase)
 
-    async def step(self, step: int) -> dict[str, float]:
+    async def step(self, step: int) -> None:
         """One step: take a batch, update, sync the weights, account for the samples, report."""
         timers, source = self._timers, self.components.source
         self._recorder.events.step = step + 1
@@ -296,7 +318,9 @@ class Controller:
                 await self._push(step + 1)
             await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
         self.components.step_recorder.keep(step + 1, batch, before, updates)
-        # 4. The ledger: these samples are trained; the next ones may start.
+        # 4. An evaluation beside training takes its engine; these samples are trained; the next ones may start.
+        with nullcontext() if self._evaluations.pending is None else timers.phase("evaluate"):
+            await self._evaluations.begin_if_due(step + 1)
         self.version = step + 1
         source.mark_trained(self.version)
         for budget in (self.components.recovery.budget, *self.components.budgets):
@@ -304,14 +328,16 @@ class Controller:
         await asyncio.sleep(0)  # dispatch the groups that wait for an engine before computing metrics
         # 5. Evaluation, metrics, checkpoint, trajectories.
         with timers.phase("evaluate"):
-            evaluation = await self._evaluate_if_due()
+            evaluation = await self._evaluations.make_if_due(self.version)
         await self._report(batch, updates, timers, evaluation)
         self._timers = self._new_timers()  # this step's metrics are written: the next step's include the checkpoint
+        if self._evaluations.pending not in (None, self.version) and self._saves.is_due(self._moment()):
+            with self._timers.phase("evaluate"):
+                await self._evaluations.settle()  # no resumed run has its weights; it decides what the commit keeps
         with self._timers.phase("checkpoint"):
             await self._saves.save_if_due(self._moment())
         await source.save_trajectories(self.version)
         await self._recorder.end_step(self.version)
-        return evaluation
 
     async def _push(self, version: int) -> None:
         """Loads the policy's weights into the engines as `version`, if the run has engines."""
@@ -325,34 +351,28 @@ class Controller:
         fields |= {"to_nodes": report.to_nodes, "seconds": round(report.publish_s + report.apply_s, 4)}
         self._recorder.events.record("weights", **fields, loaded=len(report.engines), engines=digests)
 
-    async def _evaluate_if_due(self) -> dict[str, float]:
-        evaluation = self._spec.evaluation
-        if evaluation is None:
-            return {}
-        last = self.version == self._spec.schedule.steps
-        due = evaluation.every_steps and self.version % evaluation.every_steps == 0
-        return await self._evaluate() if due or (last and evaluation.at_end) else {}
-
-    async def _evaluate(self) -> dict[str, float]:
-        if self.components.evaluator is None:
-            return {}
-        metrics = await self.components.evaluator.run(
-            self.version, lambda done, total: self.console.phase("evaluate", done, total)
-        )
-        if not self.version:
-            self.sinks.write(0, metrics)
+    async def _evaluated(self, evaluated: Evaluated) -> None:
+        """Compares an evaluation that has ended with those before it, and shows it."""
+        step, metrics = evaluated.step, evaluated.metrics
         if self._spec.checkpoint.best is not None:
             await self._saves.settle()  # it may turn out not to be there to be the best one
-        self._note_best(metrics)
+        self._note_best(step, metrics)
+        if evaluated.late:
+            self.sinks.write(step, metrics)
         shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if _is_shown(k) and (v or not _is_quiet(k)))
-        self.console.message(f"held-out after step {self.version}: {shown}")
-        return metrics
+        self.console.message(f"held-out after step {step}: {shown}")
+        if evaluated.late:
+            self.console.evaluation(step, metrics)
 
     def _moment(self) -> Moment:
-        return Moment(self.version, self.state, self._best_before)
+        evaluations = self._evaluations
+        candidate = self._spec.checkpoint.best is not None and evaluations.pending == self.version
+        state = self.state.model_copy(update={"unevaluated": evaluations.open})
+        return Moment(self.version, state, self._best_before, candidate)
 
     def _without_checkpoint(self, step: int) -> None:
         """The best steps stay as they were where the checkpoint of the newest cannot be written."""
+        self._not_saved = step
         if step in self.state.best.saved:
             self._keep_best(self.state.best.keeping(self._best_before))
 

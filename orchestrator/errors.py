@@ -69,6 +69,10 @@ class EnginesLost(TroupeError):
     """No rollout engine is left, and no restarts remain."""
 
 
+class EvaluationLost(TroupeError):
+    """No engine has the weights any more that an evaluation is about."""
+
+
 class WeightsNotVerified(TroupeError):
     """An engine acknowledged weights other than those that were sent."""
 

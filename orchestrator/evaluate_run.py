@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from troupe.orchestrator.data.run_data import RunData, load_data
@@ -24,6 +25,7 @@ from troupe.orchestrator.rollouts.evaluation import metrics_of
 from troupe.orchestrator.run import RunRequest, open_run, say
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import unless_stopped
+from troupe.orchestrator.training.checkpoint import write_merged
 from troupe.workers.contract.atomic_file import write_atomic
 
 
@@ -37,6 +39,8 @@ class EvaluationOptions:
     """Whether results that are kept are used; they are replaced otherwise."""
     output: Path | None = None
     """File for the results with their intervals; None: they are only returned."""
+    adapter: Path | None = None
+    """Adapters to merge with the spec's model, in place of those that the spec names."""
 
 
 async def evaluate_on_prompts(
@@ -51,10 +55,44 @@ async def evaluate_on_prompts(
         raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
     if options.endpoint is not None:
         _require_chat(spec)
-    elif spec.model.adapter is not None:
-        raise UsageError("model.adapter: an engine that evaluates loads no adapter; merge it (troupe export --merge)")
-    spec = spec.without_adapters()
-    local = fetch(spec, console)
+    local = fetch(spec.without_adapters(), console)
+    model = local.spec.model
+    adapter = options.adapter or (None if model.adapter is None else Path(model.adapter))
+    with _whole_model(local, adapter, console) as whole:
+        sets, results = await _results(replace(request, spec=whole.spec), whole, console, options)
+    if options.output is not None:
+        named = {"path": model.path} | ({} if adapter is None else {"adapter": str(adapter)})
+        if options.endpoint is not None:
+            named = {"endpoint": options.endpoint.url, "name": options.endpoint.model}
+        _write(options.output, named, sets, results)
+    return metrics_of(results, spec.held_out_sets())
+
+
+@contextmanager
+def _whole_model(
+    local: LocalFiles[RolloutSpec], adapter: Path | None, console: Console
+) -> Iterator[LocalFiles[RolloutSpec]]:
+    """The files with a model for engines that load no adapters: merged, if there are any, for as long as this is open.
+
+    Raises:
+        CheckpointError: The adapters cannot be merged with the model.
+    """
+    if adapter is None:
+        yield local
+        return
+    model = local.spec.model
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="merged-", dir=cache_folder()) as folder:
+        console.message(f"merging {adapter} with {model.path}")
+        merged = write_merged(adapter, Path(folder) / "model", Path(model.path))
+        whole = model.model_copy(update={"path": str(merged), "adapter": None})
+        yield replace(local, spec=local.spec.model_copy(update={"model": whole}))
+
+
+async def _results(
+    request: RunRequest, local: LocalFiles[RolloutSpec], console: Console, options: EvaluationOptions
+) -> tuple[Mapping[str, Any], dict[str, SetResult]]:
+    """(how each set is sampled and scored, its result), from earlier evaluations or sampled now."""
     data = load_data(local.spec)
     say(console, describe(data.pools))
     if not data.held_out:
@@ -68,15 +106,12 @@ async def evaluate_on_prompts(
     if found:
         console.message(f"from earlier evaluations: {', '.join(found)} (--no-cache evaluates again)")
     if missing := [label for label in sets if label not in found]:
-        fresh = await _sample(replace(request, spec=spec), local, data, console, options.endpoint, missing)
+        fresh = await _sample(request, local, data, console, options.endpoint, missing)
         for label, result in fresh.items():
             if label in keys and not result.failed_samples:  # what failed may not fail again
                 keep(cache_folder(), keys[label], result)
         found |= fresh
-    results = {label: found[label] for label in sets}
-    if options.output is not None:
-        _write(options.output, local.spec, sets, results, options.endpoint)
-    return metrics_of(results, spec.held_out_sets())
+    return sets, {label: found[label] for label in sets}
 
 
 async def _sample(
@@ -128,14 +163,9 @@ def _require_chat(spec: RolloutSpec) -> None:
 
 
 def _write(
-    file: Path,
-    spec: RolloutSpec,
-    sets: Mapping[str, Any],
-    results: Mapping[str, SetResult],
-    endpoint: Endpoint | None,
+    file: Path, model: Mapping[str, str | None], sets: Mapping[str, Any], results: Mapping[str, SetResult]
 ) -> None:
     """Writes the results, in the form of a run's `evaluation.json`. Raises OSError."""
-    model = {"path": spec.model.path} if endpoint is None else {"endpoint": endpoint.url, "name": endpoint.model}
     content = as_json(sets, [evaluation_as_json(0, results)]) | {"model": model}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(content, indent=1) + "\n")

@@ -80,7 +80,8 @@ def run(
         out: Run folder; None: the spec's.
         resume: Resume from the newest valid checkpoint in the run folder.
         address: Ray cluster to join; None: start a local one.
-        on_step: Called after every step, in the thread of the run. Training waits for it; an exception ends the run.
+        on_step: Called after every step, and with late evaluations, in the thread of the run. Training waits for it; an
+            exception ends the run.
         progress: Print the run's progress to standard output, or to this stream.
 
     Raises:
@@ -162,6 +163,7 @@ def evaluate(
     from troupe.orchestrator.evaluate_run import EvaluationOptions, evaluate_on_prompts
     from troupe.orchestrator.rollouts.endpoint import Endpoint
     from troupe.orchestrator.run import RunRequest, evaluate_offline
+    from troupe.orchestrator.training.checkpoint import has_adapters
 
     url = str(model) if is_endpoint(model) else None
     if url is not None and has_credentials(url):
@@ -170,7 +172,7 @@ def evaluate(
         raise UsageError("--best needs the folder of a run as the model")
     if served is not None and url is None:
         raise UsageError("--served names the model of an endpoint: give its URL as the model")
-    stream, planned = _stream(progress), _planned(spec, set)
+    stream, planned, adapter = _stream(progress), _planned(spec, set), None
     if url is not None:
         planned = _planned(
             spec,
@@ -181,14 +183,16 @@ def evaluate(
             raise SpecError(problems)
     else:
         if model is not None:
-            path = evaluated_model(model, best=best, whole=planned.spec.rollouts is not None)
-            planned = _planned(spec, [*_assignments(set), *planned.spec.with_model(path)])
+            path = evaluated_model(model, best=best)
+            adapter = path if planned.spec.rollouts is not None and has_adapters(path) else None
+            named = ["model.adapter=null"] if adapter else planned.spec.with_model(path)
+            planned = _planned(spec, [*_assignments(set), *named])
         planned = _in_place(planned, stream)
     if planned.spec.rollouts is None and (url is not None or output is not None):
         raise UsageError("endpoints and --output are for specs with rollouts: this one trains on offline data")
     request = RunRequest(planned.spec, planned.out, False, address)
     endpoint = None if url is None else Endpoint(url, served)
-    options = EvaluationOptions(endpoint, use_cache, None if output is None else Path(output))
+    options = EvaluationOptions(endpoint, use_cache, None if output is None else Path(output), adapter)
     console = _console(None, stream)
     if planned.spec.rollouts is None:
         running = evaluate_offline(request, planned.spec.offline, console)
@@ -206,19 +210,18 @@ def is_endpoint(model: str | Path | None) -> bool:
     return isinstance(model, str) and model.startswith(("http://", "https://"))
 
 
-def evaluated_model(model: str | Path, *, best: bool = False, whole: bool = True) -> Path:
-    """The folder, or the name on the hub, of a model that is named directly, by a checkpoint or by a run.
+def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
+    """The folder, or the name on the hub, of a model or adapters that are named directly, by a checkpoint or by a run.
 
     Args:
         model: The name.
         best: Of a run, the checkpoint of the best evaluation.
-        whole: Refuse adapters, which an engine that evaluates does not load.
 
     Raises:
-        UsageError: It holds adapters, or no run is named and the best checkpoint is asked for.
+        UsageError: No run is named and the best checkpoint is asked for.
         OSError: The run or the checkpoint has no model.
     """
-    from troupe.orchestrator.training.checkpoint import MODEL, has_adapters
+    from troupe.orchestrator.training.checkpoint import MODEL
 
     folder = Path(model)
     if (folder / "checkpoints").is_dir():
@@ -227,8 +230,6 @@ def evaluated_model(model: str | Path, *, best: bool = False, whole: bool = True
         raise UsageError(f"--best needs the folder of a run; {model} has no checkpoints")
     elif not (folder / "config.json").is_file() and (folder / MODEL).is_dir():
         folder = folder / MODEL
-    if whole and has_adapters(folder):
-        raise UsageError(f"{folder} holds adapters: `troupe export RUN FOLDER --merge` writes the whole model")
     return folder
 
 
@@ -299,7 +300,7 @@ def export(
 
 def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
     """Folder of the model in a checkpoint of a run; see `export`. Raises OSError without a valid checkpoint."""
-    from troupe.orchestrator.training.best import best_step
+    from troupe.orchestrator.run_checkpoints import best_step
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
 
     checkpoints = _folder(run) / "checkpoints"
@@ -459,6 +460,10 @@ def _console(on_step: OnStep | None, stream: TextIO) -> Console:
         def step(self, step: int, metrics: Mapping[str, object]) -> None:
             super().step(step, metrics)
             if on_step is not None:
+                on_step(step, dict(metrics))
+
+        def evaluation(self, step: int, metrics: Mapping[str, object]) -> None:
+            if on_step is not None and step:
                 on_step(step, dict(metrics))
 
     return StepConsole(stream)

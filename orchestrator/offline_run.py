@@ -8,15 +8,16 @@ from pathlib import Path
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.examples import ExamplePool
 from troupe.orchestrator.data.mixture import PromptMixture
-from troupe.orchestrator.data.prompts import DataError, PromptOrder, PromptSource, evaluation_picks
+from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics, named_examples
-from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.errors import DataError, TroupeError
 from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
-from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.offline_source import (
     BatchMaker,
@@ -28,7 +29,6 @@ from troupe.orchestrator.training.offline_source import (
 )
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.roles import TableRef
@@ -47,22 +47,16 @@ class OfflineRun:
         self._context = context
         self._trainer = context.workers.examples
 
-    async def controller(
-        self,
-        pools: Pools,
-        store: CheckpointStore,
-        found: Checkpoint | None,
-        remote: RemoteCheckpoints | None = None,
-    ) -> Controller:
+    async def controller(self, pools: Pools, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
-        spec, done = self._spec, found.step if found is not None else 0
+        spec, found, done = self._spec, checkpoints.found, checkpoints.done
         updates = OfflineUpdates(spec, self._trainer, self._context.console)
         updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         recovery = TrainerRecovery(
             spec=spec,
             updates=updates,
             push=None,
-            store=store,
+            store=checkpoints.store,
             restart=self._context.launcher.restart,
             console=self._context.console,
             done=done,
@@ -102,7 +96,7 @@ class OfflineRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._context.console, self._context.stop
-        return Controller(spec, components, store, sinks, console, stop, done, state, remote)
+        return Controller(spec, components, checkpoints.store, sinks, console, stop, done, state, checkpoints.remote)
 
     def _order(self, examples: Tokenized) -> PromptOrder:
         """The order of examples. Raises DataError: no example of a source can be used."""

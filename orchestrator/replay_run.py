@@ -24,8 +24,8 @@ from troupe.orchestrator.replay.repeat import Repeated, Replayer, software_chang
 from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
 from troupe.orchestrator.replay.step_recorder import software
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.roles.table import TRAINERS
-from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
+from troupe.orchestrator.rollouts.scheduler import group_request
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
@@ -34,7 +34,6 @@ from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates
-from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.contract.roles import TableRef
 
 Each = Callable[[Repeated], bool]
@@ -162,7 +161,7 @@ async def _resample(run: Path, plan: ResamplePlan, address: str | None, console:
     data = load_data(local.spec)
     request = RunRequest(plan.spec, run, resume=False, address=address)
     tables: list[pa.Table] = []
-    async with open_run(request, local, console, frozenset({*TRAINERS, "rollout"})) as context:
+    async with open_run(request, local, console, frozenset({*TRAINERS, *SAMPLERS})) as context:
         settings = group_settings(plan.spec, data.train)
         sampling = _Sampling(plan.spec, context, context.cluster.put(data.train.table), settings)
         updates = _updates(plan.spec, context.workers, console)
@@ -209,22 +208,8 @@ class _Sampling:
         return await asyncio.gather(*map(self._group, groups))
 
     async def _group(self, group: GroupOrigin) -> pa.Table:
-        seed = sampling_seed(self._spec.seed, group.prompt_uid)
-        own = self._settings[group.row]
-        request = GroupRequest(
-            prompt_uid=group.prompt_uid,
-            row=group.row,
-            attempt=0,
-            samples=group.samples,
-            seed=seed,
-            max_tokens=own.max_tokens,
-            environment=own.environment,
-        )
-        engine = await self.pool.acquire(group.samples)
-        try:
-            summary, table = await self.pool.generate(request, self._prompts, engine)
-        finally:
-            await self.pool.release(engine, group.samples)
+        request = group_request(self._spec.seed, group.prompt_uid, group.row, self._settings[group.row])
+        summary, table = await self.pool.sample(replace(request, samples=group.samples), self._prompts)
         if summary.refused:
             raise TroupeError(f"{group.prompt_uid} is refused now: {summary.refused}")
         return await self._context.cluster.get(table, self._spec.schedule.generate_timeout_s)

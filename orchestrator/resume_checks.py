@@ -6,11 +6,12 @@ Everything here is checked before Ray starts. A field is refused where the check
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from troupe.orchestrator.data.mixture import DrawnSource
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import FieldDifference, field_changes
 from troupe.orchestrator.spec.base import RunSpec
@@ -39,6 +40,7 @@ _NOTES = {
     r"data\.train\.\d+\.(weight|repeats|max_tokens)": "from the next prompt on",
     r"data\.train\.\d+\.(rewards|solved_at).*": "rewards before and after may not be comparable",
     r"data\.(train|ptx)\..*": "allowed where the rows are the same",
+    r"evaluation\.(beside|every_steps|at_start|at_end)": "from the next step on",
     r"data\.eval(\..*)?|evaluation(\..*)?": "evaluations before and after may not be comparable",
     r"roles\.reference(\.model.*)?": "the reference is another one from now on",
     r"checkpoint\.best\.(metric|mode)": "the best evaluations so far are forgotten",
@@ -94,20 +96,25 @@ def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path)
     return Resumption(folder, found, spec, differences, tuple(_problems(found, spec, differences is None)))
 
 
-def require_same_rows(label: str, state: Mapping[str, Any], digest: str) -> None:
-    """Compare training data with those of a checkpoint, so that their order can continue.
+def require_same_rows(found: Checkpoint | None, drawn: Callable[[Mapping[str, Any]], Iterable[DrawnSource]]) -> None:
+    """Compare training data with those of a checkpoint, if there is one, so that their order can continue.
 
     Args:
-        label: Path of the data's section.
-        state: State of their order in the checkpoint.
-        digest: Digest of the rows now.
+        found: The checkpoint.
+        drawn: The sources of the data, for the state of their order.
 
     Raises:
         UsageError: They differ.
+        CheckpointError: The checkpoint has no such state.
     """
-    before = state.get("digest", digest)
-    if before != digest:
-        raise UsageError(f"{label}: cannot resume: the rows are not the checkpoint's (digest {before}, now {digest})")
+    if found is None:
+        return
+    with found.restoring():
+        for section, state, digest in drawn(found.state["source"]):
+            before = state.get("digest", digest)
+            if before != digest:
+                why = f"the rows are not the checkpoint's (digest {before}, now {digest})"
+                raise UsageError(f"{section}: cannot resume: {why}")
 
 
 def _read(file: Path) -> RunSpec | None:

@@ -6,18 +6,18 @@ from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
 
-from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
+from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor, token_scorer
 from troupe.orchestrator.audit.report import AuditReport
-from troupe.orchestrator.audit.scorer import AuditScorer
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
-from troupe.orchestrator.data.prompts import DataError, PromptOrder, evaluation_picks
+from troupe.orchestrator.data.prompts import PromptOrder, evaluation_picks
 from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.replay.step_recorder import StepRecorder
@@ -25,22 +25,23 @@ from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, Evaluation
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
+from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
+from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
-from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
+from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.orchestrator.why.facts import EngineQueue, Queues
@@ -80,12 +81,10 @@ class RolloutRun:
         """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
         await self._pools.start()
 
-    async def controller(
-        self, store: CheckpointStore, found: Checkpoint | None, remote: RemoteCheckpoints | None = None
-    ) -> Controller:
+    async def controller(self, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, policy = self._spec, self._workers.require_policy()
-        done = found.step if found is not None else 0
+        found, done = checkpoints.found, checkpoints.done
         settings = group_settings(spec, self._data.train)
         source_of = (lambda row: settings[row].source) if spec.data.mixture else None
         ledger, advantages, state = Ledger(source_of), None, None
@@ -98,7 +97,7 @@ class RolloutRun:
             spec=spec,
             updates=updates,
             push=sync.push,
-            store=store,
+            store=checkpoints.store,
             restart=self._context.launcher.restart,
             console=self._context.console,
             done=done,
@@ -133,16 +132,19 @@ class RolloutRun:
         )
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
+        evaluator = self.evaluator(
+            self._out / "evaluation" if spec.output.trajectories else None,
+            EvaluationLog(self._out / EVALUATIONS, described_sets(spec, self._data.held_out), done),
+        )
+        beside = evaluator is not None and spec.evaluation is not None and spec.evaluation.beside
         components = RunComponents(
             source=RolloutSource(spec, self._out, rollouts, self._context.console, self._context.stop, advantages),
             updates=updates,
             recovery=recovery,
             sync=sync,
             step_recorder=StepRecorder(spec, self._out, updates.trainers),
-            evaluator=self.evaluator(
-                self._out / "evaluation" if spec.output.trajectories else None,
-                EvaluationLog(self._out / EVALUATIONS, described_sets(spec, self._data.held_out), done),
-            ),
+            evaluator=evaluator,
+            beside=EvaluationBeside(evaluator, self._pool) if evaluator is not None and beside else None,
             ledger=ledger,
             scaler=self._scaler,
             budgets=[pool.budget for pool in self._pools.by_role.values()],
@@ -152,7 +154,7 @@ class RolloutRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._context.console, self._context.stop
-        return Controller(spec, components, store, sinks, console, stop, done, state, remote)
+        return Controller(spec, components, checkpoints.store, sinks, console, stop, done, state, checkpoints.remote)
 
     async def audit(
         self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None
@@ -166,8 +168,8 @@ class RolloutRun:
         """
         policy, model = self._workers.require_policy(), Path(spec.model.path)
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
-        scorer = AuditScorer(spec, self._context.cluster, self._context.launcher.seat("policy-0"))
-        auditor = Auditor(spec, self._pool, policy, prompts, scorer.score)
+        scorer = token_scorer(spec, self._context.cluster, self._context.launcher.seat(policy.workers[0].name))
+        auditor = Auditor(spec, self._pool, policy, prompts, scorer)
         self._context.console.phase("audit", 0, 1)
         adapter = None if spec.model.adapter is None else Path(spec.model.adapter)
         if controller is None and spec.trains_adapters:
@@ -194,7 +196,7 @@ class RolloutRun:
     def queues(self) -> Queues:
         """What the engines have to do. May be called from any thread."""
         engines = [
-            EngineQueue(e.name, "resting" if e.resting else e.state.value, e.outstanding)
+            EngineQueue(e.name, "resting" if e.resting else "evaluating" if e.held else e.state.value, e.outstanding)
             for e in list(self._pool.engines)
         ]
         return Queues(tuple(engines), tuple(self._pool.starting), self._pool.waiting)

@@ -33,6 +33,7 @@ from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import RolloutRun
+from troupe.orchestrator.run_checkpoints import RunCheckpoints, open_checkpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_lock import kept, locked
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken
@@ -43,10 +44,9 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.event_log import recorded_failure
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
-from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
-from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.versions import versions as describe_versions
 from troupe.orchestrator.why.observer import RunObserver
+from troupe.orchestrator.worker_server import server_of
 from troupe.workers.contract.roles import Worker
 
 logger = logging.getLogger(__name__)
@@ -106,93 +106,15 @@ def run(request: RunRequest, console: Console) -> RunOutcome:
 
 def _run(request: RunRequest, console: Console) -> RunOutcome:
     """Trains in a folder that no other run uses."""
-    store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
-    store.prepare()
-    found = store.latest()
-    if found is not None and not request.resume:
-        raise UsageError(f"{request.out} already contains a run (step {found.step}): use --resume or another --out")
-    remote = _remote(request)
-    if remote is not None:
-        found = _newer(remote, store, found, request.resume) or found
-    if found is None and (saved := store.steps()):
-        raise UsageError(
-            f"{store.directory}: none of the checkpoints ({len(saved)}) is valid; "
-            "move the folder away to start from the beginning"
-        )
-    if found is None and remote is not None and (saved := remote.steps()):
-        raise UsageError(
-            f"{remote.url}: none of the checkpoints ({len(saved)}) is valid; use another name to start anew"
-        )
-    if request.resume and found is None:
-        logger.warning("nothing to resume in %s: starting from the beginning", request.out)
-    if found is None:
-        request.spec.write(request.out / RESOLVED_SPEC)
+    spec, checkpoints = request.spec, open_checkpoints(request.spec, request.out, request.resume)
+    file = request.out / RESOLVED_SPEC
+    if checkpoints.found is None:
+        spec.write(file)
     else:
-        say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
-    spec = request.spec
+        say(console, resumption(request.out, checkpoints.found, spec, file).lines())
     if spec.rollouts is None:
-        return asyncio.run(_train_offline(request, spec.offline, console, store, found, remote))
-    return asyncio.run(_train_on_rollouts(request, spec.rollouts, console, store, found, remote))
-
-
-def _remote(request: RunRequest) -> RemoteCheckpoints | None:
-    """The copies of the run's checkpoints in an object store, if the spec has one. Raises CheckpointError."""
-    section = request.spec.checkpoint
-    return None if section.path is None else RemoteCheckpoints(section.path, request.spec.name, section.keep)
-
-
-def _newer(
-    remote: RemoteCheckpoints, store: CheckpointStore, found: Checkpoint | None, resume: bool
-) -> Checkpoint | None:
-    """The newest valid checkpoint of the object store, fetched, if it is newer than that of the folder.
-
-    Raises:
-        UsageError: There is one, and the run is not to resume.
-        CheckpointError: The store cannot be reached.
-    """
-    done = _done(found)
-    newest = max(remote.steps(), default=0)
-    if newest > done and not resume:
-        where = f"{remote.url} (checkpoint.path)"
-        raise UsageError(f"{where} already contains the run (step {newest}): use --resume or another name")
-    fetched = remote.fetch(store, done) if newest > done else None
-    if fetched is not None:
-        if not (file := store.directory.parent / RESOLVED_SPEC).exists():
-            remote.fetch_spec(file)
-        with fetched.restoring():
-            best = ControllerState.model_validate(fetched.state["memory"]).best.saved
-        there = remote.steps()
-        for step in best - set(store.steps()):
-            if step in there:
-                remote.fetch_step(store, step)
-    return fetched
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """What the checkpoints of a run folder hold."""
-
-    step: int
-    """Of the newest one; 0 without one."""
-    complete: bool
-    """Whether it is the last step of the spec, or the one at which the run has ended early, valid, and has the exported
-    model."""
-
-
-def saved(request: RunRequest) -> SavedRun:
-    """What a run folder holds. A checkpoint that would make the run complete is verified."""
-    store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
-    checkpoint, steps = request.spec.checkpoint, request.spec.schedule.steps
-    newest, remote = max(store.steps(), default=0), _remote(request)
-    copied = 0 if remote is None else max(remote.steps(), default=0)
-    if copied > newest or (newest < steps and checkpoint.patience is None):
-        return SavedRun(max(newest, copied), False)
-    found = store.latest()
-    if found is None:
-        return SavedRun(0, False)
-    with found.restoring():
-        early = ControllerState.model_validate(found.state["memory"]).is_over(checkpoint)
-    return SavedRun(found.step, (found.step >= steps or early) and found.exported)
+        return asyncio.run(_train_offline(request, spec.offline, console, checkpoints))
+    return asyncio.run(_train_on_rollouts(request, spec.rollouts, console, checkpoints))
 
 
 def audit(request: RunRequest, console: Console) -> AuditReport:
@@ -227,36 +149,24 @@ async def _audit(request: RunRequest, spec: RolloutSpec, console: Console, found
 
 
 async def _train_on_rollouts(
-    request: RunRequest,
-    spec: RolloutSpec,
-    console: Console,
-    store: CheckpointStore,
-    found: Checkpoint | None,
-    remote: RemoteCheckpoints | None,
+    request: RunRequest, spec: RolloutSpec, console: Console, checkpoints: RunCheckpoints
 ) -> RunOutcome:
     local = fetch(spec, console)
     data = load_data(local.spec)
-    if found is not None:
-        with found.restoring():
-            state = found.state["source"]
-            drawn = drawn_rows("data.train", data.train, state["prompts"])
-            if data.texts is not None:
-                drawn += drawn_rows("data.ptx", data.texts, state.get("texts", {}))
-            for section, own, digest in drawn:
-                require_same_rows(section, own, digest)
+    require_same_rows(checkpoints.found, data.drawn)
     checks = _check_data(console, local.spec, data.pools, COUNTED)
-    async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
+    async with open_run(request, local, console, resume_at=checkpoints.done, checks=checks) as context:
         data = replace(data, refused=(await unless_stopped(context.stop, checks)).refused)
         parts = RolloutRun(spec, request.out, context, data)
         if context.observer is not None:
             context.observer.queues = parts.queues
         try:
             await parts.start()
-            controller = await parts.controller(store, found, remote)
-            if found is not None:  # the resume stands
+            controller = await parts.controller(checkpoints)
+            if checkpoints.found is not None:  # the resume stands
                 spec.write(request.out / RESOLVED_SPEC)
             if spec.audit.at_start:
-                report = await unless_stopped(context.stop, parts.audit(local.spec, found, controller))
+                report = await unless_stopped(context.stop, parts.audit(local.spec, checkpoints.found, controller))
                 say(console, report.lines())
                 (request.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
                 report.require()
@@ -267,24 +177,16 @@ async def _train_on_rollouts(
 
 
 async def _train_offline(
-    request: RunRequest,
-    spec: OfflineSpec,
-    console: Console,
-    store: CheckpointStore,
-    found: Checkpoint | None,
-    remote: RemoteCheckpoints | None,
+    request: RunRequest, spec: OfflineSpec, console: Console, checkpoints: RunCheckpoints
 ) -> RunOutcome:
     local = fetch(spec, console)
     examples = load_examples(local.spec)
-    if found is not None:
-        with found.restoring():
-            for section, own, digest in drawn_rows("data.train", examples[0], found.state["source"]):
-                require_same_rows(section, own, digest)
+    require_same_rows(checkpoints.found, partial(drawn_rows, "data.train", examples[0]))
     checks = _check_data(console, local.spec, named_examples(*examples))
-    async with open_run(request, local, console, resume_at=_done(found), checks=checks) as context:
+    async with open_run(request, local, console, resume_at=checkpoints.done, checks=checks) as context:
         await unless_stopped(context.stop, checks)
-        controller = await OfflineRun(spec, request.out, context).controller(examples, store, found, remote)
-        if found is not None:  # the resume stands
+        controller = await OfflineRun(spec, request.out, context).controller(examples, checkpoints)
+        if checkpoints.found is not None:  # the resume stands
             spec.write(request.out / RESOLVED_SPEC)
         return await controller.run()
 
@@ -329,11 +231,6 @@ def _facts(spec: RunSpec) -> dict[str, object]:
     return {"name": spec.name, "roles": {size.role: size.workers for size in role_sizes(spec)}, "versions": versions}
 
 
-def _done(found: Checkpoint | None) -> int:
-    """Steps that a run has completed which resumes from this checkpoint."""
-    return 0 if found is None else found.step
-
-
 def say(console: Console, lines: Sequence[str]) -> None:
     """Shows lines on the console."""
     for line in lines:
@@ -360,7 +257,9 @@ async def open_run(
         checks: Checks the data meanwhile. Where they fail, the start ends; otherwise they may still run in the block.
     """
     console.phase("start Ray", 0, 1)
-    cluster = Cluster.connect(room(request.spec), request.address)
+    engines = not request.classes and (roles is None or "rollout" in roles)
+    server = server_of(request.spec) if engines else None
+    cluster = Cluster.connect(room(request.spec), request.address, server)
     if resume_at is not None:
         cluster.events.open(request.out, resume_at)
         cluster.events.record("run_started", **_facts(request.spec), capacity=cluster.capacity(), resume_at=resume_at)

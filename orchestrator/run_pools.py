@@ -134,7 +134,7 @@ def reward_pool(run: RunPools, role: str) -> RewardPool:
 
     return RewardPool(
         run.context.workers.each(role),
-        timeout_s=run.spec.schedule.score_timeout_s,
+        timeout_s=run.spec.group_scoring_s,
         launch=start,
         budget=RestartBudget.of_role(run.spec, role),
         judge_start_s=run.spec.schedule.start_timeout_s,

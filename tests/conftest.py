@@ -27,6 +27,8 @@ NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 REAL_TIMEOUT_S = 1200
 CHEAP = -math.inf
 """Rank of files without real tests."""
+UNKNOWN_S = 1000.0
+"""Of a real file without recorded seconds: a long one that started last would keep one process busy alone."""
 DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds of a file in `make test` and in `make test-long`, from half a second on, written by `--record-durations`."""
 seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -141,7 +143,7 @@ def _ranks(items: list[pytest.Item]) -> dict[Path, float]:
 def _rank(path: Path, targets: set[str], recorded: Mapping[str, Mapping[str, float]]) -> float:
     """Rank of a file of which the tests of these targets run."""
     file = str(path.relative_to(ROOT))
-    return -sum(recorded.get(target, {}).get(file, 0) for target in targets) if targets else CHEAP
+    return -sum(recorded.get(target, {}).get(file, UNKNOWN_S) for target in targets) if targets else CHEAP
 
 
 def _target(keywords: Mapping[str, Any]) -> str:

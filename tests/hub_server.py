@@ -103,6 +103,7 @@ def _etag(name: str, content: bytes) -> str:
 class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two packets: the second would wait 40 ms for the first
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing."""

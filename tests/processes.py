@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import psutil
+
+WAIT_S = 60.0
 
 
 def command_line(process: psutil.Process) -> str:
@@ -17,3 +22,22 @@ def descendants(pid: int | None = None, title: str = "") -> list[psutil.Process]
     """Running processes below this one (by default the test's), whose command line contains `title`."""
     below = psutil.Process(pid).children(recursive=True)
     return [process for process in below if (line := command_line(process)) and title in line]
+
+
+def suspend(process: psutil.Process) -> None:
+    """Stop a process, and wait until all of its threads have stopped: a signal takes its time."""
+    process.suspend()
+    wait_for_state(process.pid, "T")
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    """Wait until all threads of a process are in this state, as far as that takes less than a minute."""
+    deadline = time.monotonic() + WAIT_S
+    while set(thread_states(pid)) != {state} and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def thread_states(pid: int) -> list[str]:
+    """What /proc says about each thread of a process: R, S, D, T ..."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]

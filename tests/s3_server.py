@@ -26,11 +26,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from deploy.demo.cluster import free_port
-
 ROOT = Path(__file__).resolve().parents[1]
 _XMLNS = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
-_START_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -67,6 +65,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two packets: the second would wait 40 ms for the first
 
     def handle_request(self) -> None:
         """Inject a fault, or do what is asked."""
@@ -234,29 +233,23 @@ def s3_server() -> Iterator[tuple[str, Callable[[Faults], None]]]:
 
     The caller sets `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`.
     """
-    port = free_port()
-    process = subprocess.Popen([sys.executable, "-m", "tests.s3_server", str(port)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "tests.s3_server"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
 
     def inject(faults: Faults) -> None:
         body = json.dumps(asdict(faults)).encode()
         asked = urllib.request.Request(f"http://127.0.0.1:{port}/-/faults", body, method="PUT")
-        urllib.request.urlopen(asked, timeout=_START_S).close()
+        urllib.request.urlopen(asked, timeout=_TIMEOUT_S).close()
 
     try:
-        deadline = time.monotonic() + _START_S
-        while True:
-            try:
-                inject(Faults())
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
         yield f"region=us-east-1&scheme=http&endpoint_override=127.0.0.1:{port}", inject
     finally:
-        process.terminate()
-        process.wait()
+        process.kill()
+        process.communicate()
 
 
 if __name__ == "__main__":
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        print(server.server_port, flush=True)
+        server.serve_forever()

@@ -37,9 +37,9 @@ from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chun
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
+from troupe.workers.training.masters import HeldStep
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
-from troupe.workers.training.step_length import HeldStep
 from troupe.workers.training.token_records import TokenRecorder
 from troupe.workers.training.zero3 import partitioner_for
 from troupe.workers.weights.device_sender import DeviceSender, device_sender

@@ -30,9 +30,9 @@ from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.run import RunRequest, open_run
+from troupe.orchestrator.run_checkpoints import folder_checkpoints
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import Batch, BatchSource
-from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.telemetry.timing import Parts
@@ -106,14 +106,12 @@ class PPOSetup:
     async def open(cls, spec: RolloutSpec, out: Path) -> AsyncIterator[PPOSetup]:
         """Start everything that `troupe run` starts, and end it on exit."""
         out.mkdir()
-        store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
-        store.prepare()
         data = load_data(spec)
         console = Console(io.StringIO())
         async with open_run(RunRequest(spec, out, False, None), LocalFiles(spec), console) as context:
             run = RolloutRun(spec, out, context, data)
             try:
-                controller = await run.controller(store, None)
+                controller = await run.controller(folder_checkpoints(spec, out))
                 components, workers = controller.components, context.workers
                 timeout_s = spec.schedule.score_timeout_s
                 policy, critic, reference = workers.policy, workers.critic, workers.reference

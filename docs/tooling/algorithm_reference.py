@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from troupe.orchestrator.algorithms.advice import advice_on
-from troupe.orchestrator.algorithms.description import offline_defaults, offline_roles, roles_besides, row_defaults
+from troupe.orchestrator.algorithms.description import (
+    advice_on,
+    offline_defaults,
+    offline_roles,
+    roles_besides,
+    row_defaults,
+)
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 

@@ -1,10 +1,12 @@
 """Screenshots for the documentation.
 
     python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN ONE_RUN OTHER_RUN
+    python -m docs.tooling.report_screenshots MIXTURE_RUN
     python -m docs.tooling.report_screenshots BENCH_JSON
 
 Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png: the live page is that of the PPO
-run, the page of several runs compares the last two. BENCH_JSON: results of `troupe bench` with --train and --weights,
+run, the page of several runs compares the last two. MIXTURE_RUN: one of `examples:tiny-mixture`, for
+report-environments.png. BENCH_JSON: results of `troupe bench` with --train and --weights,
 for docs/images/bench.png.
 """
 
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.browser import Page, browser_page
-from troupe.orchestrator.reporting.html.bench import write_page
+from troupe.orchestrator.reporting.html.page import write_bench_page
 from troupe.orchestrator.reporting.html.report import write_report
 from troupe.orchestrator.reporting.watch import WatchServer
 
@@ -62,11 +64,24 @@ async def take(grpo: Path, ppo: Path, compared: Sequence[Path], images: Path) ->
                 raise RuntimeError(f"the page has errors: {page.errors}")
 
 
+async def take_evaluation(run: Path, images: Path) -> None:
+    """The evaluation of a run."""
+    images.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_report([run], Path(folder) / "run.html")
+        async with browser_page(1280, 860) as page:
+            await page.open(file.as_uri())
+            height = await page.run("document.querySelector('#evaluation').scrollHeight")
+            await _shot(page, images / "report-environments.png", "#evaluation", height)
+            if page.errors:
+                raise RuntimeError(f"the page has errors: {page.errors}")
+
+
 async def take_bench(results: Path, images: Path) -> None:
     """The page of a benchmark."""
     images.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        file = write_page(json.loads(results.read_text()), Path(folder) / "bench.html")
+        file = write_bench_page(json.loads(results.read_text()), Path(folder) / "bench.html")
         async with browser_page(1280, 860) as page:
             await page.open(file.as_uri())
             height = await page.run("document.querySelector('#page').scrollHeight")
@@ -93,7 +108,9 @@ async def _shot(page: Page, file: Path, selector: str, height: int) -> None:
 
 if __name__ == "__main__":
     paths = [Path(argument) for argument in sys.argv[1:]]
-    if len(paths) == 1:
+    if len(paths) == 1 and paths[0].is_dir():
+        asyncio.run(take_evaluation(paths[0], IMAGES))
+    elif len(paths) == 1:
         asyncio.run(take_bench(paths[0], IMAGES))
     else:
         asyncio.run(take(paths[0], paths[1], paths[2:], IMAGES))

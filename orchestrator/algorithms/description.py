@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
-from troupe.orchestrator.algorithms.advice import advice_on
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
 from troupe.orchestrator.algorithms.section import unread_options
 from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm
@@ -19,6 +22,34 @@ _NEVER_SHOWN = frozenset(
     | {"kl_target", "kl_horizon"}
 )
 """What makes a row this row and no other (the formula says it), or is named otherwise in a spec."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice on one row of the tables, as Markdown."""
+
+    use: str
+    """When to use it."""
+    watch: str
+    """Metrics by their names, and what to do about them."""
+    trl: str
+    """Options that select it in TRL, and differences; `-` where TRL does not have it."""
+    verl: str
+    """The same for verl. `actor.` stands for `actor_rollout_ref.actor.`."""
+    openrlhf: str
+    """The same for OpenRLHF's `openrlhf.cli.train_ppo_ray`, or the command that the text names."""
+
+
+def advice_on(name: str) -> Advice | None:
+    """Advice on an algorithm; None for a custom one."""
+    return all_advice().get(name)
+
+
+@cache
+def all_advice() -> dict[str, Advice]:
+    """The advice in `advice.yaml`, by name of the algorithm."""
+    text = files("troupe.orchestrator.algorithms").joinpath("advice.yaml").read_text(encoding="utf-8")
+    return {name: Advice(**fields) for name, fields in yaml.safe_load(text).items()}
 
 
 def listing() -> str:

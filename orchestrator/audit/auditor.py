@@ -13,16 +13,20 @@ from typing import Any
 
 from troupe.orchestrator.audit.attribution import attribute, distance, of_engine
 from troupe.orchestrator.audit.report import AuditReport
+from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptPool, PromptSource
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.roles.table import worker_env
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.training.micro_batches import plan_ranks
+from troupe.orchestrator.training.batch import plan_rows
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import TableRef
 
 _SAMPLES = 2
@@ -33,6 +37,7 @@ _ROUNDS = 8
 
 Scorer = Callable[..., Coroutine[Any, Any, TokenScores]]
 """Runs the scorer on the policy's node: (request, ROLLOUTS tables, tables of `old_logprobs`)."""
+_SCORER = "troupe.workers.audit.scorer:score_tokens"
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,7 @@ class Auditor:
             groups = await self._sample()
         with self._phase("score"):
             lengths = [length for summary, _ in groups for sample in summary.samples for length in sample.row_lengths]
-            rows = list(range(len(lengths)))
-            plans = plan_ranks(
-                lengths,
-                rows,
-                self._policy.data_parallel_size,
-                self._policy.micro_batch_tokens,
-                packed=self._policy.packs,
-            )
+            plans = plan_rows(lengths, self._policy)
             tables = [table for _, table in groups]
             scores = await self._policy.compute_logprobs(plans, *tables, timeout_s=spec.schedule.score_timeout_s)
         request = ScoreRequest(
@@ -151,7 +149,7 @@ class Auditor:
                 )
                 for pick in picks
             ]
-            found = await asyncio.gather(*map(self._generate, requests))
+            found = await asyncio.gather(*(self._pool.sample(request, self._table) for request in requests))
             groups += [group for group in found if not group[0].refused]
             sampled = sum(sample.sampled_tokens for summary, _ in groups for sample in summary.samples)
             if sampled >= audit.tokens:
@@ -161,13 +159,6 @@ class Auditor:
         if not groups:
             raise TroupeError("audit: no prompt of data.train could be used; `troupe validate` says why")
         return groups
-
-    async def _generate(self, request: GroupRequest) -> tuple[GroupSummary, TableRef]:
-        engine = await self._pool.acquire(request.samples)
-        try:
-            return await self._pool.generate(request, self._table, engine)
-        finally:
-            await self._pool.release(engine, request.samples)
 
     def _report(self, weights: AuditedWeights, found: TokenScores, fresh: TokenScores | None) -> AuditReport:
         engines = sorted(set(found.engine))
@@ -206,3 +197,13 @@ def one_engine(spec: RolloutSpec) -> RolloutSpec:
         rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
     roles = spec.roles.model_copy(update={"rollout": rollout})
     return spec.model_copy(update={"roles": roles})
+
+
+def token_scorer(spec: RolloutSpec, cluster: Cluster, seat: tuple[Placement, Seat]) -> Scorer:
+    """A scorer in a separate process, on the node of the worker in this seat; raises WorkerError where it fails."""
+
+    async def score(request: ScoreRequest, *tables: TableRef) -> TokenScores:
+        env, timeout_s = worker_env(request.threads or 1, "cpu"), spec.schedule.score_timeout_s
+        return await cluster.run_beside(*seat, env, resolve(_SCORER), timeout_s, request, *tables)
+
+    return score

@@ -12,7 +12,7 @@ from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.shared_gpu import HEADROOM
-from troupe.orchestrator.roles.table import ENGINES, row_of, settings_of
+from troupe.orchestrator.roles.table import ENGINES, SAMPLERS, row_of, settings_of
 from troupe.orchestrator.roles.worker_memory import (
     PERIODS,
     WIDTHS,
@@ -153,7 +153,7 @@ def _of_node(
         by_role[seat.role] += sum(m.total for m in workers[seat.worker] if m.where == "host")
     parts = [Part(role, count) for role, count in by_role.items() if count]
     size = sizes.of(spec.model)
-    maps_file = any(seat.role == "rollout" or seat.worker == "policy-0" for seat in here)
+    maps_file = any(seat.role in SAMPLERS or seat.worker == "policy-0" for seat in here)
     if maps_file and size is not None and spec.has_weight_file:
         lora = spec.roles.policy.lora
         published = size.parameters if lora is None else adapter_numbers(size, lora)

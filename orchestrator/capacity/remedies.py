@@ -208,7 +208,7 @@ def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes
     if not gpu:
         yield _halves(spec, f"{path}.kv_cache_gib", 0.0625)
         return
-    if role == "rollout" and data["colocate_with"] is not None and data["sleep"] != "weights":
+    if data["colocate_with"] is not None and data.get("sleep", "weights") != "weights":
         yield iter([{f"{path}.sleep": level} for level in ("kv_cache", "weights") if data["sleep"] != level])
     lower = [share for share in _UTILIZATIONS if share < (_share(data) or 0.0)]
     yield iter([{f"{path}.gpu_memory_utilization": share} for share in lower])
@@ -223,9 +223,10 @@ def _share(engine: Mapping[str, Any]) -> float | None:
 def _with_guests(spec: RunSpec, role: str, changes: Changes) -> Changes:
     """The changes, with as many workers for the engines that are colocated with the role: one for each of its."""
     workers = changes[f"roles.{role}.workers"]
-    engines = spec.roles.present().get("rollout")
-    shared = engines is not None and engines.colocate_with == "policy" and role in ("policy", "rollout")
-    return {**changes, **{f"roles.{name}.workers": workers for name in (("policy", "rollout") if shared else (role,))}}
+    present = spec.roles.present()
+    host = present[role].colocate_with or role if role in ENGINES else role
+    guests = [name for name in ENGINES if name in present and present[name].colocate_with == host]
+    return {**changes, **{f"roles.{name}.workers": workers for name in (host, *guests)}}
 
 
 def _halves(spec: RunSpec, field: str, least: float) -> Iterator[Changes]:

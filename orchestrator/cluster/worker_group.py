@@ -175,13 +175,14 @@ class WorkerGroup(Generic[W]):
 
     async def _first(
         self,
-        method: Callable[..., Any],
+        method: Callable[Concatenate[W, P], Reply[tuple[R, Any]]],
         timeout_s: float,
-        call: Callable[[WorkerHandle[W], float], Coroutine[Any, Any, R]],
-    ) -> R:
-        """A call of a method that computes only, of rank 0 alone; `call` gets the rank and the seconds it may take."""
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> tuple[R, TableRef]:
+        """As `_compute`, on rank 0 alone, for methods that return (summary, table)."""
         with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
-            return await call(self.workers[0], bound_s)
+            return await self.workers[0].call_for_table(method, bound_s, *args, **kwargs)
 
     async def _scatter(
         self,
@@ -351,21 +352,13 @@ class PolicyGroup(TrainerGroup[Policy]):
         self, request: PrepareRequest, *tables: TableRef, timeout_s: float
     ) -> tuple[TrainSummary, TableRef]:
         """Joins rollouts, rewards and token scores into a batch with advantages."""
-        return await self._repeated(
-            lambda: self._first(
-                Policy.prepare, timeout_s, lambda rank, s: rank.call_for_table(Policy.prepare, s, request, *tables)
-            )
-        )
+        return await self._repeated(lambda: self._first(Policy.prepare, timeout_s, request, *tables))
 
     async def cut_texts(
         self, texts: TableRef, cuts: Sequence[TextCut], *, timeout_s: float
     ) -> tuple[tuple[TextSummary, ...], TableRef]:
         """Splits plain texts into pieces (PPO-ptx)."""
-        return await self._repeated(
-            lambda: self._first(
-                Policy.cut_texts, timeout_s, lambda rank, s: rank.call_for_table(Policy.cut_texts, s, texts, cuts)
-            )
-        )
+        return await self._repeated(lambda: self._first(Policy.cut_texts, timeout_s, texts, cuts))
 
     async def update(
         self,
@@ -419,17 +412,11 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     async def read_weights(self, update: WeightUpdate, *, timeout_s: float) -> TableRef:
         """Reference to the bytes of a published version, for engines on other nodes."""
-        return (
-            await self._first(
-                Policy.read_weights, timeout_s, lambda rank, s: rank.call_for_table(Policy.read_weights, s, update)
-            )
-        )[1]
+        return (await self._first(Policy.read_weights, timeout_s, update))[1]
 
     async def read_delta(self, update: WeightUpdate, *, timeout_s: float) -> tuple[int, TableRef]:
         """(bytes, reference to the delta) of the last published version; 0 bytes: the whole payload is cheaper."""
-        return await self._first(
-            Policy.read_delta, timeout_s, lambda rank, s: rank.call_for_table(Policy.read_delta, s, update)
-        )
+        return await self._first(Policy.read_delta, timeout_s, update)
 
     async def connect_engines(self, link: EngineLink, *, timeout_s: float) -> None:
         """Joins the rollout engines for transfers from device to device."""
@@ -475,35 +462,17 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
 
     async def tokenize(self, texts: TableRef, *, timeout_s: float) -> tuple[ExampleSummary, TableRef]:
         """Tokenizes every example once."""
-        return await self._repeated(
-            lambda: self._first(
-                ExampleTrainer.tokenize,
-                timeout_s,
-                lambda rank, s: rank.call_for_table(ExampleTrainer.tokenize, s, texts),
-            )
-        )
+        return await self._repeated(lambda: self._first(ExampleTrainer.tokenize, timeout_s, texts))
 
     async def assemble(
         self, picks: Sequence[tuple[str, int]], examples: TableRef, *, timeout_s: float
     ) -> tuple[ExampleBatchSummary, TableRef]:
         """Selects (name, row) pairs of the tokenized examples as a batch."""
-        return await self._repeated(
-            lambda: self._first(
-                ExampleTrainer.assemble,
-                timeout_s,
-                lambda rank, s: rank.call_for_table(ExampleTrainer.assemble, s, picks, examples),
-            )
-        )
+        return await self._repeated(lambda: self._first(ExampleTrainer.assemble, timeout_s, picks, examples))
 
     async def attach(self, batch: TableRef, *scores: TableRef, timeout_s: float) -> TableRef:
         """The batch with the reference's log-probs."""
-        _, table = await self._repeated(
-            lambda: self._first(
-                ExampleTrainer.attach,
-                timeout_s,
-                lambda rank, s: rank.call_for_table(ExampleTrainer.attach, s, batch, *scores),
-            )
-        )
+        _, table = await self._repeated(lambda: self._first(ExampleTrainer.attach, timeout_s, batch, *scores))
         return table
 
     async def reference_logprobs(self, plans: Sequence[RankPlan], *tables: TableRef, timeout_s: float) -> Scores:

@@ -20,9 +20,9 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     json_text,
 )
-from troupe.orchestrator.commands.runs import checked, create_models
+from troupe.orchestrator.commands.runs import create_models
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.prepare import single
+from troupe.orchestrator.prepare import checked, single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks import is_url
@@ -145,11 +145,11 @@ class _Measured:
         typer.echo(f"wrote {self._page}")
 
     def _write(self) -> None:
-        from troupe.orchestrator.reporting.html.bench import write_page
+        from troupe.orchestrator.reporting.html.page import write_bench_page
         from troupe.workers.contract.atomic_file import write_atomic
 
         record = self._record()
-        write_page(record, self._page)
+        write_bench_page(record, self._page)
         write_atomic(self._page.with_suffix(".json"), json_text(record))
 
     def _record(self) -> dict[str, Any]:

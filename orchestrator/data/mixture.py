@@ -167,8 +167,12 @@ def epochs(state: Mapping[str, Any]) -> dict[str, int]:
     return {"": state["epoch"]} if sources is None else {name: own["epoch"] for name, own in sources.items()}
 
 
-def drawn_rows(section: str, pool: Pool, state: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str]]:
-    """(section, state of its order, digest) of every source that a checkpoint has drawn from.
+DrawnSource = tuple[str, Mapping[str, Any], str]
+"""(section, state of its order, digest) of a source that a checkpoint has drawn from."""
+
+
+def drawn_rows(section: str, pool: Pool, state: Mapping[str, Any]) -> list[DrawnSource]:
+    """Every source that a checkpoint has drawn from.
 
     Args:
         section: Path of the sources.

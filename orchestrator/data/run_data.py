@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from troupe.orchestrator.data.mixture import DrawnSource, drawn_rows
 from troupe.orchestrator.data.prompts import PromptPool, load_pools
 from troupe.orchestrator.data.summary import Pools, named
 from troupe.orchestrator.data.texts import TextPool, load_texts
@@ -26,6 +28,11 @@ class RunData:
     def pools(self) -> Pools:
         """The pools by the name of their section."""
         return named(self.train, self.held_out, self.texts)
+
+    def drawn(self, state: Mapping[str, Any]) -> list[DrawnSource]:
+        """The sources that a checkpoint has drawn from, by the state of their order."""
+        texts = [] if self.texts is None else drawn_rows("data.ptx", self.texts, state.get("texts", {}))
+        return drawn_rows("data.train", self.train, state["prompts"]) + texts
 
 
 def load_data(spec: RolloutSpec) -> RunData:

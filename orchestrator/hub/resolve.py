@@ -211,18 +211,17 @@ def _pinned_data(source: HubFiles) -> HubFiles:
     return source.model_copy(update={"revision": commit, "files": tuple(names)})
 
 
-def downloaded(source: HubFiles, most: int) -> HubFiles:
-    """A section with the paths of the first `most` of its files, which are downloaded.
+def with_first_file(source: HubFiles) -> HubFiles:
+    """A section with the path of the first of its files, which is downloaded.
 
     Raises:
         NoFiles: The section selects no file.
         HubError: A file cannot be downloaded.
     """
     pinned = _pinned_data(source)
-    chosen = pinned.files[:most]
-    names = tuple(map(glob.escape, chosen))
-    folder = client.download(Snapshot(_repo(source), str(pinned.revision), names))
-    return pinned.model_copy(update={"files": tuple(str(folder / name) for name in chosen)})
+    name = pinned.files[0]
+    folder = client.download(Snapshot(_repo(source), str(pinned.revision), (glob.escape(name),)))
+    return pinned.model_copy(update={"files": (str(folder / name),)})
 
 
 def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.live.autoscale import autoscale_step
 from troupe.orchestrator.live.diff import changed, differences
 from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.pools.replicas import ReplicaPool
@@ -132,7 +131,7 @@ class WorkerScaler:
         rule, rollout = self.spec.roles.rollout.autoscale, self.spec.roles.rollout
         if rule is not None and not self._is_scaling("rollout"):
             self._waits.append(wait)
-            wanted = self._wanted["rollout"] + autoscale_step(self._waits, rule)
+            wanted = self._wanted["rollout"] + rule.change(self._waits)
             if rollout.min_workers <= wanted <= (rollout.max_workers or wanted) and wanted != self._wanted["rollout"]:
                 self._console.message(
                     f"autoscale: the trainer waited for {wait:.0%} of the step; scaling to {wanted} engine(s)"

@@ -122,7 +122,7 @@ def check_weights(folder: Path) -> None:
         SizeUnknown: A file is missing, is no safetensors file, or ends before its tensors do.
     """
     for path in _weight_files(folder):
-        tensors = list(read_header(path))
+        tensors = list(tensors_of(path))
         header = 8 + _header_length(path)
         size, stored = path.stat().st_size, header + max((tensor.end for tensor in tensors), default=0)
         if size < stored:
@@ -186,7 +186,7 @@ def _from_config(config: Mapping[str, Any], folder: Path, method: str) -> ModelS
 def _tensors(folder: Path) -> Iterator[Tensor]:
     """Every tensor that transformers would load."""
     for path in _weight_files(folder):
-        yield from read_header(path)
+        yield from tensors_of(path)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -212,10 +212,12 @@ def _is_size(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < _MOST
 
 
-def read_header(path: Path) -> Iterator[Tensor]:
-    """Every tensor of a safetensors file, from its header.
+METADATA = "__metadata__"
+"""Entry of a safetensors file's header that is no tensor."""
 
-    The file begins with the header's length (8 bytes, little-endian) and the header, a JSON object.
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: the file begins with its length (8 bytes, little-endian) and a JSON object.
 
     Raises:
         SizeUnknown: The file cannot be read or is not valid.
@@ -233,8 +235,17 @@ def read_header(path: Path) -> Iterator[Tensor]:
         raise SizeUnknown(f"{path} is not a safetensors file: its header is not JSON") from None
     if not isinstance(header, dict):
         raise SizeUnknown(f"{path} is not a safetensors file: its header is not a JSON object")
-    for name, entry in header.items():
-        if name == "__metadata__":
+    return header
+
+
+def tensors_of(path: Path) -> Iterator[Tensor]:
+    """Every tensor of a safetensors file, from its header.
+
+    Raises:
+        SizeUnknown: The file cannot be read or is not valid.
+    """
+    for name, entry in read_header(path).items():
+        if name == METADATA:
             continue
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_size, shape)):

@@ -21,7 +21,14 @@ from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WorkerDied, WorkerError, WorkerTimeout
+from troupe.orchestrator.errors import (
+    EnginesLost,
+    UpdateDamaged,
+    WeightsNotVerified,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
 from troupe.orchestrator.pools.generation_meter import GenerationMeter
 from troupe.orchestrator.pools.memory_lock import MemoryLock
 from troupe.orchestrator.pools.replicas import ReplicaPool
@@ -76,6 +83,8 @@ class Engine:
     state: EngineState = EngineState.SERVING
     resting: bool = False
     """Whether it has given its memory to the trainers. It is healthy, and groups wait in it until it has weights."""
+    held: bool = False
+    """Whether it keeps its weights, for an evaluation: it receives neither groups nor newer versions."""
 
     @property
     def name(self) -> str:
@@ -92,16 +101,10 @@ class Engine:
         return max(0, self.outstanding - self.finished_ahead)
 
     def generate(
-        self, request: GroupRequest, prompts: TableRef, timeout_s: float
+        self, request: GroupRequest, prompts: TableRef, finished: TableRef | None, timeout_s: float
     ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
-        """Samples one group; returns its summary and a reference to its ROLLOUTS table."""
-        return self.handle.call_for_table(roles.RolloutEngine.generate, timeout_s, request, prompts)
-
-    def generate_rest(
-        self, request: GroupRequest, prompts: TableRef, finished: TableRef, timeout_s: float
-    ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
-        """Samples the rest of a group; returns summary and ROLLOUTS table of the whole group."""
-        return self.handle.call_for_table(roles.RolloutEngine.generate_rest, timeout_s, request, prompts, finished)
+        """Samples one group, or what is left of it; returns its summary and a reference to its ROLLOUTS table."""
+        return self.handle.call_for_table(roles.RolloutEngine.generate, timeout_s, request, prompts, finished)
 
     def finished_samples(self, timeout_s: float) -> Coroutine[Any, Any, tuple[tuple[FinishedSamples, ...], TableRef]]:
         """The finished samples of the groups that run, and a reference to their ROLLOUTS table."""
@@ -156,6 +159,9 @@ class _Loads:
         self._by_load: dict[int, dict[Engine, None]] = {}
         self._load: dict[Engine, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._load)
+
     def least(self) -> Engine | None:
         """A least-loaded engine; None if there is no engine."""
         return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
@@ -197,6 +203,8 @@ class EnginePool(ReplicaPool[Engine]):
         """None: an engine does not start where the current weights are damaged."""
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
+        self.version = 0
+        """The version whose transfer to the engines began last."""
         self.memory = MemoryLock()
         """Shared with the trainers, where engines run on their GPUs."""
         self._sleeps = spec.resolved_sleep != "none"
@@ -223,6 +231,11 @@ class EnginePool(ReplicaPool[Engine]):
         return [engine for engine in self.workers if engine.state is EngineState.SERVING]
 
     @property
+    def receivers(self) -> list[Engine]:
+        """Engines that a new version of the weights is loaded into: those that are not held, or all if all are."""
+        return [engine for engine in self.workers if not engine.held] or list(self.workers)
+
+    @property
     def waiting(self) -> int:
         """Groups that wait for an engine with room."""
         return len(self._waiting)
@@ -233,10 +246,7 @@ class EnginePool(ReplicaPool[Engine]):
         """Runs a request on an engine returned by `acquire`; `finished` has the rows of `request.finished`."""
         timeout_s = self.spec.schedule.generate_timeout_s
         with self.meter.generating():
-            if finished is None:
-                summary, rollouts = await engine.generate(request, prompts, timeout_s)
-            else:
-                summary, rollouts = await engine.generate_rest(request, prompts, finished, timeout_s)
+            summary, rollouts = await engine.generate(request, prompts, finished, timeout_s)
         before = sum(sample.sampled_tokens for sample in request.finished)
         self.meter.add(sum(sample.sampled_tokens for sample in summary.samples) - before)
         engine.finished_ahead = summary.finished_ahead
@@ -275,14 +285,67 @@ class EnginePool(ReplicaPool[Engine]):
                 await self.release(waiter.result(), samples)  # assigned just before the cancellation
             raise
 
+    def hold(self) -> Engine | None:
+        """Takes the least-loaded engine out of the dispatch, with the weights that it has; None: no other would serve.
+
+        It finishes the groups that it has. `let_go` ends this.
+        """
+        engine = self._loads.least() if len(self._loads) > 1 else None
+        if engine is not None:
+            engine.held = True
+            self._loads.discard(engine)
+        return engine
+
+    async def none_held(self) -> None:
+        """Waits until every engine that was let go receives groups again, or is lost."""
+        await self._wait_for(lambda: not any(engine.held for engine in self.workers))
+
+    async def reserve(self, engine: Engine, samples: int) -> bool:
+        """As `acquire`, on a held engine; False where it is lost or leaves. One caller may wait at a time."""
+
+        def gone() -> bool:
+            return engine not in self.workers or engine.state is EngineState.LEAVING
+
+        def room() -> bool:
+            fits = not engine.outstanding or engine.load + samples <= self.max_load
+            return engine.state is EngineState.SERVING and fits
+
+        await self._wait_for(lambda: gone() or room())
+        if gone():
+            return False
+        engine.outstanding += samples
+        return True
+
+    def let_go(self, engine: Engine) -> None:
+        """Has a held engine receive groups again, in the background: once it has the weights that the others have."""
+        task = asyncio.create_task(self._rejoin(engine), name=f"rejoin {engine.name}")
+        self._replacing.add(task)
+        task.add_done_callback(self._replaced)
+
     async def release(self, engine: Engine, samples: int) -> None:
-        """Returns what `acquire` reserved."""
+        """Returns what `acquire` or `reserve` reserved."""
         engine.outstanding -= samples
-        if engine.state is EngineState.SERVING:
+        if engine.state is EngineState.SERVING and not engine.held:
             self._loads.update(engine)
             self._serve_waiting()
         else:
             await self._notify()
+
+    async def sample(
+        self, request: GroupRequest, prompts: TableRef, attempts: int = 1
+    ) -> tuple[GroupSummary, TableRef]:
+        """Samples a group on up to `attempts` engines, one after another. Raises the WorkerError of the last."""
+        while True:
+            engine = await self.acquire(request.samples)
+            try:
+                return await self.generate(request, prompts, engine)
+            except WorkerError as error:
+                await self.report_failure(engine, error)
+                attempts -= 1
+                if not attempts:
+                    raise
+            finally:
+                await self.release(engine, request.samples)
 
     async def report_failure(self, engine: Engine, error: WorkerError, *, in_transfer: bool = False) -> None:
         """Probes an engine after a failed call, and replaces it unless it answers as healthy.
@@ -378,7 +441,7 @@ class EnginePool(ReplicaPool[Engine]):
     def _set_state(self, engine: Engine, state: EngineState) -> None:
         """Changes the state of the engine; only serving engines have an indexed load."""
         engine.state = state
-        if state is EngineState.SERVING:
+        if state is EngineState.SERVING and not engine.held:
             self._loads.update(engine)
         else:
             self._loads.discard(engine)
@@ -445,6 +508,39 @@ class EnginePool(ReplicaPool[Engine]):
                 await self.bring_up(engine)
             engine.predecessor_fault = self._faults.pop(engine.name, "")
             self._add(engine)
+
+    async def _rejoin(self, engine: Engine) -> None:
+        """See `let_go`. An engine that cannot load the weights is lost."""
+        try:
+            for renewals in itertools.count():
+                try:
+                    if await self._admit_held(engine):
+                        return
+                except UpdateDamaged:
+                    if self.renew is None or renewals == _RENEWALS:
+                        raise
+                    await self.renew()  # see `_start`
+        except (WorkerError, WeightsNotVerified, TimeoutError) as error:
+            lost = error if isinstance(error, WorkerError) else WorkerError(engine.name, "update_weights", str(error))
+            await self.lose(engine, lost)
+
+    async def _admit_held(self, engine: Engine) -> bool:
+        """Loads the current weights into a held engine and ends its hold, or waits until its samples have ended.
+
+        Weights that turn out to be others while they are loaded must not meet samples.
+        """
+        async with self.transfer_lock:
+            stale = engine.version != self.version
+            if not stale or not engine.outstanding or engine not in self.workers:
+                if stale and self.bring_up is not None and engine in self.workers:
+                    await self.bring_up(engine)
+                engine.held = False
+                if engine in self.workers and engine.state is EngineState.SERVING:
+                    self._loads.update(engine)
+                await self._notify()
+                return True
+        await self._wait_for(lambda: not engine.outstanding or engine not in self.workers)
+        return False
 
     def _add(self, worker: Engine) -> None:
         super()._add(worker)

@@ -71,6 +71,10 @@ class Workers:
         """The rollout engines."""
         return self.each("rollout")
 
+    def with_engines(self, engines: Sequence[Engine]) -> Workers:
+        """The same workers, of whose engines only these are used."""
+        return Workers({**self.by_role, "rollout": engines})
+
     @property
     def reward(self) -> tuple[ActorWorker[roles.Reward], ...]:
         """The reward workers."""

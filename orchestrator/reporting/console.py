@@ -131,6 +131,9 @@ class Console:
         if self._verdicts is not None and step < self._total:  # the last step's are in the summary
             self._verdicts.after_step(step)
 
+    def evaluation(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Takes in an evaluation that ended after its step was shown; `message` shows it."""
+
     def progress(self) -> Progress:
         """Where the run is. May be called from any thread."""
         now = time.monotonic()

@@ -66,6 +66,12 @@ def _checkpoint(event: Event) -> str:
     return "checkpoint saved" + (f" in {seconds:.2g} s" if isinstance(seconds, int | float) else "")
 
 
+def _evaluation(event: Event) -> str:
+    if not event.get("ok", True):
+        return f"the evaluation of step {event.get('of')} is lost: {event.get('detail')}"
+    return f"step {event.get('of')} evaluated beside training"
+
+
 def _weights(event: Event) -> str:
     seconds = event.get("seconds")
     took = f" in {seconds:.2g} s" if isinstance(seconds, int | float) else ""
@@ -106,5 +112,6 @@ _TEXTS: Mapping[str, Callable[[Event], str]] = {
     "scaled": _scaled,
     "alarm": _alarm,
     "checkpoint": _checkpoint,
+    "evaluation": _evaluation,
     "weights": _weights,
 }

@@ -56,8 +56,15 @@ class RunFolder:
         return str(self.spec.get("name") or self.path.name)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One mapping for each step, in order; step 0 is the evaluation at the start. null is nan or infinity."""
-        return _lines(self.path / METRICS)
+        """One mapping for each step, in order; step 0 is the evaluation at the start. null is nan or infinity.
+
+        Evaluations that ended later (`evaluation.beside`) have own lines in the file; here they are in their steps'.
+        """
+        return with_evaluations(_lines(self.path / METRICS))[0]
+
+    def late_evaluations(self) -> list[int]:
+        """Steps of the evaluations that have lines behind those of later steps, in order of the lines."""
+        return with_evaluations(_lines(self.path / METRICS))[1]
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """What happened, in order; only events of these kinds if some are given."""
@@ -112,6 +119,31 @@ class RunFolder:
         except DataError:
             later = TIMELINE.empty_table()
         return later.filter((pc.field("worker") != DRIVER) & (pc.field("start") < end))
+
+
+def with_evaluations(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Lines of `metrics.jsonl` with late evaluations in the lines of their steps, and the steps of these evaluations.
+
+    A late evaluation is a line of nothing but `eval/` metrics behind that of its step, or of a later one.
+    """
+    found: list[dict[str, Any]] = []
+    late: list[int] = []
+    for line in lines:
+        names = line.keys() - {"step", "time"}
+        if not found or not names or not all(name.startswith("eval/") for name in names):
+            found.append(line)
+            continue
+        step: Any = line.get("step")
+        place = next((i for i in reversed(range(len(found))) if found[i].get("step") == step), None)
+        if place is not None:
+            found[place] = found[place] | line | {"time": found[place].get("time")}
+        elif step == 0:  # that of the model before training, which has no other metrics
+            found.insert(0, line)
+        else:
+            found.append(line)
+            continue
+        late.append(step)
+    return found, late
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

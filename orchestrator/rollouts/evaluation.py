@@ -7,8 +7,10 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool
 from troupe.orchestrator.errors import DataLost, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool
@@ -23,7 +25,8 @@ from troupe.workers.isolation.text import one_line
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
+ATTEMPTS = 3
+"""Calls for a prompt before its failure ends an evaluation."""
 SAVED_SAMPLES = 4096
 """Most samples of each set that an evaluation writes: those of the first prompts, the same ones in every evaluation."""
 MOST_LEVELS = 32
@@ -37,23 +40,8 @@ Sampler = Callable[[GroupRequest, TableRef], Awaitable[tuple[GroupSummary, Table
 
 
 def engine_sampler(pool: EnginePool) -> Sampler:
-    """Samples on the engines of a run: each group on up to `_ATTEMPTS` of them; raises the WorkerError of the last."""
-
-    async def sample(request: GroupRequest, prompts: TableRef) -> tuple[GroupSummary, TableRef]:
-        tries = 0
-        while True:
-            engine = await pool.acquire(request.samples)
-            try:
-                return await pool.generate(request, prompts, engine)
-            except WorkerError as error:
-                await pool.report_failure(engine, error)
-                tries += 1
-                if tries >= _ATTEMPTS:
-                    raise
-            finally:
-                await pool.release(engine, request.samples)
-
-    return sample
+    """Samples on the engines of a run: each group on up to `ATTEMPTS` of them."""
+    return partial(pool.sample, attempts=ATTEMPTS)
 
 
 @dataclass(frozen=True)
@@ -117,12 +105,15 @@ class Evaluator:
         self._rewards = rewards
         self._log = log
 
-    async def run(self, step: int, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
+    async def run(
+        self, step: int, progress: Callable[[int, int], None] | None = None, sample: Sampler | None = None
+    ) -> dict[str, float]:
         """Evaluates all prompts with the weights that the engines serve.
 
         Args:
             step: Steps that these weights were trained for; names the file of the samples.
             progress: Called with (finished prompts, all prompts).
+            sample: Samples the prompts; None: as always.
 
         Returns:
             `SetResult.metrics` of every set, under `eval/`, or `eval/NAME/` of a set with a name.
@@ -131,7 +122,7 @@ class Evaluator:
             WorkerError: A prompt failed on several engines, or its reward worker failed.
             EnginesLost: No engine is left and none is starting.
         """
-        results = await self.results(step, progress)
+        results = await self.results(step, progress, sample)
         if self._log is not None:
             try:
                 self._log.add(step, results)
@@ -139,7 +130,9 @@ class Evaluator:
                 logger.error("the results of an evaluation were not written: %s", error)
         return metrics_of(results, [one.settings for one in self._sets])
 
-    async def results(self, step: int, progress: Callable[[int, int], None] | None = None) -> dict[str, SetResult]:
+    async def results(
+        self, step: int, progress: Callable[[int, int], None] | None = None, sample: Sampler | None = None
+    ) -> dict[str, SetResult]:
         """As `run`; the result of every set by its label."""
         done, total = 0, sum(len(one.picks) for one in self._sets)
 
@@ -147,17 +140,14 @@ class Evaluator:
             nonlocal done
             samples = held_out.settings.sampling.samples
             saved = self._responses is not None and number < max(1, SAVED_SAMPLES // samples)
-            result = await self._one(held_out, pick, save=saved)
+            result = await self._one(held_out, pick, sample or self._sample, save=saved)
             done += 1
             if progress is not None:
                 progress(done, total)
             return result
 
-        sampled = await asyncio.gather(
-            *(
-                asyncio.gather(*(prompt(one, number, pick) for number, pick in enumerate(one.picks)))
-                for one in self._sets
-            )
+        sampled = await gather_all(
+            gather_all(prompt(one, number, pick) for number, pick in enumerate(one.picks)) for one in self._sets
         )
         await self._save(step, [result for results in sampled for result in results if result is not None])
         return {
@@ -175,7 +165,7 @@ class Evaluator:
         except WorkerError as error:
             logger.error("the samples of an evaluation were not written: %s", error)
 
-    async def _one(self, held_out: HeldOutSet, pick: PromptPick, save: bool) -> _Sampled | None:
+    async def _one(self, held_out: HeldOutSet, pick: PromptPick, sample: Sampler, save: bool) -> _Sampled | None:
         """The samples of one prompt; None if the engine refuses it. Lost samples are sampled again."""
         sampling = held_out.settings.sampling
         request = GroupRequest(
@@ -193,7 +183,7 @@ class Evaluator:
         )
         tries = 0
         while True:
-            summary, rollouts = await self._sample(request, held_out.prompts)
+            summary, rollouts = await sample(request, held_out.prompts)
             if summary.refused:
                 return None
             try:
@@ -202,7 +192,7 @@ class Evaluator:
                 )
             except DataLost:
                 tries += 1
-                if tries >= _ATTEMPTS:
+                if tries >= ATTEMPTS:
                     raise
             else:
                 result = PromptResult(

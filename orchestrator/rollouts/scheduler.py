@@ -46,6 +46,19 @@ def sampling_seed(seed: int, prompt_uid: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt_uid}".encode(), digest_size=4).digest()) >> 1
 
 
+def group_request(seed: int, prompt_uid: str, row: int, settings: GroupSettings) -> GroupRequest:
+    """The request for the samples of a prompt in a run with this seed, at the first attempt."""
+    return GroupRequest(
+        prompt_uid=prompt_uid,
+        row=row,
+        attempt=0,
+        samples=settings.samples,
+        seed=sampling_seed(seed, prompt_uid),
+        max_tokens=settings.max_tokens,
+        environment=settings.environment,
+    )
+
+
 NextPrompt = Callable[[], PromptPick]
 """Returns the next prompt in the order of the run."""
 Progress = Callable[[int, int], None]
@@ -434,15 +447,10 @@ class RolloutScheduler:
             samples = settings.samples - len(done) + self._greedy_baseline
             engine = await self._pool.acquire(samples)
             self._start(group, engine.version if group.finished is None else group.started_at_version)
-            request = GroupRequest(
-                prompt_uid=group.pick.prompt_uid,
-                row=group.pick.row,
+            request = replace(
+                group_request(self._seed, group.pick.prompt_uid, group.pick.row, settings),
                 attempt=group.attempt,
-                samples=settings.samples,
-                seed=sampling_seed(self._seed, group.pick.prompt_uid),
                 candidates=True,
-                max_tokens=settings.max_tokens,
-                environment=settings.environment,
                 finished=done,
             )
             rows = None if group.finished is None else group.finished.rollouts

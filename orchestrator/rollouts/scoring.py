@@ -9,7 +9,9 @@ added and removed during a run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +20,13 @@ from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, Worker
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.rollouts.fault_log import FaultLog
 from troupe.orchestrator.spec.rollout import GroupSettings
-from troupe.orchestrator.training.micro_batches import plan_ranks
-from troupe.workers.contract.messages import GroupSummary, KeepRequest, KeptTable, RewardSummary
+from troupe.orchestrator.training.batch import plan_rows
+from troupe.orchestrator.training.ledger import kind_of
+from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary
 from troupe.workers.contract.roles import Reward, TableRef
+
+logger = logging.getLogger(__name__)
 
 _JUDGE_PAUSE_S = 1.0
 
@@ -99,7 +103,11 @@ class SignalTest:
 
 
 class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
-    """The reward workers; the least-loaded one scores each group."""
+    """The reward workers; the least-loaded one scores each group.
+
+    A worker gets one group at a time, so that the timeout is that of one group: where reward functions time out, groups
+    wait long for each other, and the worker is not lost.
+    """
 
     def __init__(
         self,
@@ -113,7 +121,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
 
         Args:
             workers: Those that have started.
-            timeout_s: Bound on a call.
+            timeout_s: Bound on a call, for one group.
             launch: Starts a worker.
             budget: Restarts of the role.
             judge_start_s: Longest time in which a judge that has died is replaced.
@@ -122,6 +130,8 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         self._timeout_s = timeout_s
         self._judge_start_s = judge_start_s
         self._faults = FaultLog()
+        self._turns: defaultdict[WorkerHandle[Reward], asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held by the group that a worker scores."""
 
     async def score(
         self, rollouts: TableRef, rewards: str = "", *, vote: bool = False
@@ -140,14 +150,19 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
             WorkerError: The call failed, every worker was lost and none can be replaced, or there is no judge for too
                 long.
         """
-        deadline = asyncio.get_running_loop().time() + self._judge_start_s + self._timeout_s
+
+        async def ask(worker: WorkerHandle[Reward]) -> tuple[RewardSummary, TableRef]:
+            async with self._turns[worker]:
+                return await worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards, vote)
+
+        deadline: float | None = None
         while True:
             try:
-                summary, table = await self.call(
-                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards, vote)
-                )
+                summary, table = await self.call(ask)
             except JudgeLost:
-                if asyncio.get_running_loop().time() > deadline:
+                now = asyncio.get_running_loop().time()
+                deadline = now + self._judge_start_s + self._timeout_s if deadline is None else deadline
+                if now > deadline:
                     raise
                 await asyncio.sleep(_JUDGE_PAUSE_S)
             else:
@@ -259,10 +274,7 @@ class TokenScorer:
 
     async def _on_all_ranks(self, lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
         """The scores of a wave. Raises WorkerError."""
-        group = self._group
-        plans = plan_ranks(
-            lengths, range(len(lengths)), group.data_parallel_size, group.micro_batch_tokens, packed=group.packs
-        )
+        plans = plan_rows(lengths, self._group)
         return await self._score_tokens(plans, *rollouts, timeout_s=self._timeout_s)
 
     async def _on_pool(self, pool: ReplicaPool[Any], lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
@@ -321,3 +333,21 @@ class Scorer:
 def row_lengths(summary: GroupSummary) -> list[int]:
     """Tokens of every row of the group's ROLLOUTS table, prompt included."""
     return [length for sample in (*summary.samples, *summary.candidates) for length in sample.row_lengths]
+
+
+class FaultLog:
+    """Warns about each cause when it first occurs, and when its count of samples reaches 10, 100, 1000, ..."""
+
+    def __init__(self) -> None:
+        self._samples: Counter[str] = Counter()
+
+    def note(self, faults: Iterable[Fault]) -> None:
+        """Counts the faults of one group."""
+        for fault in faults:
+            cause = kind_of(fault.cause)
+            before, after = self._samples[cause], self._samples[cause] + fault.samples
+            self._samples[cause] = after
+            if not before:
+                logger.warning("reward function %s: a sample has no reward: %s", fault.cause, fault.example)
+            elif len(str(after)) > len(str(before)):
+                logger.warning("reward function %s: %d samples so far", cause, after)

@@ -100,6 +100,7 @@ class FileSync:
         """
         clock = asyncio.get_running_loop().time
         async with self._pool.transfer_lock:
+            self._pool.version = version
             started, self._sent = clock(), 0
             update = await self._publish(version, delta=self._delta)
             published_at = clock()
@@ -153,7 +154,7 @@ class FileSync:
         Returns the digest that each engine acknowledged; engines that were lost meanwhile are left out.
         """
         # Suspect engines too: one that recovers must not serve the previous version.
-        engines = list(self._pool.engines)
+        engines = self._pool.receivers
         await self._write_to_hosts(update, engines)
         applied = await asyncio.gather(*(self._apply(update, engine) for engine in engines), return_exceptions=True)
         for outcome in applied:
@@ -281,9 +282,9 @@ class DeviceSync:
             EnginesLost: No engine is left and none is starting.
         """
         async with self._pool.transfer_lock:
-            self._version = version
+            self._version = self._pool.version = version
             try:
-                report = await self._send(tuple(self._pool.engines))
+                report = await self._send(tuple(self._pool.receivers))
             except (WorkerDied, WorkerTimeout):
                 raise
             except WorkerError as error:
@@ -291,7 +292,7 @@ class DeviceSync:
                 await gather_all(self._lose_dead(engine) for engine in list(self._pool.engines))
                 if not self._pool.engines and not self._pool.starting:
                     raise EnginesLost(f"no rollout engine is left after version {version}: {error}") from error
-                report = await self._send(tuple(self._pool.engines))
+                report = await self._send(tuple(self._pool.receivers))
         self._digest = report.digest
         self._pushes += 1
         async with self._pushed:

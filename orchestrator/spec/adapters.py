@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.algorithms.offline import Trains
+from troupe.orchestrator.model_facts.model_size import METADATA, SizeUnknown, read_header
 from troupe.orchestrator.spec.preflight import REWARD_MODEL, Finding
 from troupe.workers.contract.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    BASE_DIGEST,
     SCORES,
     difference,
     unsupported_setting,
@@ -43,6 +45,36 @@ def wrong_adapters(
             field, why = difference(found, lora)
             if field:
                 yield f"{path}.{field}", why
+
+
+def unverified_adapters(models: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """One line for each adapter that names another model than the one that it is added to.
+
+    An adapter that Troupe wrote has the digest of the model below, which is compared when it is loaded. One of peft has
+    only a name: a folder of another machine, or a name on the hub.
+    """
+    for section, model in models.items():
+        folder = Path(model.adapter or "")
+        config = {} if model.adapter is None else _read(folder)
+        trained_on = "" if isinstance(config, str) else str(config.get("base_model_name_or_path") or "")
+        if trained_on and _last_part(trained_on) != _last_part(model.path) and not _has_digest(folder):
+            yield (
+                f"{section}.adapter: was trained on {trained_on}, and is added to {model.path}; the file has no digest "
+                "by which this could be verified"
+            )
+
+
+def _last_part(model: str) -> str:
+    return Path(model).name.casefold()
+
+
+def _has_digest(folder: Path) -> bool:
+    """Whether the tensors' file names the digest of the model below; True where it cannot be read: loading says why."""
+    try:
+        metadata = read_header(folder / ADAPTER_WEIGHTS).get(METADATA)
+    except SizeUnknown:
+        return True
+    return isinstance(metadata, dict) and BASE_DIGEST in metadata
 
 
 def _read(folder: Path) -> dict[str, Any] | str:

@@ -15,7 +15,7 @@ from pydantic import Field
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import preflight
-from troupe.orchestrator.spec.adapters import wrong_adapters
+from troupe.orchestrator.spec.adapters import unverified_adapters, wrong_adapters
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
@@ -193,12 +193,18 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def evaluation_metrics(self) -> list[str]:
         """The metrics that every evaluation of this spec reports; empty without held-out data."""
 
+    def evaluated_by(self) -> dict[str, Any]:
+        """What else decides what an evaluation gives, by set; JSON-ready."""
+        return {}
+
     def evaluation_digest(self) -> str:
         """Digest of how evaluations are made: the values of those with the same one can be compared."""
         content = self.model_dump(mode="json", include=_EVALUATED)
         others = self.model_dump(mode="json", include=_EVALUATED_TOO, exclude_defaults=True)
         if others := {name: fields for name, fields in others.items() if fields}:
             content["others"] = others
+        if sets := self.evaluated_by():
+            content["sets"] = sets
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
@@ -257,8 +263,8 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
                 yield "roles.reference.model", f"roles.{name}.sequence_parallel_size", role.sequence_parallel_size
 
     def warnings(self) -> list[str]:
-        """What works, and is probably not meant: one line each."""
-        return []
+        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies."""
+        return list(unverified_adapters(self.models()))
 
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""

@@ -19,7 +19,7 @@ from troupe.orchestrator.spec.checks import (
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import DataSource, HeldOut, MixedSource, ReasoningGymSource
+from troupe.orchestrator.spec.sections import DataSource, EvaluationConfig, HeldOut, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
@@ -242,6 +242,7 @@ def held_out_problems(spec: RolloutSpec) -> Iterator[Finding]:
     if evaluation is None:
         return
     yield from evaluation_problems(evaluation, spec.data.eval is not None)
+    yield from _beside(spec, evaluation)
     yield from _eval_sampling(spec, "evaluation.sampling", evaluation.sampling)
     sources = spec.data.held_out_sets()
     for held_out in spec.held_out_sets():
@@ -253,6 +254,19 @@ def held_out_problems(spec: RolloutSpec) -> Iterator[Finding]:
         if held_out.environment is not None and longest is not None and longest > spec.sampling.max_tokens:
             limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
             yield f"{path}.max_tokens", f"turns of episodes have at most {limit}"
+
+
+def _beside(spec: RolloutSpec, evaluation: EvaluationConfig) -> Iterator[Finding]:
+    """Evaluations beside training that no engine could make."""
+    if not evaluation.beside:
+        return
+    path, engines = "evaluation.beside", spec.roles.rollout.workers
+    if engines < 2:
+        yield path, f"needs two engines or more: one evaluates while others sample (roles.rollout.workers: {engines})"
+    if spec.resolved_sleep != "none":
+        yield path, "engines release their memory while the policy trains (roles.rollout.sleep): none can evaluate then"
+    if not (evaluation.every_steps or evaluation.at_start):
+        yield path, "has no effect: the only evaluation is that after the last step; set every_steps, or remove it"
 
 
 def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iterator[Finding]:

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.section import ALGORITHMS, is_custom, unknown_algorithm
+from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec import offline_checks, rollout_checks, yaml_reader
-from troupe.orchestrator.spec.base import RunSpec as RunSpec
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
-from troupe.orchestrator.spec.colocation import shared_gpus
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.stages import PlannedRun, is_chain, plan_chain
+from troupe.orchestrator.spec.yaml_reader import Document
 
 SpecT = TypeVar("SpecT", bound=RunSpec)
 
@@ -122,3 +124,31 @@ def _algorithm(data: Any) -> str:
     section = data.get("algorithm") if isinstance(data, dict) else None
     name = section.get("name") if isinstance(section, dict) else None
     return name if isinstance(name, str) else ""
+
+
+def shared_gpus(document: Document) -> Document:
+    """The document with `workers` and `gpus` of an engine on the policy's GPU.
+
+    There is one engine for each policy worker. `gpus` left out, or a whole GPU, is the GPU that the two share: where
+    one of them says how much of it it reserves, the other has the rest, else each has half. How much memory each may
+    use is another question (`gpu_memory_utilization`).
+    """
+    roles = document.data.get("roles") if isinstance(document.data, dict) else None
+    if not isinstance(roles, dict):
+        return document
+    rollout, policy = roles.get("rollout"), roles.get("policy")
+    if not isinstance(rollout, dict) or not isinstance(policy, dict) or rollout.get("colocate_with") != "policy":
+        return document
+    filled: dict[str, Any] = {"workers": policy.get("workers", 1)} | rollout
+    own, others = _fraction(rollout), _fraction(policy)
+    if own is not None and others is not None and max(own, others) == 1.0:
+        engine = own if own < 1.0 else 1.0 - (others if others < 1.0 else 0.5)
+        filled["gpus"], policy = round(engine, 6), policy | {"gpus": round(1.0 - engine, 6)}
+    return replace(document, data=document.data | {"roles": roles | {"rollout": filled, "policy": policy}})
+
+
+def _fraction(role: dict[str, Any]) -> float | None:
+    """Part of a GPU that a role reserves, 1 for the whole or for none written; None: something else is written."""
+    gpus = role.get("gpus", 1.0)
+    valid = isinstance(gpus, int | float) and not isinstance(gpus, bool) and 0 < gpus <= 1
+    return float(gpus) if valid else None

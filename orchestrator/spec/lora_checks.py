@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -24,9 +23,6 @@ def lora_problems(spec: RolloutSpec) -> Iterator[Finding]:
     if not BACKENDS[spec.resolved_backend()].writes_file:
         files = " or ".join(row.name for row in BACKENDS.values() if row.writes_file)
         yield "weight_sync.backend", f"{spec.weight_sync.backend} sends whole models; adapters use {files} (or auto)"
-    if algorithms.trust_region(spec.algorithm) is not None:
-        why = f"is not supported by {spec.algorithm.name}, which shortens steps; train all weights"
-        yield "roles.policy.lora", why
 
 
 def adapter_problems(spec: RunSpec) -> Iterator[Finding]:

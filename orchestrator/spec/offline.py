@@ -185,8 +185,8 @@ class OfflineSpec(RunSpec, frozen=True):
         return self.schedule.steps * self.schedule.updates_per_step
 
     def warnings(self) -> list[str]:
-        """A learning rate that does not reach its peak."""
-        return self.roles.policy.rising("policy", self.updates)
+        """As in the base class, and a learning rate that does not reach its peak."""
+        return [*super().warnings(), *self.roles.policy.rising("policy", self.updates)]
 
     @property
     def probe_interval_s(self) -> float:

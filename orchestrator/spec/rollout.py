@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
@@ -48,7 +48,13 @@ from troupe.workers.contract.config import (
     Sleep,
     TrainerConfig,
 )
+from troupe.workers.contract.reward_names import JUDGE_REWARD
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
+
+_OF_ENVIRONMENT = {"name", "args", "max_turns", "truncated_turns", "tool_parser"}
+"""Fields that decide what an environment plays."""
+_OF_JUDGE = {"model", "max_tokens", "temperature", "structured"}
+"""Fields that decide what a judge answers."""
 
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
@@ -56,6 +62,8 @@ NO_ENVIRONMENT = "none"
 """In place of an environment's name: samples of the source are single responses."""
 _KEPT_BYTES = 1024
 """Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
+_NEW_PROCESS_S = 10.0
+"""Start of the process of a reward function, with room for what the function imports."""
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
 
@@ -224,6 +232,15 @@ class RolloutSpec(RunSpec, frozen=True):
         return max(self.roles.rollout.max_num_seqs, largest, episodes) + 2 * largest
 
     @property
+    def group_scoring_s(self) -> float:
+        """Longest time in which a reward worker scores a group: every sample may take its function's timeout, after
+        which the function gets a new process."""
+        functions = [function for one in self.reward_functions().values() for function in one]
+        slowest = max((function.timeout_s for function in functions), default=0.0)
+        largest = max([*self.group_sizes, *(one.sampling.samples for one in self.held_out_sets())])
+        return max(self.schedule.score_timeout_s, largest * (slowest + _NEW_PROCESS_S))
+
+    @property
     def device(self) -> Device:
         """Device that the policy and the engines run on."""
         return "cuda" if self.roles.policy.gpus > 0 or self.roles.rollout.gpus > 0 else "cpu"
@@ -321,10 +338,10 @@ class RolloutSpec(RunSpec, frozen=True):
                 yield "algorithm.name", problem
 
     def warnings(self) -> list[str]:
-        """Learning rates that do not reach their peak, and roles with more workers than there is work at a time."""
+        """As in the base class; learning rates that do not reach their peak, and roles with more workers than work."""
         counts = {"policy": self.policy_updates, "critic": self.critic_updates}
         rising = [line for name, role in self.roles.trainers().items() for line in role.rising(name, counts[name])]
-        return [*rising, *self._idle_workers()]
+        return [*super().warnings(), *rising, *self._idle_workers()]
 
     def _idle_workers(self) -> list[str]:
         if section.dynamic_sampling(self.algorithm):  # more groups are dispatched than a step trains on
@@ -438,6 +455,24 @@ class RolloutSpec(RunSpec, frozen=True):
             device=role.device,
             lora=role.lora,
         )
+
+    def plays_and_judges(self, held_out: HeldOutSettings) -> dict[str, Any]:
+        """The environment of a held-out set and the judge of its samples, as far as they decide results; JSON-ready."""
+        found: dict[str, Any] = {}
+        if held_out.environment is not None:
+            role = self.roles.environments()[held_out.environment]
+            found["played_in"] = role.model_dump(mode="json", include=_OF_ENVIRONMENT)
+        judge = self.roles.judge
+        if judge is not None and any(function.name == JUDGE_REWARD for function in held_out.functions):
+            found["judged_by"] = judge.model_dump(mode="json", include=_OF_JUDGE)
+        return found
+
+    def evaluated_by(self) -> dict[str, Any]:
+        """See `RunSpec.evaluated_by`; an environment without a name is among the other fields of the digest."""
+        sets = {one.label: self.plays_and_judges(one) for one in self.held_out_sets()}
+        if "" in self.roles.environments():
+            sets = {label: {k: v for k, v in own.items() if k != "played_in"} for label, own in sets.items()}
+        return {label: own for label, own in sets.items() if own}
 
     def evaluation_metrics(self) -> list[str]:
         """See `RunSpec.evaluation_metrics`."""

@@ -6,6 +6,7 @@ a field is described, typed and bounded once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag
@@ -94,6 +95,18 @@ class AutoscaleConfig(Frozen):
     """Below this share an engine is removed, down to `min_workers`; 0: no engine is ever removed."""
     steps: int = Field(default=3, ge=1)
     """Consecutive steps that must agree. The count restarts when an engine is added or removed."""
+
+    def change(self, waits: Sequence[float]) -> int:
+        """Change of the number of engines: 1 if every recent step waited more than `max_wait`, -1 if every one waited
+        less than `min_wait`, else 0.
+
+        Args:
+            waits: Fraction of each step (0 to 1) for which the trainer waited for samples, newest last.
+        """
+        recent = waits[-self.steps :]
+        if len(recent) < self.steps:
+            return 0
+        return int(min(recent) > self.max_wait) - int(max(recent) < self.min_wait)
 
 
 class EngineRole(EngineConfig, ScaledRole):
@@ -703,6 +716,9 @@ class EvaluationConfig(BaseEvaluation):
 
     prompts: int = Field(default=0, ge=0)
     """Prompts per evaluation, always the same ones; 0: all."""
+    beside: bool = False
+    """Evaluate while training continues: one engine keeps the weights and samples for the evaluation, the others go on.
+    Metrics of a step then arrive some steps later. The last evaluation is made as usual, when training is over."""
     sampling: EvalSampling = EvalSampling()
     """How responses are sampled."""
     solved_at: float | None = None
@@ -720,9 +736,10 @@ class WeightSyncConfig(Frozen):
     """`auto`: with a back-end that writes a file, other nodes get only what changed since the version that they have,
     where that is less; what they make of it is verified as a whole. `off`: they always get all weights."""
     url: str | None = None
-    """Where the back-end store keeps weights: `s3://bucket/folder`, `gs://bucket/folder`, or `file:///folder` on a disk
-    that all nodes mount. pyarrow's options follow as a query (`?region=eu-west-1&endpoint_override=host:port`);
-    credentials come from the environment of the nodes. A run leaves nothing there, unless its node dies."""
+    """Where the back-end store keeps weights: `s3://bucket/folder`, `gs://bucket/folder`,
+    `abfs://container@account.dfs.core.windows.net/folder`, or `file:///folder` on a disk that all nodes mount.
+    pyarrow's options follow as a query (`?region=eu-west-1&endpoint_override=host:port`); credentials come from the
+    environment of the nodes. A run leaves nothing there, unless its node dies."""
 
 
 class AuditConfig(Frozen):
@@ -758,7 +775,7 @@ class CheckpointConfig(Frozen):
     """Write checkpoints while training continues, which waits only until each trainer has copied its state to host
     memory (`troupe plan` counts it). The last one of a run is written before it ends."""
     path: str | None = None
-    """URL of an object store (s3, gs or file, with pyarrow's options as a query) to which checkpoints are copied
+    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
     in the background, those of each run to a folder of its name. A run resumes from there where its folder has none as
     new."""
     best: BestConfig | None = None

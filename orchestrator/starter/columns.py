@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.starter.choices import TASKS, Choices, Data, Earned
 from troupe.orchestrator.starter.environments import needs_answer
-from troupe.orchestrator.starter.rewards import fitting_reward
 from troupe.orchestrator.starter.tables import GYM, Table, find_tables
+from troupe.workers.isolation.probe import ProbeFailed, ask
 
+_TRIAL = "troupe.workers.rewards.trial:count_earned"
+_MATHS = ("last_number", "numeric")
+_ANY = "exact_match"
+_OF_MATHS = re.compile(r"\d|\\[A-Za-z]")
+"""A number or a LaTeX command; `numeric` takes any word for a symbol."""
+_ANSWERS = 200
+_ENOUGH = 0.95
+_TIMEOUT_S = 120.0
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "instruction", "problem", "query", "input", "context_messages", "messages"),
     "answer": (
@@ -114,3 +124,23 @@ def _tokens(table: Table, column: str) -> int:
     """Room for the longest value, with the chat template: two characters a token, and at least 128."""
     longest = max(len(str(row.get(column, ""))) for row in table.rows)
     return min(4096, max(128, 64 * -(-(longest // 2 + 64) // 64)))
+
+
+def fitting_reward(answers: Sequence[Any]) -> Earned:
+    """The first function from which nearly all answers earn 1, else the one with the most of them.
+
+    Raises:
+        UsageError: There are no answers, or the trial fails.
+    """
+    given = [right for right in answers if right not in (None, "", [])][:_ANSWERS]
+    texts = [list(map(str, right if isinstance(right, list) else [right])) for right in given]
+    if not texts:
+        raise UsageError("--data: the column with the answer is empty")
+    maths = sum(bool(_OF_MATHS.search(right[0])) for right in texts) >= _ENOUGH * len(texts)
+    tried = (*_MATHS, _ANY) if maths else (_ANY,)
+    try:
+        counts = ask(_TRIAL, {"functions": tried, "answers": texts, "enough": _ENOUGH}, _TIMEOUT_S)
+    except ProbeFailed as error:
+        raise UsageError(f"--data: the answers cannot be tried: {error}") from None
+    found = [Earned(function, earned, len(texts)) for function, earned in counts]
+    return next((one for one in found if one.share >= _ENOUGH), max(found, key=lambda one: one.earned))

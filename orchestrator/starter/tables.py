@@ -106,13 +106,13 @@ def _folder(data: str) -> tuple[Table, Table | None, str]:
 
 def _on_hub(name: str, subset: str | None) -> tuple[Table, Table | None, str]:
     """A dataset on the hub, of which the first file of each split is downloaded."""
-    from troupe.orchestrator.hub.resolve import NoFiles, downloaded
+    from troupe.orchestrator.hub.resolve import NoFiles, with_first_file
     from troupe.orchestrator.spec.sections import HubFiles
 
     section: Section = {"kind": "hub", "name": name} | ({"subset": subset} if subset else {})
 
     def part(split: str) -> Table:
-        source = downloaded(HubFiles(kind="hub", name=name, subset=subset, split=split), most=1)
+        source = with_first_file(HubFiles(kind="hub", name=name, subset=subset, split=split))
         return Table(section | {"split": split}, _rows(source, name))
 
     try:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from troupe.orchestrator.cluster.worker_group import WorkerGroup
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import StopRequested
 from troupe.orchestrator.reporting.metrics import PhaseTimers
-from troupe.workers.contract.messages import TrainSummary
+from troupe.orchestrator.training.micro_batches import plan_ranks
+from troupe.workers.contract.messages import RankPlan, TrainSummary
 from troupe.workers.contract.roles import TableRef
 
 T = TypeVar("T")
@@ -114,6 +116,17 @@ class HeldOutEvaluation(Protocol):
         ...
 
 
+class EvaluationBesideTraining(Protocol):
+    """An evaluation on held-out data that training does not wait for."""
+
+    async def begin(self, step: int) -> Coroutine[Any, Any, dict[str, float]] | None:
+        """Begins an evaluation of the weights that are served after `step` steps; None: training has to wait for it.
+
+        The result has the metrics by name, or raises EvaluationLost.
+        """
+        ...
+
+
 async def unless_failed(watch: asyncio.Task[Any], work: Coroutine[object, object, T]) -> T:
     """Awaits `work`, which is cancelled where `watch` fails first; raises what `watch` raised then."""
     task = asyncio.ensure_future(work)
@@ -145,3 +158,9 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # it ends what it has begun while Ray is still there
+
+
+def plan_rows(lengths: Sequence[int], group: WorkerGroup[Any]) -> list[RankPlan]:
+    """A plan of rows with these tokens for each share of a group."""
+    size = group.data_parallel_size, group.micro_batch_tokens
+    return plan_ranks(lengths, range(len(lengths)), *size, packed=group.packs)

@@ -401,8 +401,13 @@ def has_adapters(model: Path) -> bool:
     return (model / ADAPTER_CONFIG).is_file()
 
 
-def write_merged(source: Path, target: Path) -> Path:
+def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
     """Writes adapters, merged with the model below them, to a new folder, which appears when it is complete.
+
+    Args:
+        source: Folder of the adapters.
+        target: The folder to write.
+        base: The model below, whose tokenizer is copied; None: the one that the adapters name, and their tokenizer.
 
     Raises:
         CheckpointError: `target` exists or cannot be written, or the model below has changed.
@@ -411,7 +416,8 @@ def write_merged(source: Path, target: Path) -> Path:
     try:
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        ask(_MERGE, {"adapter": str(source), "target": str(scratch)}, _MERGE_S)
+        below = {} if base is None else {"base": str(base)}
+        ask(_MERGE, {"adapter": str(source), "target": str(scratch), **below}, _MERGE_S)
         os.rename(scratch, target)
     except ProbeFailed as error:
         raise CheckpointError(errno.EINVAL, f"cannot be merged: {error.raised or error}", str(source)) from error

@@ -83,6 +83,8 @@ class ControllerState(Frozen):
     """Moments of the mean rewards of the steps so far (alarm)."""
     best: BestState = BestState()
     """The best evaluations (`checkpoint.best`)."""
+    unevaluated: bool = False
+    """Whether an evaluation of this step is due that had not ended (`evaluation.beside`): a resumed run makes it."""
 
     def is_over(self, checkpoint: CheckpointConfig) -> bool:
         """Whether the run has had as many evaluations without a gain as `checkpoint.patience` allows."""

@@ -103,6 +103,11 @@ class UnreapedRun(Run):
         return [one for one in super().processes(name) if one.pid not in (self._outside.pid, self._inside.init.pid)]
 
     @property
+    def stderr(self) -> str:
+        """What the run wrote; `unshare` has a line of its own where PID 1 is killed."""
+        return "".join(line for line in super().stderr.splitlines(keepends=True) if not line.startswith("unshare: "))
+
+    @property
     def zombies(self) -> int:
         """Processes that have ended and that nobody waits for."""
         return len(self._inside.init.children(recursive=True)) - len(descendants(self._inside.init.pid))

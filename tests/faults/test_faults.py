@@ -241,14 +241,20 @@ def test_the_supervisor_resumes_on_a_new_cluster_after_rays_head_is_killed(
     assert ok and remains == "nothing", run.output
 
 
+@pytest.fixture(scope="module")
+def finished(container: Container, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of three steps, with a checkpoint of each."""
+    overrides = ("schedule.steps=3", "checkpoint.every_steps=1")
+    with running(container.run(tmp_path_factory.mktemp("finished"), GRPO, *overrides, name="run")) as run:
+        assert run.wait() == 0, run.output
+    return run.out
+
+
 @pytest.mark.parametrize("damage", ["a byte flipped", "truncated", "a file missing", "a file added"])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
-    container: Container, tmp_path: Path, damage: str
+    container: Container, finished: Path, tmp_path: Path, damage: str
 ) -> None:
-    overrides = ("schedule.steps=3", "checkpoint.every_steps=1")
-    saved = tmp_path / "run" / "checkpoints"
-    with running(container.run(tmp_path, GRPO, *overrides, name="run")) as run:
-        assert run.wait() == 0, run.output
+    saved = shutil.copytree(finished, tmp_path / "run") / "checkpoints"
     weights = saved / "step-000003" / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
@@ -261,7 +267,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
             weights.unlink()
         case _:
             (saved / "step-000003" / "policy" / "x").touch()
-    with running(container.run(tmp_path, GRPO, "schedule.steps=4", *overrides[1:], name="run", resume=True)) as again:
+    overrides = ("schedule.steps=4", "checkpoint.every_steps=1")
+    with running(container.run(tmp_path, GRPO, *overrides, name="run", resume=True)) as again:
         code = again.wait()
     refused = "skipping invalid checkpoint" in again.stderr
     resumed = [line["step"] for line in again.metrics][-2:] == [3, 4]

@@ -118,7 +118,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    run = run_of(tmp_path, write_s=0.1)
+    run = run_of(tmp_path, write_s=0.5)  # longer than a step
     run.run()
     assert all(event["ok"] for event in events(tmp_path)) and len(events(tmp_path)) == 4
     assert [line.get("seconds/save_wait", 0.0) > 0.01 for line in run.lines()] == [False, False, True, True]

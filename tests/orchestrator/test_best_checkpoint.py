@@ -18,9 +18,8 @@ from tests.fakes import fake_spec
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
-from troupe.orchestrator.run import RunRequest, saved
+from troupe.orchestrator.run_checkpoints import best_step, saved_run
 from troupe.orchestrator.spec.sections import BestConfig
-from troupe.orchestrator.training.best import best_step
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import BestState, ControllerState
@@ -99,10 +98,9 @@ def test_the_run_ends_normally_after_evaluations_without_a_gain(tmp_path: Path) 
     assert steps_of(tmp_path) == [1, 3]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert events[-1] | {"how": "finished", "detail": outcome.ended_early} == events[-1]
-    request = RunRequest(run.spec, tmp_path, True, None)
-    assert saved(request).complete
+    assert saved_run(run.spec, tmp_path).complete
     again = run_of(tmp_path, 0.1, 0.3, 0.3, 0.2, 0.4, 0.5, resume=True, patience=3)
-    assert not saved(RunRequest(again.spec, tmp_path, True, None)).complete
+    assert not saved_run(again.spec, tmp_path).complete
     assert again.run().steps_done == 5
     assert steps_of(tmp_path) == [5]  # the best and the newest one
     assert again.evaluator.steps == [4, 5]  # type: ignore[union-attr]
@@ -228,6 +226,36 @@ def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -
 )
 def test_whatever_changes_evaluations_makes_them_incomparable(changes: Any) -> None:
     assert fake_spec(**changes).evaluation_digest() != fake_spec().evaluation_digest()
+
+
+def named(high: int = 10, question: str = "is {response} right?", judge: str = "judge", spare: int = 1) -> Any:
+    """A spec with a held-out set in a named environment and another one that a judge scores."""
+    games = {"name": "guess_number", "args": {"high": high}}
+    train = [{"name": "a", "kind": "jsonl", "path": "t", "environment": "games", "rewards": [{"name": "environment"}]}]
+    held_out = {"games": train[0] | {"path": "e"}, "plain": {"kind": "jsonl", "path": "e"}}
+    del held_out["games"]["name"]
+    spare_game = {"name": "guess_number", "args": {"low": spare}}
+    return fake_spec(
+        data={"train": [*train, train[0] | {"name": "b", "environment": "spare"}], "eval": held_out},
+        evaluation={"every_steps": 1},
+        roles={
+            "environment": {"games": games, "spare": spare_game},
+            "judge": {"model": {"path": judge}},
+            "reward": {"functions": [{"name": "judge", "args": {"question": question}}]},
+        },
+    )
+
+
+def test_the_environment_and_the_judge_of_a_held_out_set_decide_its_results() -> None:
+    """An environment that only training plays in does not."""
+    spec = named()
+    assert named(spare=2).evaluation_digest() == spec.evaluation_digest()
+    for changed in (named(high=20), named(judge="other"), named(question="is {response} short?")):
+        assert changed.evaluation_digest() != spec.evaluation_digest()
+    games, plain = spec.held_out_sets()
+    assert spec.plays_and_judges(games)["played_in"]["args"] == {"high": 10}
+    assert spec.plays_and_judges(plain)["judged_by"]["model"]["path"] == "judge"
+    assert "judged_by" not in spec.plays_and_judges(games) and "played_in" not in spec.plays_and_judges(plain)
 
 
 def test_the_digest_of_evaluations_is_that_of_earlier_versions() -> None:

@@ -53,7 +53,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.training.batch import HeldOutEvaluation
+from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
@@ -155,6 +155,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
             updates=updates,
             recovery=recovery,
             sync=sync,
+            beside=self.beside(),
             evaluator=self.evaluator,
             ledger=ledger,
             step_recorder=StepRecorder(self.spec, self.out, updates.trainers),
@@ -165,6 +166,10 @@ class RolloutRun(FakeRun[RolloutSpec]):
         state = ControllerState.model_validate(found.state["memory"]) if found else None
         self.controller = Controller(self.spec, components, store, sinks, console, self.stop, done, state)
         return self.controller
+
+    def beside(self) -> EvaluationBesideTraining | None:
+        """What evaluates while training continues. None: training waits."""
+        return None
 
     def engine_pool(self) -> EnginePool:
         """The pool of the engines."""
@@ -537,9 +542,11 @@ def test_tokens_beyond_the_staleness_bound_are_never_trained(tmp_path: Path) -> 
     run = RolloutRun(tmp_path)
 
     class Stale(FaultyEngine):
-        async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
+        async def generate(
+            self, request: GroupRequest, prompts: object, finished: Any = None
+        ) -> tuple[GroupSummary, FakeTable]:
             self.version = max(0, self.version - 1)
-            return await super().generate(request, prompts)
+            return await super().generate(request, prompts, finished)
 
     run.engines = [Stale("rollout-0", random.Random(0))]
     with pytest.raises(TroupeError, match=r"tokens of version 0; the policy is at 1 and schedule.max_staleness is 0"):

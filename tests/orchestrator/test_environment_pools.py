@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from tests.clock import on_virtual_time
 from tests.conftest import ROOT
 from tests.fakes import FaultyEngine, FaultyWorker
 from tests.orchestrator.pools.test_linked import Service
@@ -99,7 +100,7 @@ def test_engines_are_linked_to_every_environment_by_its_name() -> None:
         assert [worker.ended for worker in ended] == [["rollout-0"]] * 2, "the episodes of the lost engine are closed"
         await run.pools.close()
 
-    asyncio.run(go())
+    on_virtual_time(go())
 
 
 def test_a_lost_worker_costs_its_own_environment_and_no_other() -> None:
@@ -120,4 +121,4 @@ def test_a_lost_worker_costs_its_own_environment_and_no_other() -> None:
         await run.until(lambda: run.started[-1] == "environment.guess-0" and run.engine.links["guess"][-1][0])
         await run.pools.close()
 
-    asyncio.run(go())
+    on_virtual_time(go())

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.clock import on_virtual_time
 from tests.conftest import ROOT
 from tests.fakes import FakePolicy, fake_spec, fakes_of, policy_group, restart_fakes
 from tests.orchestrator.roles.test_worker_memory import spec_of
@@ -66,11 +67,11 @@ def test_a_trainer_that_dies_while_it_starts_is_started_again(allowed: int, firs
 
     dying.target.start, other.target.start = die, lose
     if allowed:
-        asyncio.run(launcher._start_trainers(group))
+        on_virtual_time(launcher._start_trainers(group))
         assert launcher.restarts == 1 and fakes_of(group)[0] is not dying
     else:
         with pytest.raises((WorkerDied, WorkerRaised)):
-            asyncio.run(launcher._start_trainers(group))
+            on_virtual_time(launcher._start_trainers(group))
 
 
 def test_a_trainer_that_raises_while_it_starts_is_not_started_again() -> None:
@@ -82,7 +83,7 @@ def test_a_trainer_that_raises_while_it_starts_is_not_started_again() -> None:
 
     fakes_of(group)[0].target.start = fail
     with pytest.raises(WorkerRaised, match="no such model"):
-        asyncio.run(launcher._start_trainers(group))
+        on_virtual_time(launcher._start_trainers(group))
     assert launcher.restarts == 0
 
 
@@ -94,7 +95,7 @@ def test_a_trainer_that_dies_while_a_resume_loads_is_restarted_and_loads(tmp_pat
         controller = run.build()
         found = controller.store.latest()
         assert found is not None
-        await controller.components.recovery.retry(lambda: load_checkpoint(found, run.groups, 5.0))
+        await controller.components.recovery.retry(lambda: load_checkpoint(found, run.groups, 60.0))
         assert [len(learned) for learned in run.learned] == [2, 2, 4]
         assert controller.components.recovery.budget.total == 1
 
@@ -123,7 +124,7 @@ def test_an_engine_starts_after_the_trainer_on_its_gpu(shared: bool) -> None:
     changes.append(f"roles.rollout={{workers: 8, {where}, gpu_memory_utilization: 0.3, max_model_len: 4096}}")
     spec = spec_of(ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml", *changes, "roles.policy.workers=8")
     launcher = _Ordered(spec)
-    asyncio.run(launcher._start())
+    on_virtual_time(launcher._start())
     begins, ended = launcher.events.index("rollout begins"), launcher.events.index("policy has started")
     assert (begins > ended) is shared
     assert launcher.events.index("reward begins") < ended

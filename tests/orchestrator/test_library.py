@@ -126,9 +126,6 @@ def test_a_model_to_evaluate_is_named_directly_by_a_checkpoint_a_run_or_the_hub(
     assert library.evaluated_model("Qwen/Qwen2.5-0.5B") == Path("Qwen/Qwen2.5-0.5B")
     with pytest.raises(troupe.TroupeError, match="--best needs the folder of a run"):
         library.evaluated_model(newest, best=True)
-    (newest / "adapter_config.json").write_text("{}")
-    with pytest.raises(troupe.TroupeError, match=r"holds adapters: `troupe export RUN FOLDER --merge`"):
-        library.evaluated_model(newest)
     assert library.is_endpoint("https://host/v1") and not library.is_endpoint("host/v1")
 
 

@@ -112,11 +112,8 @@ def test_a_request_that_fails_leaves_the_next_ones_for_later(tmp_path: Path) -> 
 
 
 def test_a_command_that_gives_up_withdraws_its_request(tmp_path: Path) -> None:
-    mailbox = Mailbox(tmp_path)
-    began = time.monotonic()
     with pytest.raises(TimeoutError):
-        mailbox.ask(b"too late", 0.2)
-    assert time.monotonic() - began < 5.0
+        Mailbox(tmp_path).ask(b"too late", 0.2)
     wait_for(lambda: messages(tmp_path) == [])
 
 
@@ -148,12 +145,11 @@ def test_an_answer_that_comes_too_late_stays_until_the_next_run(tmp_path: Path) 
 
 
 def test_a_run_that_dies_with_a_request_ends_the_wait_at_its_bound(tmp_path: Path) -> None:
-    code = "while not list(mailbox.take()): time.sleep(0.002)\nos.kill(os.getpid(), 9)"
+    code = "print(flush=True)\nwhile not list(mailbox.take()): time.sleep(0.002)\nos.kill(os.getpid(), 9)"
     with process(tmp_path, code) as run:
-        began = time.monotonic()
+        assert run.stdout is not None and run.stdout.readline()
         with pytest.raises(TimeoutError):
-            Mailbox(tmp_path).ask(b"", 3.0, WAIT_S)
-        assert time.monotonic() - began < 10.0
+            Mailbox(tmp_path).ask(b"", 2.0, WAIT_S)
         assert run.wait(WAIT_S) == -signal.SIGKILL  # it took the request
     wait_for(lambda: messages(tmp_path) == [])
 
@@ -161,11 +157,16 @@ def test_a_run_that_dies_with_a_request_ends_the_wait_at_its_bound(tmp_path: Pat
 def test_a_folder_that_disappears_ends_the_wait_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "box"
     folder.mkdir()
-    threading.Timer(0.5, shutil.rmtree, (folder,)).start()
-    began = time.monotonic()
+
+    def remove() -> None:
+        wait_for(lambda: any(folder.glob("request-*")))
+        shutil.rmtree(folder)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
     with pytest.raises(FileNotFoundError):
         Mailbox(folder).ask(b"", 60.0)
-    assert time.monotonic() - began < 10.0
+    thread.join()
     with pytest.raises(FileNotFoundError):
         Mailbox(folder).ask(b"", 60.0)
 
@@ -318,16 +319,11 @@ def test_an_operation_in_a_child_fails_as_it_would_here(tmp_path: Path) -> None:
 def test_an_operation_that_hangs_is_left_at_its_bound(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     before = set(psutil.Process().children())
-    began = time.monotonic()
     with pytest.raises(TimeoutError):
         run_in_child((tmp_path / "pipe").read_bytes, 0.3)
-    assert time.monotonic() - began < 5.0
-    (child,) = set(psutil.Process().children()) - before
+    assert len(set(psutil.Process().children()) - before) == 1
     (tmp_path / "pipe").write_bytes(b"")
-    deadline = time.monotonic() + WAIT_S
-    while child.is_running():  # also as a zombie
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_children_but(before)
 
 
 def test_a_request_that_is_written_too_late_is_not_posted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +333,8 @@ def test_a_request_that_is_written_too_late_is_not_posted(tmp_path: Path, monkey
     before = set(psutil.Process().children())
     with pytest.raises(TimeoutError):
         Mailbox(tmp_path).ask(b"", WAIT_S, 0.2)
-    _, left = psutil.wait_procs(set(psutil.Process().children()) - before, WAIT_S)
-    assert (left, messages(tmp_path)) == ([], [])
+    wait_for_children_but(before)
+    assert messages(tmp_path) == []
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount file systems")
@@ -346,18 +342,20 @@ def test_a_disk_that_hangs_does_not_block_the_command_and_takes_no_request_after
     with own_disk(tmp_path / "disk", 32) as disk:
         mailbox = Mailbox(disk / "box")
         mailbox.open()
-        with frozen(disk):
-            began = time.monotonic()
-            with pytest.raises(TimeoutError):
-                mailbox.ask(b"", WAIT_S, 0.5)
-            assert time.monotonic() - began < 5.0
-        wait_for(lambda: messages(disk / "box") == [])
-        time.sleep(0.2)
-        assert list(mailbox.take()) == []
+        before = set(psutil.Process().children())
+        with frozen(disk), pytest.raises(TimeoutError):
+            mailbox.ask(b"", WAIT_S, 0.5)
+        wait_for_children_but(before)
+        assert messages(disk / "box") == []
 
 
 def full_disk() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def wait_for_children_but(others: set[psutil.Process]) -> None:
+    """Wait until all other children have ended and left no zombie."""
+    wait_for(lambda: set(psutil.Process().children()) <= others)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

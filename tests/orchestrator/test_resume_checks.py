@@ -137,8 +137,9 @@ def test_another_zero_stage_is_refused_with_the_field_and_the_stage_that_wrote(t
     assert lines(tmp_path, before, before, state)
 
 
-def test_other_rows_are_refused() -> None:
-    require_same_rows("data.train", {"digest": "a"}, "a")
-    require_same_rows("data.train", {}, "a")
+def test_other_rows_are_refused(tmp_path: Path) -> None:
+    found = Checkpoint(2, tmp_path, {"source": {"digest": "a"}})
+    require_same_rows(None, lambda state: [("data.train", state, "b")])
+    require_same_rows(found, lambda state: [("data.train", state, "a"), ("data.ptx", {}, "b")])
     with pytest.raises(UsageError, match=r"data\.train: cannot resume: .* \(digest a, now b\)"):
-        require_same_rows("data.train", {"digest": "a"}, "b")
+        require_same_rows(found, lambda state: [("data.train", state, "b")])

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator import run_lock
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.run_lock import LOCK_FILE, kept, locked
+from troupe.orchestrator.run_lock import LOCK_FILE, RunLock, kept, locked
 
 HOLD = """
 import sys
@@ -34,6 +35,14 @@ def holder(folder: Path, then: str) -> subprocess.Popen[str]:
     started = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert started.stdout is not None and started.stdout.readline() == "locked\n"
     return started
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_second_run_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
@@ -116,17 +125,24 @@ def test_a_removed_folder_admits_no_second_run(tmp_path: Path) -> None:
 def test_the_folder_its_lock_and_its_spec_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on another host, which does not see the name in this kernel, finds the file locked."""
     monkeypatch.setattr(run_lock, "_LOOK_S", 0.02)
+    looks, renew = 0, RunLock.renew
+
+    def counted(lock: RunLock) -> bool:
+        nonlocal looks
+        looks += 1
+        return renew(lock)
+
+    monkeypatch.setattr(RunLock, "renew", counted)
     folder = tmp_path / "run"
     folder.mkdir()
     spec = folder / "spec.yaml"
     with locked(folder) as lock, kept(lock, spec):
         for text in ("name: first", "name: changed"):
             spec.write_text(text)
-            time.sleep(0.3)
-            shutil.rmtree(folder)
-            deadline = time.monotonic() + 20
-            while not spec.exists() and time.monotonic() < deadline:
-                time.sleep(0.02)
+            seen = looks
+            wait_for(lambda seen=seen: looks > seen + 1)  # the file was read after the first one
+            folder.rename(tmp_path / text)
+            wait_for(spec.exists)
             assert spec.read_text() == text
             assert f'"pid": {os.getpid()}' in (folder / LOCK_FILE).read_text()
             probe = os.open(folder / LOCK_FILE, os.O_RDWR)

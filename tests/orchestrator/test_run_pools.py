@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.clock import on_virtual_time
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.errors import WorkerDied
@@ -105,7 +106,7 @@ def test_every_worker_with_a_pool_is_replaced_until_its_restarts_are_used(name: 
             assert pool.names == []
         await pools.close()
 
-    asyncio.run(run())
+    on_virtual_time(run())
 
 
 PREFIXES = {
@@ -135,4 +136,4 @@ def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, met
         assert launcher.started[f"{caller}-0"].calls[0] == method
         await pools.close()
 
-    asyncio.run(run())
+    on_virtual_time(run())

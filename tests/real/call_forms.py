@@ -93,3 +93,24 @@ OTHERS = {"deepseek_v41", "dots", "inkling", "k2_horizon", "kimi_k3", "minimax_m
 """Parsers whose form is not known here."""
 READ_NO_TEXT = {"cohere_command3", "cohere_command4", "hf", "openai"}
 """Parsers that raise NotImplementedError on every turn."""
+_SECOND = (
+    ('"print(1)"}', '"print(1)", "n": 12}'),
+    ("code='print(1)'", "code='print(1)', n=12"),
+    ("<escape>print(1)<escape>}", "<escape>print(1)<escape>,n:<escape>12<escape>}"),
+    ('<|"|>print(1)<|"|>}', '<|"|>print(1)<|"|>,n:12}'),
+    ("print(1)\n</parameter>", "print(1)\n</parameter>\n<parameter=n>\n12\n</parameter>"),
+    ("print(1)</parameter>", 'print(1)</parameter>\n<parameter name="n">12</parameter>'),
+    ("print(1)</param>", 'print(1)</param><param name="n">12</param>'),
+    ("print(1)</steptml:parameter>", 'print(1)</steptml:parameter><steptml:parameter name="n">12</steptml:parameter>'),
+    (
+        "print(1)</｜DSML｜parameter>",
+        'print(1)</｜DSML｜parameter><｜DSML｜parameter name="n" string="false">12</｜DSML｜parameter>',
+    ),
+    ("print(1)</arg_value>", "print(1)</arg_value><arg_key>n</arg_key><arg_value>12</arg_value>"),
+)
+
+
+def two_arguments(form: str) -> str:
+    """The call of a form with a second argument."""
+    end, longer = next((end, longer) for end, longer in _SECOND if end in form)
+    return form.replace(end, longer, 1)

@@ -31,7 +31,7 @@ PPO = ROOT / "deploy" / "specs" / "tiny-ppo.yaml"
 SAMPLES_PER_STEP = 64
 """Samples per step of `GRPO` and `PPO`."""
 RUN_TIMEOUT_S = 480.0
-EXIT_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 30.0
 ENDLESS = (
     *("schedule.steps=1000", "schedule.prompts_per_step=2", "algorithm.group_size=8", "sampling.max_tokens=64"),
     *("roles.policy.learning_rate=1e-4", "checkpoint.every_steps=0"),

@@ -47,10 +47,10 @@ from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollout_run import RolloutRun
+from troupe.orchestrator.run_checkpoints import folder_checkpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig, RolloutConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.data.tokenizer import load_chat_tokenizer
@@ -170,15 +170,13 @@ class SharedWorkers:
         trainers = {"policy": policy} | ({} if critic is None else {"critic": critic})
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
         out.mkdir(exist_ok=True)
-        store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
-        store.prepare()
-        found = store.latest()
+        checkpoints = folder_checkpoints(spec, out)
         context = RunContext(self.cluster, self.launcher, workers, Console(io.StringIO()), stop or asyncio.Event())
         parts = RolloutRun(spec, out, context, load_data(spec))
         try:
-            controller = await parts.controller(store, found)
+            controller = await parts.controller(checkpoints)
             assert controller.components.sync is not None
-            if found is None:
+            if checkpoints.found is None:
                 await controller.components.sync.push(0)  # the engine still serves the previous policy
             return FinishedRun(out, await controller.run())
         finally:

@@ -252,9 +252,14 @@ def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resume
 def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeated(
     grpo: Run, resumed: Run, folder: Path, tiny_model: Path
 ) -> None:
-    """Until Ctrl-C. The replay starts from the initial model and gathers the digests of parameters from both ranks."""
+    """Until Ctrl-C, with evaluations beside steps 1 and 3, which change no sample and are each of one version.
+
+    The replay starts from the initial model and gathers the digests of parameters from both ranks.
+    """
     overrides = ("roles.rollout.workers=2", "roles.policy.workers=2", "checkpoint.every_steps=1", "checkpoint.keep=10")
     overrides += ("roles.policy.zero_stage=3", "weight_sync.backend=gloo")
+    held_out = "{kind: reasoning_gym, recipes: [{name: chain_sum}], size: 12, seed: 2}"
+    overrides += (f"data.eval={held_out}", "evaluation={every_steps: 2, beside: true}")
     with running(Run(folder, GRPO, *overrides, name="two-workers")) as run:
         run.wait_for_step(3)
         interrupt(run)
@@ -263,12 +268,14 @@ def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeat
         assert run.leftover_processes() == []
     assert run.weight_files == []
     saved = max(int(path.name.removeprefix("step-")) for path in (run.out / "checkpoints").iterdir())
-    assert saved == run.steps()[-1] < load_rollout_spec(GRPO).schedule.steps
-    assert len({row["engine"] for row in trajectories(run.out, 1).to_pylist()}) == 2
+    assert saved == max(run.steps()) < load_rollout_spec(GRPO).schedule.steps
+    assert len({row["engine"] for row in trajectories(run.out, 2).to_pylist()}) == 2
+    evaluated_beside_training(run)
     one, two = (by_sample(run_.out, 1) for run_ in (grpo, run))
     assert two == one
     for name in LEARNING:
-        assert run.metrics[0][name] == pytest.approx(grpo.metrics[0][name], rel=1e-4, abs=1e-6), name
+        first = RunFolder(run.out).metrics()[1]
+        assert first[name] == pytest.approx(grpo.metrics[0][name], rel=1e-4, abs=1e-6), name
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     one, two = checkpoint_weights(folder / "killed", 1), checkpoint_weights(run.out, 1)
     for name, tensor in one.items():
@@ -277,6 +284,14 @@ def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeat
         assert (two[name] - tensor).norm() < 0.05 * moved, name
     shutil.rmtree(run.out / "checkpoints")
     assert equal_steps(replayed(run.out, 3)) == [1, 2, 3]
+
+
+def evaluated_beside_training(run: Run) -> None:
+    """Every evaluation has ended (the engine's tokens were of one version), and is in the line of its step."""
+    folder = RunFolder(run.out)
+    assert [(event["of"], event["ok"]) for event in folder.events("evaluation")][:2] == [(0, True), (2, True)]
+    assert folder.steps() == list(range(max(run.steps()) + 1))
+    assert [folder.metrics()[step]["eval/prompts"] for step in (0, 2)] == [12, 12]
 
 
 def test_troupe_eval_evaluates_a_run_on_several_sets_without_trainers(

@@ -27,7 +27,7 @@ def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tmp_path: 
 
     The engine's successor loads the model and the newest adapters, that of the policy the last checkpoint.
     """
-    overrides = ("schedule.max_staleness=1", "audit.at_start=true", "roles.policy.ema_decay=0.5")
+    overrides = ("schedule.max_staleness=1", "roles.policy.ema_decay=0.5")
     engine, policy = tmp_path / "engine", tmp_path / "policy"
     deaths = deadly_environment(
         ("troupe.workers.weights.vllm_adapter:AdapterTransferEngine.use", 4, engine),

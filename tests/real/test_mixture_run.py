@@ -21,6 +21,8 @@ from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.event_log import EVENTS
 
+pytestmark = pytest.mark.long
+
 TINY = ROOT / "deploy" / "specs" / "tiny-mixture.yaml"
 SPEC = load_rollout_spec(TINY)
 SIZES = {"sums": 8, "games": 4}

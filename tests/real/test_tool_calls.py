@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.real.call_forms import FORMS, OTHERS, READ_NO_TEXT, TOKENS
+from tests.real.call_forms import FORMS, OTHERS, READ_NO_TEXT, TOKENS, two_arguments
 from troupe.workers.engine import tool_calls
 from troupe.workers.engine.tool_calls import tool_parser
 from troupe.workers.environments.tools import CUT, MALFORMED, Tools, unread_call
@@ -23,7 +24,11 @@ PYTHON = {
     "function": {
         "name": "python",
         "description": "Runs code.",
-        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string"}, "n": {"type": "integer"}},
+            "required": ["code"],
+        },
     },
 }
 
@@ -57,6 +62,24 @@ def test_no_turn_that_was_cut_calls_a_tool_or_is_the_answer(tokenizer: PreTraine
     ends = (whole.index("print(1)") + 6, len(whole) - 1, len(whole))
     for message in read(tokenizer, parser, *(whole[:end] for end in ends), cut=True):
         assert "tool_calls" not in message and unread_call(message) == CUT
+
+
+def arguments(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the calls of a turn are called with."""
+    return [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize("parser", FORMS)
+def test_no_turn_that_a_stop_string_ends_inside_a_call_calls_a_tool_with_half_of_its_arguments(
+    tokenizer: PreTrainedTokenizerBase, parser: str
+) -> None:
+    """Wherever the string stands: the parser completes the call, or the turn ends with no token that ends one."""
+    whole = two_arguments(FORMS[parser])
+    expected, again = (arguments(one) for one in read(tokenizer, parser, whole, f"{whole}\n", cut=False))
+    assert expected == again and [call.keys() for call in expected] == [{"code", "n"}]
+    ends = range(whole.index("print(1)"), len(whole), 4)
+    for message in read(tokenizer, parser, *(whole[:end] for end in ends), cut=False):
+        assert arguments(message) in ([], expected)
 
 
 def test_a_cut_turn_is_never_the_answer(tokenizer: PreTrainedTokenizerBase) -> None:

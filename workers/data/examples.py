@@ -356,3 +356,30 @@ class ExampleTable:
             desirable=to_device(self._desirable[index], device),
             ref_logprobs=self.tokens.floats("ref_logprobs", tokens),
         )
+
+
+def encode_candidates(
+    tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], texts: Sequence[str], longest: int
+) -> list[list[int]]:
+    """Token ids of every text as a response to `messages`, with the token that ends its turn.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        messages: JSON list of {"role", "content"}.
+        prompt_ids: Token ids of the prompt.
+        texts: The answers.
+        longest: Maximum number of tokens of a response.
+
+    Raises:
+        PromptRefused: an answer has more tokens, or cannot be encoded.
+    """
+    encoded = []
+    for number, text in enumerate(texts):
+        try:
+            ids = encode_response(tokenizer, messages, prompt_ids, text)
+        except ExampleRefused as error:
+            raise PromptRefused(f"candidate {number}: {error}") from error
+        if len(ids) > longest:
+            raise PromptRefused(f"candidate {number} has {len(ids)} tokens, more than sampling.max_tokens, {longest}")
+        encoded.append(ids)
+    return encoded

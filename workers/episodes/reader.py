@@ -24,6 +24,15 @@ UnreadCall = Literal["cut", "malformed"]
 """Why no call of a turn is run: the turn was cut at its token limit, or the parser cannot read the call."""
 
 
+_CONTINUATIONS = (
+    *("x", "1", '"zz": 1}', ', "zz": 1}', '": 1}', ": 1}", "zz:1}", ",zz:1}", "<escape>", "zz:<escape>1<escape>"),
+    *("<parameter=zz>1</parameter>", '<parameter name="zz">1</parameter>', '<param name="zz">1</param>'),
+    *(f'<{tag}parameter name="zz" string="false">1</{tag}parameter>' for tag in ("｜DSML｜", "steptml:")),
+    "<arg_key>zz</arg_key><arg_value>1</arg_value>",
+)
+"""Texts of which one changes a call that has not ended, in the form of any parser that reads such a call."""
+
+
 class MalformedCall(ValueError):
     """A parser cannot read the calls of a turn."""
 
@@ -59,7 +68,8 @@ class TurnReader:
 
         The environment gets the text without special tokens other than the tags of thoughts. The history shows what
         was sampled, special tokens included, up to the token that ends the turn. The calls of a turn that was cut are
-        not read: some parsers complete the arguments of a call that does not end, and others see no call in it.
+        not read: some parsers complete the arguments of a call that does not end, and others see no call in it. A turn
+        that ends without such a token ended at a stop string, which may stand inside a call: that is malformed.
         """
         own = without_end(self.tokenizer, ids)
         text = response_text(self.tokenizer, own)
@@ -68,6 +78,8 @@ class TurnReader:
         history: Message = {"role": "assistant", "content": sampled_text(self.tokenizer, own)}
         if self.parse is not None and tools:
             rest, calls = ("", []) if cut else self._calls(self.parse, raw, tools)
+            if calls and len(own) == len(ids) and not self._is_whole(self.parse, raw, tools, calls):
+                calls = None
             if calls:
                 calls = valid_json(calls)  # the arguments of a call are JSON, which can hold half a character
                 message |= {"content": valid_text(rest), "tool_calls": calls}
@@ -84,3 +96,9 @@ class TurnReader:
             return parse(raw, tools)
         except MalformedCall:
             return "", None
+
+    def _is_whole(self, parse: ParseCalls, raw: str, tools: Sequence[Any], calls: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the calls have ended: no text behind them changes what they are called with."""
+        functions = [call["function"] for call in calls]
+        longer = (self._calls(parse, raw + more, tools)[1] for more in _CONTINUATIONS)
+        return all([call["function"] for call in found[: len(calls)]] == functions for found in longer if found)

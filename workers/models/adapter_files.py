@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-BASE_DIGEST = "base_digest"
-"""Key of the digest of the model below, in the metadata of the tensors' file."""
 PREFIX = "base_model.model."
 """What peft puts before a parameter's name in a file."""
 DESCRIPTION = "adapter"

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from troupe.workers.contract.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, scaling, unsupported_setting
-from troupe.workers.models.adapter_files import BASE_DIGEST, PREFIX
+from troupe.workers.contract.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE_DIGEST,
+    scaling,
+    unsupported_setting,
+)
+from troupe.workers.models.adapter_files import PREFIX
 from troupe.workers.models.base_files import base_digest
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _NAMES = re.compile("答案|答え|정답")
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _BORDERS = re.compile(rf"(?<=[{_CJK}])(?=[-+$\\(]?[0-9])|(?<=[0-9])(?=[{_CJK}])")
-_EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3}|_{1,3})(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*`])")
+_EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3}|_{1,3})(?=\S)([^*`\n]{1,500}?)(?<=\S)\1(?![\w*`])")
 _COLON = re.compile(r"(?<=[^\W\d])(\s*:\**)(?=[^\s/*])")
 _BRACKETS = re.compile(r"(?<![\w\\)])[(\[]\s*(-?[0-9][0-9.,/]*)\s*[)\]](?!\s*[\w(])")
 
@@ -54,6 +54,8 @@ def _improper(found: re.Match[str]) -> str:
 
 
 _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    # Long white space, which takes the patterns of math-verify seconds: their time grows with its square
+    (re.compile(r"\s{3,}"), lambda found: "\n\n" if "\n" in found[0] else " "),
     # 1.000,5 and 3{,}5
     (
         re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:\.[0-9]{3})+),([0-9]+)(?![0-9.,])"),
@@ -62,7 +64,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     (re.compile(r"(?<=[0-9])\{,\}(?=[0-9])"), "."),
     # ####7, 90°, 2π and √16
     (re.compile(r"(?<=##)(?=[-+.0-9])"), " "),
-    (re.compile(r"\s*°\s*[CF]?(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"(?<!\s)\s*°\s*[CF]?(?![A-Za-z])"), r"^\\circ "),
     (re.compile("π"), r"\\pi "),
     (re.compile(r"√\s*([0-9]+)"), r"\\sqrt{\1}"),
     # 3½ and 2³
@@ -81,7 +83,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         lambda found: format(Decimal(found[0]), "f"),
     ),
     (re.compile(r"(?<![\w.)}])(?=\.[0-9])"), "0"),
-    (re.compile(r"(?<![\w.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![\w/])"), _improper),
+    (re.compile(r"(?<![\w.,/^])([0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/])"), _improper),
 )
 """Forms of numbers that math-verify does not read, with what it reads."""
 

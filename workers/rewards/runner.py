@@ -231,3 +231,19 @@ class RewardProcess:
         """Clean up a child that closed its connection; returns how it ended."""
         child, self._child = self._child, None
         return "died" if child is None else child.wait(_REAP_S)
+
+
+@dataclass(frozen=True)
+class EnvironmentReward:
+    """The rewards that the environment gave during an episode: their sum, or with `process` each at its turn."""
+
+    config: RewardFunctionConfig
+
+    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """One outcome per sample; an episode without a reward has 0."""
+        return [
+            RewardResult(
+                sum(reward for _, reward in s.turn_rewards), steps=s.turn_rewards if self.config.process else ()
+            )
+            for s in samples
+        ]

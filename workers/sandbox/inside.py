@@ -202,9 +202,9 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _call(f"mount {kind or source or ''} on {target}", result)
 
 
-def _protect(target: str, attributes: int, recursive: int = _AT_RECURSIVE) -> None:
-    """Set attributes of a mount and, if recursive, of all mounts below it."""
-    structure = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+def _protect(target: str, recursive: int = _AT_RECURSIVE) -> None:
+    """Make a mount and, if recursive, all mounts below it read-only, without devices and set-uid programs."""
+    structure = (ctypes.c_uint64 * 4)(_MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
     arguments = (-100, target.encode(), recursive, ctypes.byref(structure), ctypes.c_size_t(32))
     _call(f"protect {target}", _libc.syscall(_MOUNT_SETATTR, *arguments))
 
@@ -223,7 +223,7 @@ def _bind(path: str) -> None:
     else:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, target, None, _MS_BIND | _MS_REC)
-    _protect(target, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    _protect(target)
 
 
 def _pivot(root: str, old: str) -> None:
@@ -255,7 +255,7 @@ def _make_root(request: dict[str, Any]) -> None:
         _pivot("/new", "/new/old")
         _call("leave the host's file system", _libc.umount2(b"/old", _MNT_DETACH))
         os.rmdir("/old")
-        _protect("/", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, recursive=0)
+        _protect("/", recursive=0)
         os.chdir("/tmp")
 
 

@@ -31,11 +31,11 @@ from troupe.workers.training.background_save import HostCopies, Write
 from troupe.workers.training.checkpoint import ReshardingLoader, reshard_average
 from troupe.workers.training.group import import_deepspeed
 from troupe.workers.training.host_states import HostStates, gradient_buffers, optimizer_states
+from troupe.workers.training.masters import HeldStep
 from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
 from troupe.workers.training.resharding import opened, rank_file, rank_files
 from troupe.workers.training.shards import restrict_loading, save_trained_only
-from troupe.workers.training.step_length import HeldStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,8 @@ def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
     """Write the model that computes what an adapter and the model below it compute together.
 
     Args:
-        request: `adapter`, peft's folder; `target`, the folder to write.
+        request: `adapter`, peft's folder; `target`, the folder to write; `base`, the folder of the model below, whose
+            tokenizer is copied. Without it, the model that the adapter names, and the adapter's tokenizer.
 
     Yields:
         The number of layers that had an adapter.
@@ -28,7 +29,7 @@ def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     adapter, target = read_adapter(request["adapter"]), Path(request["target"])
-    base = str(adapter.config["base_model_name_or_path"])
+    base = request.get("base", str(adapter.config["base_model_name_or_path"]))
     adapter.require_base(base)
     dtype = next(iter(adapter.tensors.values())).dtype  # of the run: what the adapter was added to
     arguments: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
@@ -38,5 +39,5 @@ def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
         model = AutoModelForCausalLM.from_pretrained(base, **arguments)
     layers = add_adapter(model, adapter)
     model.save_pretrained(target)
-    copy_tokenizer(ModelConfig(path=str(adapter.path)), target)
+    copy_tokenizer(ModelConfig(path=request.get("base", str(adapter.path))), target)
     yield {"layers": layers}

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from troupe.workers.contract.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_DIGEST
 from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.models.adapter import Adapter
-from troupe.workers.models.adapter_files import BASE_DIGEST, DESCRIPTION, Description, as_bytes
+from troupe.workers.models.adapter_files import DESCRIPTION, Description, as_bytes
 from troupe.workers.models.adapter_folder import read_adapter
 from troupe.workers.models.base_files import base_digest
 

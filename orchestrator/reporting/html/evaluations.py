@@ -30,6 +30,7 @@ def _set(label: str, description: Mapping[str, Any], found: Sequence[Mapping[str
     return {
         "label": label,
         "sampling": sampling_text(description["sampling"]),
+        "environment": str(description.get("environment", "")),
         "rewards": ", ".join(str(one.get("label") or one["name"]) for one in description["rewards"]),
         "prompts": results[-1]["prompts"],
         "failed": results[-1]["failed_samples"],

@@ -138,8 +138,13 @@ def _written(file: Path) -> int:
 
 
 def _lines(run: RunFolder) -> dict[int, str]:
-    """Step and time of every line of the metrics, by step: a step that was done again has another time."""
-    return {step: f"{step}@{line.get('time')}" for line in run.metrics() if isinstance(step := line.get("step"), int)}
+    """Step and time of every line of the metrics, by step: a step that was done again has another time.
+
+    With the number of evaluations until then that ended later: with one more, metrics that a page has are incomplete.
+    """
+    late = run.late_evaluations()
+    steps = {step: line.get("time") for line in run.metrics() if isinstance(step := line.get("step"), int)}
+    return {step: f"{step}@{time}" + "+" * sum(one <= step for one in late) for step, time in steps.items()}
 
 
 def _summary(runs: Sequence[RunFolder], lines: Sequence[dict[int, str]]) -> Json:

@@ -7,11 +7,13 @@ import hashlib
 import json
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.valid_text import valid_text
 
 SCRIPTS = (
@@ -66,6 +68,22 @@ def render_page(data: dict[str, Any], title: str, scripts: tuple[str, ...], *, c
         script=Markup(script),  # noqa: S704: a file of this package
         data=Markup(as_json(data)),  # noqa: S704: escaped by as_json
     )
+
+
+def write_bench_page(record: dict[str, Any], output: Path) -> Path:
+    """Write the page of a benchmark.
+
+    Args:
+        record: The results (`orchestrator/bench/record.py`).
+        output: The file. It is replaced as a whole.
+
+    Returns:
+        The file. Raises OSError where it cannot be written.
+    """
+    text = render_page(record, title=f"{record['name']} - Troupe bench", scripts=BENCH_SCRIPTS)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, text)
+    return output
 
 
 def as_json(data: Any) -> str:

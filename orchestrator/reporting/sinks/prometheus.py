@@ -48,7 +48,8 @@ class PrometheusSink:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Serve these metrics from now on. Those that a step does not have (evaluations) keep their last value."""
-        self._latest = {**self._latest, **numbers(metrics), "step": float(step), "step_time_seconds": time.time()}
+        latest = max(float(step), self._latest.get("step", 0.0))  # the evaluation of an earlier step may end later
+        self._latest = {**self._latest, **numbers(metrics), "step": latest, "step_time_seconds": time.time()}
 
     def close(self) -> None:
         """Close the port."""

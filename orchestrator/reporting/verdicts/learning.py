@@ -19,10 +19,10 @@ _MOST_PENALTY = 0.3
 _LEARNING_RATE = "roles.policy.learning_rate"
 
 
-def lower_learning_rate(run: History, factor: float = 0.3) -> Remedy:
+def lower_learning_rate(run: History) -> Remedy:
     """Proposes a lower learning rate of the policy."""
     rate = float(run.get(_LEARNING_RATE, 1e-6))
-    return Remedy("Lower the learning rate.", field(_LEARNING_RATE, rate * factor))
+    return Remedy("Lower the learning rate.", field(_LEARNING_RATE, 0.3 * rate))
 
 
 def add_kl(run: History) -> Remedy:

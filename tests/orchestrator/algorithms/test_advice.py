@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.tooling.algorithm_reference import Curves, algorithm_reference
-from troupe.orchestrator.algorithms.advice import all_advice
-from troupe.orchestrator.algorithms.description import description
+from troupe.orchestrator.algorithms.description import all_advice, description
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import ALGORITHMS

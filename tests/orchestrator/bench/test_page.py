@@ -13,7 +13,7 @@ from troupe.orchestrator.bench.record import record_of
 from troupe.orchestrator.bench.results import Result, with_efficiency
 from troupe.orchestrator.bench.training import TransferResult
 from troupe.orchestrator.commands.bench_table import advice, render
-from troupe.orchestrator.reporting.html.bench import write_page
+from troupe.orchestrator.reporting.html.page import write_bench_page
 
 WORKERS, SEQS = "roles.rollout.workers", "roles.rollout.max_num_seqs"
 HOSTILE = "</script><script>window.hit = 1</script>"
@@ -38,7 +38,7 @@ def text(width: int) -> str:
 
 
 def test_the_page_is_one_file_that_asks_nobody_and_holds_text_as_text(tmp_path: Path) -> None:
-    page = write_page(record_of(results(), 2), tmp_path / "new" / "bench.html").read_text()
+    page = write_bench_page(record_of(results(), 2), tmp_path / "new" / "bench.html").read_text()
     assert "default-src &#39;none&#39;" in page and "connect-src &#39;none&#39;" in page
     assert "src=" not in page and "@import" not in page and HOSTILE not in page
     assert page.count("<script") == 2 and "tiny-grpo - Troupe bench" in page
@@ -71,7 +71,7 @@ def test_the_text_says_what_to_change_and_which_point_is_fastest() -> None:
 @pytest.mark.parametrize("width", [390, 1280])
 async def test_a_browser_draws_every_part_within_its_width(tmp_path: Path, width: int) -> None:
     sent = [*SENT, TransferResult("nccl", None, HOSTILE)]
-    page_file = write_page(record_of(results(), 2, TRAINED, sent), tmp_path / "bench.html")
+    page_file = write_bench_page(record_of(results(), 2, TRAINED, sent), tmp_path / "bench.html")
     async with browser_page(width=width) as page:
         await page.open(page_file.as_uri())
         await page.run("window.dispatchEvent(new Event('beforeprint'))")

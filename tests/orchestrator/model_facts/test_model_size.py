@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_header, read_size
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size, tensors_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -139,7 +139,7 @@ def test_a_broken_file_is_a_clear_error(tmp_path: Path, content: bytes, error: s
     path = folder(tmp_path) / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(SizeUnknown) as caught:
-        list(read_header(path))
+        list(tensors_of(path))
     assert error in str(caught.value) and str(path) in str(caught.value)
 
 

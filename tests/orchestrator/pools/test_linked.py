@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from tests.clock import on_virtual_time
 from tests.fakes import FaultyWorker
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import WorkerDied
@@ -105,7 +106,7 @@ def play(
         finally:
             await pool.close()
 
-    asyncio.run(run())
+    on_virtual_time(run())
 
 
 BOTH: Link = (("service-0", "service-1"), "")

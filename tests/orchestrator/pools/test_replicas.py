@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.clock import on_virtual_time
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
@@ -41,5 +42,5 @@ def test_who_is_told_of_a_loss_is_told_before_a_replacement_of_the_same_name_sta
         await pool.until_started("rollout-0")
         await pool.close()
 
-    asyncio.run(run())
+    on_virtual_time(run())
     assert told == ["rollout-0 is lost", "rollout-0 starts"][: 1 + restarts]

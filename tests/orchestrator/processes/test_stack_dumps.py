@@ -11,18 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from tests.conftest import ROOT
+from tests.processes import suspend, wait_for_state
 from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
 from troupe.orchestrator.processes.stack_dumps import parse_stacks, read_stacks, request_stacks
 from troupe.workers.telemetry.stacks import LARGEST, VARIABLE, stack_file
 
 INSTALL = "from troupe.workers.telemetry.stacks import write_stacks_on_signal; write_stacks_on_signal()\n"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @contextmanager
-def python(folder: Path, code: str) -> Iterator[int]:
-    """A process that runs `code` and then says that it is ready by writing a file."""
+def python(folder: Path, code: str, state: str = "S") -> Iterator[int]:
+    """A process that runs `code`, says that it is ready by writing a file, and then reaches this state."""
     ready = folder / "ready"
     source = f"import pathlib\n{code.replace('READY', f'pathlib.Path({str(ready)!r}).touch()')}"
     script = folder / "stuck.py"
@@ -34,6 +37,7 @@ def python(folder: Path, code: str) -> Iterator[int]:
             while not ready.exists():
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.02)
+            wait_for_state(process.pid, state)
             yield process.pid
         finally:
             process.kill()
@@ -49,7 +53,7 @@ def stacks_of(folder: Path, pid: int) -> list[str]:
 def test_a_process_that_holds_the_interpreter_lock_writes_its_stacks(tmp_path: Path) -> None:
     code = INSTALL + "import re\ndef stuck():\n    READY\n    re.match(r'(a+)+$', 'a' * 60 + 'b')\nstuck()\n"
     deadline, source = time.monotonic() + WAIT_S, ""
-    with python(tmp_path, code) as pid:
+    with python(tmp_path, code, "R") as pid:
         while not source.startswith("re.match") and time.monotonic() < deadline:  # it is there some moments after READY
             asked = request_stacks(tmp_path / "stacks", [pid])
             (thread,) = read_stacks(tmp_path / "stacks", asked, deadline)[pid]
@@ -67,6 +71,7 @@ def test_a_forked_process_has_a_file_of_its_own(tmp_path: Path) -> None:
     with python(tmp_path, code) as pid:
         child = int((tmp_path / "child").read_text())
         try:
+            wait_for_state(child, "S")
             assert stacks_of(tmp_path, child) == ["below"]
             assert stacks_of(tmp_path, pid) == ["<module>"]
         finally:
@@ -107,8 +112,7 @@ def test_a_look_tells_what_each_process_does(tmp_path: Path) -> None:
         report = inspect_node(
             InspectRequest({pid: "policy-0", busy.pid: "reward-0"}, tmp_path / "stacks", paths=(tmp_path,))
         )
-        busy.send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
+        suspend(psutil.Process(busy.pid))
         (stopped,) = inspect_node(InspectRequest({busy.pid: "reward-0"}, tmp_path / "stacks")).processes
         busy.kill()
     writer, loop = report.processes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import re
 import sys
 import threading
 import time
@@ -95,11 +96,12 @@ def test_without_a_terminal_a_long_phase_is_reported_at_intervals() -> None:
     console.start("name", 40)
     console.step(2, STEP)
     console.phase("generate", 3, 16)
-    wait_for(lambda: stream.getvalue().count("generate 3/16") == 2)
+    wait_for(lambda: stream.getvalue().count("generate 3/16") >= 2)
     console.close()
     start, step, first, second, *_ = stream.getvalue().splitlines()
     assert (start, step.split()[:2]) == ("name: 40 steps", ["step", "2/40"])
-    assert first == second == "after step 2/40: generate 3/16 (0 s)"
+    assert re.sub(r"\d+ s", "0 s", first) == "after step 2/40: generate 3/16 (0 s)"
+    assert second.startswith("after step 2/40: generate 3/16 (")
 
 
 def test_a_start_says_which_workers_it_waits_for() -> None:
@@ -109,7 +111,7 @@ def test_a_start_says_which_workers_it_waits_for() -> None:
     console.phase("start workers", 1, 3, "policy-0, rollout-0")
     wait_for(lambda: "waiting for" in stream.getvalue())
     console.close()
-    assert "start workers 1/3 (0 s): waiting for policy-0, rollout-0" in stream.getvalue()
+    assert re.search(r"start workers 1/3 \(\d+ s\): waiting for policy-0, rollout-0", stream.getvalue())
 
 
 def test_a_step_says_how_long_the_run_still_takes_and_the_end_what_bounded_it() -> None:

@@ -26,6 +26,8 @@ from troupe.orchestrator.reporting.event_texts import event_text
         ({"event": "dropped", "samples": 1, "reason": "no number"}, "1 sample dropped: no number"),
         ({"event": "retry", "groups": 2}, "2 groups sampled again"),
         ({"event": "scaled", "workers": {"rollout": 3}}, "workers changed to 3 rollout"),
+        ({"event": "evaluation", "of": 3, "ok": True}, "step 3 evaluated beside training"),
+        ({"event": "evaluation", "of": 3, "ok": False, "detail": "x"}, "the evaluation of step 3 is lost: x"),
         ({"event": "checkpoint", "ok": True, "seconds": 0.4925}, "checkpoint saved in 0.49 s"),
         ({"event": "checkpoint", "ok": False, "detail": "disk full"}, "checkpoint failed: disk full"),
         ({"event": "weights", "version": 4, "seconds": 0.05}, "weights of version 4 sent in 0.05 s"),

@@ -39,6 +39,29 @@ def test_spec_and_metrics_are_read_and_a_line_that_is_being_written_is_left_out(
     assert run.events() == []
 
 
+def test_an_evaluation_that_ended_later_is_in_the_line_of_its_step(folder: Path) -> None:
+    """Whichever lines are behind it; that of the model before training comes first."""
+    lines = [
+        {"step": 1, "time": 10.0, "reward/mean": 0.1},
+        {"step": 0, "time": 11.0, "eval/accuracy": 0.2},
+        {"step": 2, "time": 12.0, "reward/mean": 0.3, "eval/accuracy": None},
+        {"step": 3, "time": 13.0, "reward/mean": 0.4},
+        {"step": 2, "time": 14.0, "eval/accuracy": 0.5},
+        {"step": 2, "time": 15.0, "eval/accuracy": 0.6},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run = RunFolder(folder)
+    assert run.metrics() == [lines[1], lines[0], lines[2] | {"eval/accuracy": 0.6}, lines[3]]
+    assert run.late_evaluations() == [0, 2, 2] and run.steps() == [0, 1, 2, 3]
+
+
+def test_lines_of_evaluations_alone_are_steps(folder: Path) -> None:
+    """As in a run whose steps have no other metrics, and where a step was done again."""
+    lines = [{"step": step, "eval/accuracy": step / 8} for step in (0, 2, 4)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert RunFolder(folder).metrics() == lines and RunFolder(folder).late_evaluations() == []
+
+
 def test_events_can_be_chosen_by_kind(folder: Path) -> None:
     lines = [{"step": 0, "event": "run_started"}, {"step": 1, "event": "weights", "version": 1}]
     (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -39,13 +39,11 @@ class OneByOne(FaultyEngine):
         """How often each sample (prompt_uid, sample_index) was finished."""
         self.running: dict[GroupRequest, list[SampleSummary]] = {}
 
-    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
-        return await self._sample(request)
-
-    async def generate_rest(
-        self, request: GroupRequest, prompts: object, finished: FakeTable
+    async def generate(
+        self, request: GroupRequest, prompts: object, finished: FakeTable | None = None
     ) -> tuple[GroupSummary, FakeTable]:
-        assert finished.kind == "rollouts" and request.prompt_uid in finished.uids
+        assert (finished is None) == (not request.finished)
+        assert finished is None or (finished.kind == "rollouts" and request.prompt_uid in finished.uids)
         return await self._sample(request)
 
     async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], FakeTable]:
@@ -82,14 +80,17 @@ def sampled(*runs: RolloutRun) -> Counter[tuple[str, int]]:
     return sum((engine.sampled for engine in engines), Counter[tuple[str, int]]())
 
 
-def stop_after(run: RolloutRun, seconds: float) -> RunOutcome:
-    """Run, and ask it to stop after a time."""
+def stop_after(run: RolloutRun, samples: int) -> RunOutcome:
+    """Run, and ask it to stop once so many samples are finished."""
 
     async def stopped() -> RunOutcome:
         controller = run.build()
         await run.take_over()
-        asyncio.get_running_loop().call_later(seconds, run.stop.set)
-        return await controller.run()
+        running = asyncio.create_task(controller.run())
+        while sampled(run).total() < samples:
+            await asyncio.sleep(0.001)
+        run.stop.set()
+        return await running
 
     return asyncio.run(stopped())
 
@@ -106,7 +107,7 @@ def test_no_finished_sample_is_sampled_again_wherever_a_run_is_stopped(tmp_path:
     rng, runs = random.Random(seed), list[RolloutRun]()
     for number in range(3):
         run = slow_run(tmp_path, 3 * seed + number, resume=number > 0)
-        stop_after(run, rng.uniform(0.01, 0.08))
+        stop_after(run, rng.randint(1, 15))
         runs.append(run)
     last = slow_run(tmp_path, 99, resume=True)
     outcome = last.run()
@@ -120,7 +121,7 @@ def test_no_finished_sample_is_sampled_again_wherever_a_run_is_stopped(tmp_path:
 def test_a_run_that_keeps_none_samples_them_again(tmp_path: Path) -> None:
     """What the test above would find without kept samples; the counts of the ledger are right there too."""
     run = slow_run(tmp_path, 0, checkpoint={"every_steps": 1, "samples_mib": 0})
-    stop_after(run, 0.04)
+    stop_after(run, 2 * 3 * GROUP_SIZE - 1)
     again = slow_run(tmp_path, 1, resume=True, checkpoint={"every_steps": 1, "samples_mib": 0})
     outcome = again.run()
     assert again.taken_over == 0 and not (newest(tmp_path).path / SAMPLES).exists()
@@ -149,12 +150,12 @@ def killed_and_resumed(out: Path, seed: int, **checkpoint: Any) -> tuple[int, in
     Returns:
         Samples that were finished and sampled again, and those that the checkpoint had kept; checks both.
     """
-    steps, fields = 20, {"every_steps": 1, **checkpoint}
+    steps, fields = 12, {"every_steps": 1, **checkpoint}
     schedule, per_step = {**SLOW["schedule"], "steps": steps}, 3 * GROUP_SIZE
     first = slow_run(out, seed, checkpoint=fields, schedule=schedule)
     for policy in first.policies:  # updates take longer than sampling: groups wait for their batch
         policy.update_s = 0.03
-    killed_after(first, random.Random(seed).randint(5 * per_step, 15 * per_step))
+    killed_after(first, random.Random(seed).randint(4 * per_step, 9 * per_step))
     found, before, kept = newest(out), set(sampled(first)), set[tuple[str, int]]()
     if (groups := found.path / SAMPLES / GROUPS).exists():
         for group in json.loads(groups.read_text())["groups"]:
@@ -184,7 +185,7 @@ def stopped_run(out: Path) -> tuple[RolloutRun, Checkpoint]:
     """A run that was stopped with finished samples in its newest checkpoint."""
     for seed in range(20):
         run = slow_run(out / str(seed), seed)
-        stop_after(run, 0.05)
+        stop_after(run, 20 + seed)
         found = newest(run.out)
         if (found.path / SAMPLES / GROUPS).exists():
             return run, found

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import on_virtual_time
 from tests.fakes import (
     FakePolicy,
     FakeReward,
@@ -104,7 +105,7 @@ def oldest(batch: list[ScoredGroup]) -> int:
 def test_synchronous_training_is_strictly_on_policy() -> None:
     """Staleness 0: every token of step v was sampled with version v, and no group is generated beyond the last step."""
     rollouts = FakeRollouts(staleness=0)
-    batches = asyncio.run(rollouts.train(6))
+    batches = on_virtual_time(rollouts.train(6))
     for version, batch in enumerate(batches):
         assert {(s.oldest_version, s.newest_version) for g in batch for s in g.summary.samples} == {(version, version)}
     counts = rollouts.ledger.counts()
@@ -117,7 +118,7 @@ def test_staleness_stays_within_its_bound_and_no_group_is_dropped_for_it(stalene
     rollouts = FakeRollouts(engines=3, staleness=staleness, steps=20)
     for engine in rollouts.engines:
         engine.mean_s = 0.004
-    batches = asyncio.run(rollouts.train(20, update_s=0.004))
+    batches = on_virtual_time(rollouts.train(20, update_s=0.004))
     ages = [version - oldest(batch) for version, batch in enumerate(batches)]
     assert max(ages) <= staleness
     assert max(ages) > 0
@@ -130,7 +131,7 @@ def test_each_sample_is_trained_once_although_engines_lose_calls() -> None:
     rollouts = FakeRollouts(engines=3, staleness=2, steps=10)
     for engine in rollouts.engines:
         engine.fail_next = 2
-    batches = asyncio.run(rollouts.train(10))
+    batches = on_virtual_time(rollouts.train(10))
     uids = Counter(group.summary.prompt_uid for batch in batches for group in batch)
     assert set(uids.values()) == {1}
     assert len(uids) == 50
@@ -151,7 +152,7 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_rescheduled() -> None:
         await killer
         return batches
 
-    batches = asyncio.run(run())
+    batches = on_virtual_time(run())
     assert sum(len(b) for b in batches) == 30
     assert rollouts.pool.budget.total == 1
 
@@ -174,7 +175,7 @@ def test_a_frozen_engine_is_found_by_the_probe_and_its_late_result_is_fenced() -
         await prober
         return batches
 
-    batches = asyncio.run(run())
+    batches = on_virtual_time(run())
     assert sum(len(b) for b in batches) == 15
     assert rollouts.ledger.counts()["retries"] > 0
     assert not rollouts.ledger.is_current("e0-r0", 0)
@@ -186,7 +187,7 @@ def test_losing_all_engines_ends_the_run_with_engines_lost() -> None:
     for engine in rollouts.pool.engines:
         engine.handle.kill()
     with pytest.raises(EnginesLost, match="no rollout engine is left"):
-        asyncio.run(rollouts.train(1))
+        on_virtual_time(rollouts.train(1))
 
 
 def test_refused_prompts_are_dropped_counted_and_replaced() -> None:
@@ -194,7 +195,7 @@ def test_refused_prompts_are_dropped_counted_and_replaced() -> None:
     rollouts = FakeRollouts(steps=2)
     for engine in rollouts.engines:
         engine.refuse_rows = frozenset({1, 3})
-    batches = asyncio.run(rollouts.train(2))
+    batches = on_virtual_time(rollouts.train(2))
     assert [len(b) for b in batches] == [5, 5]
     assert rollouts.ledger.drop_reasons() == {"prompt refused: too long": 8}
 
@@ -205,7 +206,7 @@ def test_a_run_with_only_refused_prompts_ends() -> None:
     for engine in rollouts.engines:
         engine.refuse_rows = frozenset(range(10_000))
     with pytest.raises(BatchFailed, match="prompts of this step were refused"):
-        asyncio.run(rollouts.train(1))
+        on_virtual_time(rollouts.train(1))
 
 
 def test_failed_rewards_drop_samples_and_groups_that_become_too_small() -> None:
@@ -214,7 +215,7 @@ def test_failed_rewards_drop_samples_and_groups_that_become_too_small() -> None:
         {("e0-r0", 1): "timeout after 5 s"} | {("e0-r2", i): "error: ValueError: no" for i in (0, 1, 2)}
     )
     rollouts = FakeRollouts(steps=1, reward=reward)
-    batches = asyncio.run(rollouts.train(1))
+    batches = on_virtual_time(rollouts.train(1))
     assert "e0-r2" not in {g.summary.prompt_uid for g in batches[0]}
     assert rollouts.ledger.drop_reasons() == {"reward: timeout after 5 s": 1, "reward: error: ValueError": 4}
     assert rollouts.ledger.counts()["trained"] == 19
@@ -224,13 +225,13 @@ def test_dynamic_sampling_replaces_zero_advantage_groups_within_its_budget() -> 
     """A step of 5 groups may replace 10; further zero-advantage groups are trained. The ledger counts them all."""
     reward = FaultyReward(uniform=frozenset(f"e0-r{row}" for row in range(12)))
     rollouts = FakeRollouts(steps=2, reward=reward, dynamic_sampling=2)
-    first, second = asyncio.run(rollouts.train(2))
+    first, second = on_virtual_time(rollouts.train(2))
     assert [group.has_signal for group in first].count(False) == 2  # r10 and r11: the budget is spent
     assert all(group.has_signal for group in second)
     assert rollouts.ledger.drop_reasons() == {"no signal: all rewards of the group are equal": 40}
     assert rollouts.ledger.counts()["trained"] == 40
     plain = FakeRollouts(steps=1, reward=reward)
-    assert not any(group.has_signal for group in asyncio.run(plain.train(1))[0])
+    assert not any(group.has_signal for group in on_virtual_time(plain.train(1))[0])
     assert plain.ledger.drop_reasons() == {}
 
 
@@ -258,7 +259,7 @@ def test_dynamic_sampling_on_a_component_replaces_groups_by_that_component_alone
     """DAPO filters on correctness: the shaping term differs in every group and would keep them all."""
     given: dict[str, Any] = {"steps": 2, "reward": ShapedReward(), "dynamic_sampling": 4, "max_failed_fraction": 1.0}
     on = FakeRollouts(**given, dynamic_sampling_on="correct")
-    batches = asyncio.run(on.train(2))
+    batches = on_virtual_time(on.train(2))
     rows = [group.row for batch in batches for group in batch]
     assert rows == [row for row in range(30) if row % 3 == 2]
     assert on.ledger.drop_reasons() == {
@@ -267,7 +268,7 @@ def test_dynamic_sampling_on_a_component_replaces_groups_by_that_component_alone
     }
     assert on.ledger.counts()["trained"] == 10 * 3
     total = FakeRollouts(**given)
-    assert [group.row for batch in asyncio.run(total.train(2)) for group in batch] == list(range(10))
+    assert [group.row for batch in on_virtual_time(total.train(2)) for group in batch] == list(range(10))
 
 
 SEEN: list[GroupRewards] = []
@@ -285,7 +286,7 @@ def test_a_filter_of_the_users_own_decides_in_place_of_the_comparison_of_rewards
     """It sees only samples with a reward; a failure in it ends the run and names it."""
     algorithm = {"name": f"{__name__}:filtering", "dynamic_sampling": 4}
     rollouts = FakeRollouts(steps=1, reward=ShapedReward(), max_failed_fraction=1.0, **algorithm)
-    (batch,) = asyncio.run(rollouts.train(1))
+    (batch,) = on_virtual_time(rollouts.train(1))
     assert [group.row for group in batch] == [row for row in range(8) if row % 3 != 0]
     assert all(len(one.rewards) == 3 == len(one.components["correct"]) for one in SEEN)
     assert rollouts.ledger.drop_reasons()["no signal: the algorithm's keep_group refused the group"] == 3 * 3
@@ -296,21 +297,21 @@ def test_a_group_of_truncated_samples_is_replaced_where_they_carry_no_loss() -> 
         rollouts = FakeRollouts(steps=1, dynamic_sampling=1, mask_truncated=masks)
         for engine in rollouts.engines:
             engine.truncated = frozenset(range(4))
-        asyncio.run(rollouts.train(1))
+        on_virtual_time(rollouts.train(1))
         # The budget of five replacements is spent; the groups after it are kept.
         reasons = {"no signal: all samples of the group are truncated": 5 * 4} if masks else {}
         assert rollouts.ledger.drop_reasons() == reasons
     partly = FakeRollouts(steps=1, dynamic_sampling=1, mask_truncated=True)
     for engine in partly.engines:
         engine.truncated = frozenset({0, 1, 2})
-    asyncio.run(partly.train(1))
+    on_virtual_time(partly.train(1))
     assert partly.ledger.drop_reasons() == {}
 
 
 def test_the_greedy_response_is_scored_with_its_group_and_not_counted_in_the_ledger() -> None:
     """ReMax needs one more request per prompt, on the engine of the group. Only its reward is kept."""
     rollouts = FakeRollouts(steps=1, name="remax")
-    (batch,) = asyncio.run(rollouts.train(1))
+    (batch,) = on_virtual_time(rollouts.train(1))
     assert [group.greedy_reward for group in batch] == [0.0] * 5
     for engine in rollouts.engines:
         groups, greedy = ([r.prompt_uid for r in engine.served if r.greedy is wanted] for wanted in (False, True))
@@ -324,7 +325,7 @@ def test_a_group_whose_greedy_response_has_no_reward_is_replaced() -> None:
     """The group has no baseline."""
     reward = FaultyReward({("e0-r1", 0): "timeout after 5 s"})
     rollouts = FakeRollouts(steps=1, reward=reward, name="remax")
-    (batch,) = asyncio.run(rollouts.train(1))
+    (batch,) = on_virtual_time(rollouts.train(1))
     assert "e0-r1" not in {group.summary.prompt_uid for group in batch}
     assert rollouts.ledger.drop_reasons() == {"reward of the greedy response: timeout after 5 s": 4}
 
@@ -350,7 +351,7 @@ def test_a_candidate_gives_a_group_of_equal_rewards_a_signal() -> None:
         return 0, FakeTable("old_logprobs", ())
 
     rollouts.policy.compute_logprobs = compute_logprobs
-    (batch,) = asyncio.run(rollouts.train(1))
+    (batch,) = on_virtual_time(rollouts.train(1))
     assert set(scored) == {0}  # models that score tokens see every row of a group, the candidate's too
     assert rollouts.ledger.drop_reasons() == {}
     for group in batch:
@@ -363,7 +364,7 @@ def test_too_many_failed_rewards_stop_the_run_with_their_error() -> None:
     """A reward function that always fails ends the run with its own error."""
     reward = FaultyReward({(f"e0-r{r}", i): "error: KeyError: 'x'" for r in range(100) for i in range(4)})
     with pytest.raises(BatchFailed, match="KeyError"):
-        asyncio.run(FakeRollouts(steps=1, reward=reward).train(1))
+        on_virtual_time(FakeRollouts(steps=1, reward=reward).train(1))
 
 
 def test_groups_in_flight_at_a_checkpoint_are_rescheduled_on_resume() -> None:
@@ -373,7 +374,7 @@ def test_groups_in_flight_at_a_checkpoint_are_rescheduled_on_resume() -> None:
     async def interrupted() -> None:
         await first.train(2)
 
-    asyncio.run(interrupted())
+    on_virtual_time(interrupted())
     open_before = {g.prompt_uid for g in first.ledger.open_groups()}
     assert len(open_before) == 10
     ledger = Ledger.restore(first.ledger.state())
@@ -384,7 +385,7 @@ def test_groups_in_flight_at_a_checkpoint_are_rescheduled_on_resume() -> None:
         await second.sync.push(2)
         return await second.train(4)
 
-    batches = asyncio.run(resumed())
+    batches = on_virtual_time(resumed())
     assert {g.summary.prompt_uid for b in batches for g in b} == open_before
     assert {g.summary.attempt for b in batches for g in b} == {1}
     assert ledger.counts()["trained"] == 80
@@ -414,10 +415,10 @@ def test_failed_samples_of_groups_that_are_sampled_again_do_not_count_on_resume(
         await second.scheduler.close()
         return restored
 
-    state, found = asyncio.run(interrupted())
+    state, found = on_virtual_time(interrupted())
     scored = [group for group in found if group.scored is not None and group.prompt_uid in state["failed_open"]]
     assert state["failed_samples"] == sum(state["failed_open"].values()) >= 2
-    assert asyncio.run(resumed(state, scored[0]))["failed_samples"] == 1
+    assert on_virtual_time(resumed(state, scored[0]))["failed_samples"] == 1
 
 
 def test_groups_are_opened_in_order_a_few_per_loop_iteration() -> None:
@@ -457,7 +458,7 @@ def test_an_error_while_groups_are_opened_is_raised_by_next_batch() -> None:
 
     rollouts.scheduler._next_prompt = draw
     with pytest.raises(ValueError, match="no more prompts"):
-        asyncio.run(rollouts.train(1))
+        on_virtual_time(rollouts.train(1))
 
 
 def test_a_closed_scheduler_opens_no_more_groups() -> None:
@@ -469,14 +470,14 @@ def test_a_closed_scheduler_opens_no_more_groups() -> None:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    asyncio.run(run())
+    on_virtual_time(run())
     assert rollouts.ledger.counts()["dispatched"] == 4 * scheduler._OPENED_AT_ONCE
     assert len(rollouts.ledger.open_groups()) == scheduler._OPENED_AT_ONCE
 
 
 def test_a_batch_is_in_order_of_dispatch() -> None:
     """The order in a batch does not depend on which group finishes first, so that sums are reproducible."""
-    batches = asyncio.run(FakeRollouts(engines=3).train(3))
+    batches = on_virtual_time(FakeRollouts(engines=3).train(3))
     for step, batch in enumerate(batches):
         assert [g.summary.prompt_uid for g in batch] == [f"e0-r{i}" for i in range(step * 5, step * 5 + 5)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import on_virtual_time
 from tests.fakes import FakePolicy, FakeReward, FakeTable, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError
@@ -45,7 +46,7 @@ def with_pool(test: Callable[[RewardPool, Started], Awaitable[None]], workers: i
         finally:
             await pool.close()
 
-    asyncio.run(run())
+    on_virtual_time(run())
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
@@ -62,6 +63,27 @@ def test_a_lost_reward_worker_is_replaced_and_scores_its_groups_again(frozen: bo
         assert pool.names == ["reward-0"]
 
     with_pool(test)
+
+
+def test_a_group_that_waits_for_others_of_its_worker_is_no_loss() -> None:
+    """Samples whose reward function times out take a worker that long, one after the other."""
+
+    class Slow(FakeReward):
+        def __init__(self) -> None:
+            self.turn = asyncio.Lock()
+
+        async def score(self, rollouts: FakeTable, rewards: str = "", vote: bool = False) -> Any:
+            async with self.turn:
+                await asyncio.sleep(0.2)
+                return await super().score(rollouts, rewards, vote)
+
+    async def run() -> None:
+        worker = FaultyWorker("reward-0", Slow())
+        pool = RewardPool([worker], timeout_s=1.0)
+        scored = await asyncio.gather(*(pool.score(TABLE) for _ in range(8)))
+        assert len(scored) == 8 and not worker.dead
+
+    asyncio.run(run())
 
 
 def test_groups_of_a_lost_worker_do_not_wait_for_its_replacement() -> None:
@@ -107,7 +129,7 @@ def test_a_group_waits_for_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(JudgeLost):
             await RewardPool([FaultyWorker("reward-0", Waiting())], 0.0, judge_start_s=0.0).score(TABLE)
 
-    asyncio.run(run())
+    on_virtual_time(run())
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
@@ -130,4 +152,4 @@ def test_a_lost_rank_is_replaced_and_its_wave_is_scored_again(frozen: bool) -> N
         with pytest.raises(WorkerError, match=r"1 of 1 restarts used: failures\.reference_restarts"):
             await scorer.score([8], TABLE)
 
-    asyncio.run(run())
+    on_virtual_time(run())

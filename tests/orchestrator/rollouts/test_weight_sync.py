@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import on_virtual_time
 from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fake_pool, policy_group, pool_spec
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import (
@@ -36,7 +37,7 @@ def test_two_engines_receive_the_same_version() -> None:
         assert (report.version, report.digest, report.nbytes) == (3, "d3", 100)
         assert report.engines == {"rollout-0": "d3", "rollout-1": "d3"}
 
-    asyncio.run(run())
+    on_virtual_time(run())
     assert {(e.version, e.digest) for e in engines} == {(3, "d3")}
 
 
@@ -49,7 +50,7 @@ def test_digest_mismatch_stops_the_run_and_names_the_engine() -> None:
         await FileSync(policy_group(FakePolicy()), fake_pool(engines), 1.0).push(1)
 
     with pytest.raises(WeightsNotVerified, match=r"rollout-1 acknowledged version 1 digest other; .* digest d1"):
-        asyncio.run(run())
+        on_virtual_time(run())
 
 
 class DamagedOnTheWay(FaultyEngine):
@@ -76,7 +77,7 @@ def test_weights_that_were_damaged_on_their_way_are_published_again() -> None:
         with pytest.raises(UpdateDamaged, match="rollout-1"):
             await sync.push(4)
 
-    asyncio.run(run())
+    on_virtual_time(run())
     assert {(e.version, e.digest) for e in engines} == {(3, "d3"), (4, "d4")}
 
 
@@ -92,7 +93,7 @@ def test_an_engine_that_dies_during_the_sync_is_replaced_with_the_current_weight
         await asyncio.sleep(0.05)
         return pool.engines
 
-    after = asyncio.run(run())
+    after = on_virtual_time(run())
     assert [engine.version for engine in after] == [1, 1]
 
 
@@ -105,7 +106,7 @@ def test_losing_the_last_engine_during_the_sync_raises_engines_lost() -> None:
         await FileSync(policy_group(FakePolicy()), pool, 1.0).push(1)
 
     with pytest.raises(EnginesLost):
-        asyncio.run(run())
+        on_virtual_time(run())
 
 
 class _Publisher(FakePolicy):
@@ -136,7 +137,7 @@ def test_weights_are_sent_to_each_node_once() -> None:
         pool.workers = [Engine(FaultyWorker(e.name, e), h) for e, h in zip(engines, hosts, strict=True)]
         await FileSync(policy_group(publisher), pool, 1.0).push(1)
 
-    asyncio.run(run())
+    on_virtual_time(run())
     assert publisher.reads == 1
     assert [len(e.written) for e in engines] == [0, 1, 0, 1]
     assert {e.version for e in engines} == {1}
@@ -199,7 +200,7 @@ def test_a_node_that_has_the_version_before_gets_what_changed() -> None:
         sync = FileSync(policy_group(publisher), _far(engine), 1.0, delta=True)
         return [(await sync.push(version)).to_nodes for version in (1, 2, 3)]
 
-    assert asyncio.run(run()) == [100, 7, 7]
+    assert on_virtual_time(run()) == [100, 7, 7]
     assert publisher.bases == ["", "d1", "d2"]
     assert (publisher.reads, engine.version, engine.file) == (1, 3, "d3")
 
@@ -213,7 +214,7 @@ def test_all_weights_travel_where_that_is_asked_for_or_cheaper(delta: bool, nbyt
         sync = FileSync(policy_group(publisher), _far(engine), 1.0, delta=delta)
         return [(await sync.push(version)).to_nodes for version in (1, 2)]
 
-    assert asyncio.run(run()) == [100, 100]
+    assert on_virtual_time(run()) == [100, 100]
     assert publisher.bases == ["", "d1" if delta else ""]
 
 
@@ -233,7 +234,7 @@ def test_a_node_that_lost_the_version_before_and_one_that_joins_get_all_weights(
         pool.workers.append(joined)
         return second, (await sync.push(3)).to_nodes
 
-    assert asyncio.run(run()) == (7 + 7 + 100, 3 * 7)
+    assert on_virtual_time(run()) == (7 + 7 + 100, 3 * 7)
     assert [len(e.written) for e in (kept, lost, late)] == [1, 2, 1]
     assert {e.version for e in (kept, lost, late)} == {3}
 
@@ -253,7 +254,7 @@ def test_a_difference_that_gives_other_weights_is_found_and_all_weights_are_publ
         await sync.push(1)
         return (await sync.push(2)).to_nodes
 
-    assert asyncio.run(run()) == 107
+    assert on_virtual_time(run()) == 107
     assert publisher.bases == ["", "d1", ""]
     assert (engine.version, engine.file) == (2, "d2")
 
@@ -276,7 +277,7 @@ def test_an_engine_that_dies_while_it_writes_for_its_node_is_replaced_by_another
         await sync.push(2)
         return [engine.name for engine in pool.engines if engine is not dead]
 
-    names = asyncio.run(run())
+    names = on_virtual_time(run())
     assert "rollout-1" in names
     assert (second.version, second.file, second.written) == (2, "d2", ["payload"])
 
@@ -293,7 +294,7 @@ def test_a_policy_that_dies_before_it_sent_what_changed_has_the_update_repeated(
         await sync.push(1)
         return (await sync.push(2)).to_nodes
 
-    assert asyncio.run(run()) == 100
+    assert on_virtual_time(run()) == 100
     assert engine.version == 2
 
 
@@ -366,7 +367,7 @@ def test_device_transfer_connects_once_and_again_when_engines_change() -> None:
         await sync.push(3)
         return [link.processes for link in sender.links], [engine.version for engine in pool.engines]
 
-    assert asyncio.run(run()) == ([2, 1, 3], [3, 3, 3])
+    assert on_virtual_time(run()) == ([2, 1, 3], [3, 3, 3])
 
 
 def test_another_digest_after_a_device_transfer_stops_the_run() -> None:
@@ -376,7 +377,7 @@ def test_another_digest_after_a_device_transfer_stops_the_run() -> None:
         await _device_sync(engines)[2].push(1)
 
     with pytest.raises(WeightsNotVerified, match=r"rollout-0 acknowledged version 1 digest other; .* digest d1"):
-        asyncio.run(run())
+        on_virtual_time(run())
 
 
 def test_a_failed_device_transfer_is_repeated_over_new_connections() -> None:
@@ -392,7 +393,7 @@ def test_a_failed_device_transfer_is_repeated_over_new_connections() -> None:
             await sync.push(3)
         return len(sender.links)
 
-    assert asyncio.run(run()) == 3
+    assert on_virtual_time(run()) == 3
 
 
 def test_an_engine_that_dies_in_a_device_transfer_is_replaced_and_the_others_receive_the_version() -> None:
@@ -406,7 +407,7 @@ def test_an_engine_that_dies_in_a_device_transfer_is_replaced_and_the_others_rec
         await asyncio.sleep(0.05)
         return [engine.version for engine in pool.engines]
 
-    assert asyncio.run(run()) == [1, 1]
+    assert on_virtual_time(run()) == [1, 1]
 
 
 def test_a_lost_trainer_is_for_the_trainers_recovery_to_repeat() -> None:
@@ -417,7 +418,7 @@ def test_a_lost_trainer_is_for_the_trainers_recovery_to_repeat() -> None:
             await sync.push(1)
         return len(sender.links)
 
-    assert asyncio.run(run()) == 1
+    assert on_virtual_time(run()) == 1
 
 
 def test_a_new_engine_does_not_serve_weights_that_have_trained_since_under_the_version_before() -> None:
@@ -438,4 +439,35 @@ def test_a_new_engine_does_not_serve_weights_that_have_trained_since_under_the_v
         await sync.bring_up(new)
         assert new.version == 2
 
-    asyncio.run(run())
+    on_virtual_time(run())
+
+
+def test_an_engine_that_is_let_go_gets_weights_without_samples_and_not_those_of_half_a_step() -> None:
+    """It evaluated version 1. Its samples end; the policy has trained since version 2, so it waits for version 3."""
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+
+    async def run() -> list[int]:
+        sender, pool, sync = _device_sync(engines)
+        pool.renew = sync.renew
+        await sync.push(1)
+        held = pool.hold()
+        assert held is not None and pool.hold() is None
+        assert set((await sync.push(2)).engines) == {engine.name for engine in pool.engines} - {held.name}
+        sender.trained = ", after an update"
+        held.outstanding = 1
+        pool.let_go(held)
+        await asyncio.sleep(0.01)
+        assert held.version == 1 and held.held
+        await pool.release(held, 1)
+        await asyncio.sleep(0.01)
+        assert held.held and held in pool.engines
+        assert (await pool.acquire(1)) is not held
+        sender.trained = ""
+        await sync.push(3)
+        await asyncio.sleep(0.01)
+        assert not held.held and (await pool.acquire(1)) is held
+        await sync.push(4)
+        assert {engine.version for engine in pool.engines} == {4}
+        return [link.processes for link in sender.links]
+
+    assert on_virtual_time(run()) == [2, 1, 1, 1, 1, 2]

@@ -757,7 +757,7 @@ CPU_CASES = [
     ),
     case(
         "store_of_another_kind",
-        "3: weight_sync.url: expected a URL of s3, gs or file, such as s3://bucket/folder, got 'https://bucket/folder'",
+        "3: weight_sync.url: expected a URL of s3, gs, abfs or file, such as s3://bucket/folder, got 'https://bucket/folder'",
         ("seed: 3", "seed: 3\nweight_sync: {backend: store, url: 'https://bucket/folder'}"),
     ),
     case(
@@ -772,7 +772,7 @@ CPU_CASES = [
     ),
     case(
         "checkpoints_of_another_kind",
-        "3: checkpoint.path: expected a URL of s3, gs or file, such as s3://bucket/folder, got '/shared/runs'",
+        "3: checkpoint.path: expected a URL of s3, gs, abfs or file, such as s3://bucket/folder, got '/shared/runs'",
         ("seed: 3", "seed: 3\ncheckpoint: {path: /shared/runs}"),
     ),
     case(
@@ -787,8 +787,13 @@ CPU_CASES = [
     ),
     case(
         "checkpoints_in_azure",
-        "3: checkpoint.path: Azure is not supported, because nothing was tested with its protocol; use s3, gs or file",
-        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://container@account.dfs/folder'}"),
+        "3: checkpoint.path: write abfs://container@account.dfs.core.windows.net/folder",
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 'az://container/folder'}"),
+    ),
+    case(
+        "checkpoints_with_a_key_of_azure",
+        "3: checkpoint.path: a spec holds no credentials; give them to the nodes' environment",
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://container:key@account.dfs.core.windows.net/folder'}"),
     ),
     case(
         "nccl_cpu",
@@ -893,6 +898,21 @@ CPU_CASES = [
         "eval_never",
         "33: evaluation: never runs: set every_steps, at_start or at_end, or remove the section",
         ("  every_steps: 2", "  every_steps: 0\n  at_start: false\n  at_end: false"),
+    ),
+    case(
+        "beside_on_one_engine",
+        (
+            "35: evaluation.beside: needs two engines or more: one evaluates while others sample "
+            "(roles.rollout.workers: 1)"
+        ),
+        ("  every_steps: 2", "  every_steps: 2\n  beside: true"),
+    ),
+    case(
+        "beside_nothing",
+        "36: evaluation.beside: has no effect: the only evaluation is that after the last step; set every_steps, or "
+        "remove it",
+        ("    workers: 1\n    cpus: 1", "    workers: 2\n    cpus: 1"),
+        ("  every_steps: 2", "  every_steps: 0\n  at_start: false\n  beside: true"),
     ),
     case(
         "greedy_samples",

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
@@ -74,8 +76,9 @@ def test_workers_that_share_rows_are_refused() -> None:
     assert "roles.policy.sequence_parallel_size: adapters are not supported" in found
 
 
-def test_trpo_is_refused() -> None:
-    assert f"{FIELD}: is not supported by trpo" in refusals(spec="algorithms/trpo.yaml")
+def test_the_steps_of_trpo_are_those_of_the_adapters() -> None:
+    spec = load_rollout_spec(SPECS / "algorithms" / "trpo.yaml", [f"{FIELD}={{}}"])
+    assert spec.trains_adapters
 
 
 SHARED = ("roles.rollout.colocate_with=policy", "roles.rollout.gpus=0.5", "roles.policy.gpus=0.5")
@@ -223,6 +226,26 @@ def test_folders_without_an_adapter_are_named(tmp_path: Path) -> None:
     assert found["model.adapter"] == f"{tmp_path} is not the folder of an adapter: it has no adapter_config.json"
     found = dict(loaded(f"{FIELD}={{}}", f"model.adapter={tmp_path}/none").missing())
     assert found["model.adapter"] == f"no such folder: {tmp_path}/none"
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "metadata", "warned"),
+    [
+        ("org/Other-7B", None, True),
+        ("/elsewhere/TINY", None, False),
+        ("", None, False),
+        ("org/Other-7B", {"base_digest": "0"}, False),  # compared when it is loaded
+    ],
+)
+def test_an_adapter_of_another_model_that_nothing_verifies_is_a_warning(
+    tmp_path: Path, trained_on: str, metadata: dict[str, str] | None, warned: bool
+) -> None:
+    folder = adapter(tmp_path / "adapter", base_model_name_or_path=trained_on)
+    save_file({"a": np.zeros(1)}, folder / "adapter_model.safetensors", metadata)
+    spec = loaded(f"{FIELD}={{}}", f"model.adapter={folder}", "model.path=models/tiny")
+    found = [line for line in spec.warnings() if "adapter" in line]
+    assert len(found) == warned
+    assert all(f"model.adapter: was trained on {trained_on}, and is added to models/tiny" in line for line in found)
 
 
 def test_adapters_are_refused_where_they_cannot_be_loaded() -> None:

@@ -70,6 +70,13 @@ def test_defaults_and_what_follows_from_them(tmp_path: Path) -> None:
     assert list(spec.roles.present()) == ["rollout", "policy", "reward"]
 
 
+def test_a_group_has_time_for_the_timeout_of_every_sample(tmp_path: Path) -> None:
+    assert load(tmp_path, GRPO).group_scoring_s == 600.0
+    hanging = "roles.reward.functions=[{name: exact_match, timeout_s: 50}]"
+    assert load(tmp_path, GRPO, "algorithm.group_size=16", hanging).group_scoring_s == 16 * (50 + 10)
+    assert load(tmp_path, PPO).group_scoring_s == 600.0, "a reward model alone"
+
+
 def test_worker_configurations_follow_from_the_roles(tmp_path: Path) -> None:
     spec = load(tmp_path, GRPO)
     rollout, policy = spec.rollout_config(), spec.policy_config()
@@ -558,6 +565,13 @@ def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     (folder / "model.safetensors").write_bytes(NO_WEIGHTS)
     assert _problems(tmp_path, GRPO) == []
+    generation = folder / "generation_config.json"
+    generation.write_text("no JSON")
+    assert _problems(tmp_path, GRPO) == []
+    generation.write_text("[]")
+    why = "is not a JSON object: transformers and vLLM load no model beside it; remove it"
+    assert _problems(tmp_path, GRPO) == [f"{line}/generation_config.json {why}"]
+    generation.unlink()
     (folder / "config.json").write_text("[" * (2 << 20))
     config = "DIR/spec.yaml:2: model.path: models/m/config.json"
     assert _problems(tmp_path, GRPO) == [f"{config} is larger than 1 MiB: this is no model's configuration"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import on_virtual_time
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker
 from troupe.orchestrator.errors import WorkerTimeout
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
@@ -109,6 +110,12 @@ class _Actor:
             setattr(self, name, _Method(answer))
 
 
+async def called(log: CallLog) -> None:
+    """Wait until a call has begun, and no longer."""
+    while not log.open_calls():
+        await asyncio.sleep(0)
+
+
 def test_a_worker_reports_every_call_with_its_subject_and_how_it_ended() -> None:
     async def never() -> None:
         await asyncio.sleep(60)
@@ -122,20 +129,20 @@ def test_a_worker_reports_every_call_with_its_subject_and_how_it_ended() -> None
         reward: ActorWorker[Reward] = ActorWorker("reward-1", _Actor(score=scored), PeakMemory(), log)
         request = GroupRequest("p1", 0, 0, 1, 0)
         generating = asyncio.ensure_future(engine.call(RolloutEngine.generate, 0.05, request, None))
-        await asyncio.sleep(0.01)
+        await called(log)
         (open_,) = log.open_calls()
         assert open_[:2] == ("rollout-0", "generate") and open_.timeout_s == 0.05 and open_.detail == "p1"
         with pytest.raises(WorkerTimeout):
             await generating
         await reward.call(Reward.score, 1.0, None)
         cancelled = asyncio.ensure_future(engine.call(RolloutEngine.generate, 9.0, request, None))
-        await asyncio.sleep(0.01)
+        await called(log)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
         assert log.open_calls() == []
         return log.drain()
 
-    spans = asyncio.run(run())
+    spans = on_virtual_time(run())
     assert [(span.worker, span.method, span.status, span.detail) for span in spans] == [
         ("rollout-0", "generate", "WorkerTimeout", "p1"),
         ("reward-1", "score", "ok", "p1"),

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from troupe.orchestrator.data.mixture import drawn_rows, prompt_order
+from troupe.orchestrator.data.mixture import prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, load_train_pool
+from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -49,11 +50,10 @@ def test_the_run_resumes_with_its_spec(spec: RolloutSpec, state: dict[str, Any],
     ]
 
 
-def test_the_order_of_prompts_continues(spec: RolloutSpec, state: dict[str, Any]) -> None:
+def test_the_order_of_prompts_continues(spec: RolloutSpec, state: dict[str, Any], tmp_path: Path) -> None:
     pool = load_train_pool(spec.data, spec.failures.on_bad_row, plain=True)
     saved = state["source"]["prompts"]
-    ((section, own, digest),) = drawn_rows("data.train", pool, saved)
-    require_same_rows(section, own, digest)
+    require_same_rows(Checkpoint(2, tmp_path, state), RunData(pool, {}, None).drawn)
     prompts = prompt_order(spec, pool)
     prompts.restore(saved)
     # As the earlier version drew them.

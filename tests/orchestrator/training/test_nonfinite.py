@@ -28,6 +28,7 @@ class SkippingUpdates(Updates):
     def __init__(self) -> None:
         super().__init__(fake_spec(failures={"nonfinite_steps": 3}), Console(io.StringIO()))
         self.skips: Sequence[bool | None] = ()
+        self.waits = asyncio.Event()
         self._group = policy_group(FakePolicy())
 
     @property
@@ -39,6 +40,7 @@ class SkippingUpdates(Updates):
 
             async def update(plans: Sequence[RankPlan], skipped: bool | None = skipped) -> list[UpdateMetrics]:
                 if skipped is None:
+                    self.waits.set()
                     await asyncio.sleep(1000)
                 return [UpdateMetrics({"loss": 0.5, "tokens": 1.0}, {}, skipped=bool(skipped))]
 
@@ -64,7 +66,7 @@ async def test_a_repeated_step_counts_its_own_updates_alone() -> None:
 async def test_a_step_that_a_restart_interrupts_is_counted_once() -> None:
     updates = SkippingUpdates()
     interrupted = asyncio.ensure_future(updates.step(True, True, None))
-    await asyncio.sleep(0.01)
+    await updates.waits.wait()
     interrupted.cancel()
     with pytest.raises(asyncio.CancelledError):
         await interrupted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import re
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.why.observer import RunObserver
+from troupe.workers.contract.atomic_file import write_atomic
 
 
 class Cluster:
@@ -53,7 +53,7 @@ async def main(folder: Path, what: str) -> None:
     with closing(RunObserver(folder, "demo", console, cast("Any", cluster))) as observer:
         cluster.calls.begin("policy-0", "update", 600.0)
         observer._write_snapshot()
-        (folder / "ready").write_text(f"{os.getpid()} {worker.pid}")
+        write_atomic(folder / "ready", str(worker.pid).encode())
         if what == "ends":
             worker.kill()
             return

@@ -36,12 +36,19 @@ def worker(folder: Path, what: str, bug: str) -> Iterator[int]:
             while not ready.exists():
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
-            time.sleep(0.5)
             yield process.pid
         finally:
             for child in descendants(process.pid):
                 child.kill()
             process.kill()
+
+
+def diagnosis_of(folder: Path, pid: int, worker: str, call: Call, cause: str) -> Diagnosis:
+    """What follows from a look at the worker once its user code runs, which is soon after it is ready."""
+    deadline = time.monotonic() + WAIT_S
+    while (found := diagnosis(folder, pid, worker, call)).cause != cause and time.monotonic() < deadline:
+        pass
+    return found
 
 
 def diagnosis(folder: Path, pid: int, worker: str, call: Call) -> Diagnosis:
@@ -62,7 +69,7 @@ def diagnosis(folder: Path, pid: int, worker: str, call: Call) -> Diagnosis:
 )
 def test_a_reward_function(tmp_path: Path, bug: str, cause: str, words: str) -> None:
     with worker(tmp_path, "score", bug) as pid:
-        found = diagnosis(tmp_path, pid, "reward-0", Call("reward-0", "score", 30.0, 600.0))
+        found = diagnosis_of(tmp_path, pid, "reward-0", Call("reward-0", "score", 30.0, 600.0), cause)
     assert (found.cause, found.blocked_by) == (cause, "reward-0")
     assert words in found.summary
     assert "stalling_user_code.py" in found.summary
@@ -71,7 +78,7 @@ def test_a_reward_function(tmp_path: Path, bug: str, cause: str, words: str) -> 
 def test_an_environment(tmp_path: Path) -> None:
     """The driver waits for the engine, the engine for the environment."""
     with worker(tmp_path, "play", "sleep") as pid:
-        found = diagnosis(tmp_path, pid, "environment-0", Call("rollout-0", "generate", 30.0, 600.0))
+        found = diagnosis_of(tmp_path, pid, "environment-0", Call("rollout-0", "generate", 30.0, 600.0), "sleep")
     assert (found.cause, found.blocked_by) == ("sleep", "environment-0")
     assert "step 7 waits for rollout-0 (generate, 30 s of 600 s): process" in found.summary
     assert "of environment-0 sleeps in step (" in found.summary

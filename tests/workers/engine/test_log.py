@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from troupe.workers.engine.errors import EngineDead
-from troupe.workers.engine.log import last_error
+from troupe.workers.engine.errors import EngineDead, last_error
 
 LOG = """\
 (EngineCore pid=7) ERROR 11-23 20:00:00 [core.py:1234] EngineCore failed to start.
@@ -43,7 +42,7 @@ def test_the_last_error_is_the_one_that_has_no_other_cause(tmp_path: Path, text:
 
 
 def test_a_process_finds_its_own_logs(tmp_path: Path) -> None:
-    code = "from troupe.workers.engine.log import own_logs; print(*own_logs())"
+    code = "from troupe.workers.engine.errors import own_logs; print(*own_logs())"
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=out, stderr=err, check=True)
     assert (tmp_path / "out").read_text().split() == [str(tmp_path / "out"), str(tmp_path / "err")]

@@ -11,6 +11,11 @@ from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.environment import EnvironmentWorker
 
 
+def bound(worker: EnvironmentWorker, **seconds: float) -> None:
+    """Set bounds from now on. Those of its start are long, because a start takes long on a busy machine."""
+    worker._config = worker._config.model_copy(update=seconds)
+
+
 @asynccontextmanager
 async def started(config: EnvironmentConfig) -> AsyncIterator[EnvironmentWorker]:
     """Start a worker, close it after the `with` block, and check that none of its processes is left."""
@@ -22,5 +27,5 @@ async def started(config: EnvironmentConfig) -> AsyncIterator[EnvironmentWorker]
     finally:
         children = [child for child in psutil.Process().children(recursive=True) if child not in others]
         await worker.close()
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive, alive

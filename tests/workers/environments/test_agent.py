@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.workers.environments.agents import ADD
-from tests.workers.environments.started import started
+from tests.workers.environments.started import bound, started
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.environment import EnvironmentWorker
@@ -38,18 +38,19 @@ def play(
     pause_s: float = 0.0,
     said: Iterator[str] | None = None,
     longest: int = 100,
-    timeout_s: float = 5.0,
+    step_s: float = 60.0,
     **args: Any,
 ) -> Played:
     """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given.
 
     Requests of more than `longest` characters are refused.
     """
-    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=timeout_s, episodes=1, memory_limit_mib=1024)
+    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=60.0, episodes=1, memory_limit_mib=1024)
 
     async def run() -> Played:
         async with started(config) as worker:
             played = Played(await worker.begin("a", ROW))
+            bound(worker, turn_timeout_s=step_s)
             while not played.last.observation.done:
                 number = len(played.asked)
                 asked = [played.last.observation, *played.last.observation.also]
@@ -239,16 +240,17 @@ def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:
         ("silent", "start: error: ValueError: the agent ended without a request"),
         ("broken", "step: error: RuntimeError: lost the plot (agents.py:"),
         ("word", "step: error: TypeError: the agent returned no number, but str"),
-        ("endless", "step: timeout after 5 s"),
+        ("endless", "step: timeout after 2 s"),
     ],
 )
 def test_a_fault_of_the_agent_is_a_status(function: str, status: str) -> None:
-    assert play(function=f"{HERE}:{function}").last.status.startswith(status)
+    step_s = 2.0 if function == "endless" else 60.0
+    assert play(step_s=step_s, function=f"{HERE}:{function}").last.status.startswith(status)
 
 
 def test_an_episode_that_is_cut_short_leaves_nothing_in_its_process() -> None:
     """The agent waits for a response that never comes; it gets an error, and its endpoint and thread end."""
-    config = EnvironmentConfig(name="agent", args={"function": f"{HERE}:chat"}, episodes=1, turn_timeout_s=20.0)
+    config = EnvironmentConfig(name="agent", args={"function": f"{HERE}:chat"}, episodes=1, turn_timeout_s=60.0)
 
     async def run() -> list[tuple[int, int, int]]:
         worker = EnvironmentWorker(config, "environment-0")

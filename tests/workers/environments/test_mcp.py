@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.processes import descendants
-from tests.workers.environments.started import started
+from tests.workers.environments.started import bound, started
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.environment import EnvironmentWorker
@@ -39,7 +39,7 @@ def play(test: Callable[[EnvironmentWorker], Awaitable[None]], env: tuple[str, .
     """Run a test on a worker with the server's tools, and check that no process is left."""
     values = {"servers": [{"command": SERVER}]} | args
     config = EnvironmentConfig(
-        name="tools", args=values, env=env, turn_timeout_s=20.0, episodes=1, memory_limit_mib=2048
+        name="tools", args=values, env=env, turn_timeout_s=60.0, episodes=1, memory_limit_mib=2048
     )
 
     async def run() -> None:
@@ -140,17 +140,19 @@ def test_a_secret_that_a_server_would_not_get_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "status"), [("leave", "has ended"), ("hang", "step: timeout after 10 s")], ids=["leaves", "hangs"]
+    ("tool", "status"), [("leave", "has ended"), ("hang", "step: timeout after 2 s")], ids=["leaves", "hangs"]
 )
 def test_a_server_that_is_lost_fails_its_episode_alone(tool: str, status: str) -> None:
     config = EnvironmentConfig(
-        name="tools", args={"servers": [{"command": SERVER}]}, turn_timeout_s=10.0, episodes=1, memory_limit_mib=2048
+        name="tools", args={"servers": [{"command": SERVER}]}, turn_timeout_s=60.0, episodes=1, memory_limit_mib=2048
     )
 
     async def run() -> None:
         async with started(config) as worker:
             assert (await worker.begin("a", ROW)).status == "ok"
+            bound(worker, turn_timeout_s=2.0 if tool == "hang" else 60.0)
             lost = await worker.step("a", call((tool, {})))
+            bound(worker, turn_timeout_s=60.0)
             assert lost.observation.done and status in lost.status, lost.status
             assert (await worker.begin("b", ROW)).status == "ok"
             assert results(await worker.step("b", call(("remember", {"word": "b"})))) == ["b"]

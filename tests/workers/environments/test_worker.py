@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.workers.environments.started import started
+from tests.workers.environments.started import bound, started
+from troupe.workers import environment
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EnvironmentGone, Row
 from troupe.workers.contract.messages import WorkerGone
@@ -26,7 +27,7 @@ SAY: dict[str, Any] = {"role": "assistant", "content": "hi"}
 
 def play(test: Callable[[EnvironmentWorker], Awaitable[None]], name: str = f"{HERE}:Echo", **settings: Any) -> None:
     """Run a test on a started worker, and check that no process of it is left."""
-    values = {"turn_timeout_s": 1.0, "episodes": 2, "memory_limit_mib": 512} | settings
+    values = {"turn_timeout_s": 60.0, "episodes": 2, "memory_limit_mib": 512} | settings
     config = EnvironmentConfig(name=name, **values)
 
     async def run() -> None:
@@ -88,7 +89,7 @@ def test_the_episodes_of_a_lost_engine_give_their_seats_back() -> None:
         assert await worker.end_all("rollout-1") == 2
         with pytest.raises(EnvironmentGone, match="closed before it began"):
             await waiting
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert (await worker.begin("rollout-1/p1/0", ROW)).status == "ok"
         assert (await worker.step("rollout-10/p0/0", SAY)).status == "ok"
         with pytest.raises(EnvironmentGone):
@@ -145,14 +146,17 @@ def test_a_fault_is_a_status_and_costs_nobody_else(fault: str) -> None:
         await worker.begin("a", ROW)
         await worker.begin("b", ROW)
         assert (await worker.step("a", SAY)).status == "ok"
-        failed, other = await asyncio.gather(worker.step("a", SAY), worker.step("b", SAY))
+        bound(worker, turn_timeout_s=1.0 if "timeout" in FAULTS[fault] else 60.0)
+        failing = asyncio.create_task(worker.step("a", SAY))
+        await asyncio.sleep(0)  # it has its bound
+        bound(worker, turn_timeout_s=60.0)
+        other, failed = await worker.step("b", SAY), await failing
         assert failed.status.startswith(FAULTS[fault]) and failed.observation.done
         assert other.status == "ok"
         assert (await worker.begin("c", ROW)).status == "ok", "the place of the failed episode is free"
         assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "3600.25"]]
 
-    bound_s = 1.0 if "timeout" in FAULTS[fault] else 30.0
-    play(test, f"{HERE}:Faulty", args={"fault": fault}, turn_timeout_s=bound_s)
+    play(test, f"{HERE}:Faulty", args={"fault": fault})
 
 
 def test_a_failed_start_is_a_status() -> None:
@@ -163,7 +167,9 @@ def test_a_failed_start_is_a_status() -> None:
     play(test, f"{HERE}:Faulty", args={"fault": "start"})
 
 
-def test_a_close_that_hangs_gives_its_place_back() -> None:
+def test_a_close_that_hangs_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_CLOSE_TIMEOUT_S", 0.3)
+
     async def test(worker: EnvironmentWorker) -> None:
         for number in range(3):
             await worker.begin(str(number), ROW)
@@ -176,10 +182,11 @@ def test_a_close_that_hangs_gives_its_place_back() -> None:
 def test_an_abandoned_episode_ends() -> None:
     async def test(worker: EnvironmentWorker) -> None:
         await worker.begin("a", ROW)
+        bound(worker, episode_timeout_s=60.0)
         assert (await worker.begin("b", ROW)).status == "ok"
         assert (await worker.health()).in_flight == 1
 
-    play(test, episodes=1, turn_timeout_s=0.2, episode_timeout_s=0.3)
+    play(test, episodes=1, episode_timeout_s=0.3)
 
 
 def test_a_worker_whose_loading_process_died_says_so() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.workers.test_reward import rollouts
 from troupe.orchestrator.data.prompts import load_pool
-from troupe.orchestrator.rollouts.fault_log import FaultLog
+from troupe.orchestrator.rollouts.scoring import FaultLog
 from troupe.orchestrator.spec.sections import FileSource
 from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig
 from troupe.workers.contract.messages import Fault

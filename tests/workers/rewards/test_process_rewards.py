@@ -425,6 +425,31 @@ def test_a_sample_with_unmappable_steps_fails_alone(worker_of: Callable[..., Rew
     assert spans_of(scored) == [[(6, 1.0)], []]
 
 
+def test_the_end_of_a_turn_is_that_of_the_specs_chat_template(tiny_model: Path, tmp_path: Path) -> None:
+    """Without the template, the token is text, and no response's tokens decode to its text."""
+    own = new_tokenizer(tiny_model)
+    own.add_tokens(["<|done|>"])
+    own.save_pretrained(tmp_path)
+    template = tmp_path / "other.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% if m.role == 'assistant' %}<|done|>{% endif %}{% endfor %}"
+    )
+    policy = ModelConfig(path=str(tmp_path), chat_template=str(template))
+    function = RewardFunctionConfig(name="equations", process=True, timeout_s=FAR_OFF)
+    worker = RewardWorker(RewardConfig(functions=(function,)), "reward-0", policy=policy)
+    table = rollouts(own, "1+1=2")
+    ids = pa.array([[*table["response_ids"][0].as_py()[:-1], own.convert_tokens_to_ids("<|done|>")]])
+    field = ROLLOUTS.field("response_ids")
+    table = table.set_column(ROLLOUTS.get_field_index("response_ids"), field, ids.cast(field.type))
+    try:
+        worker.start()
+        summary, scored = worker.score(table)
+    finally:
+        worker.close()
+    assert (summary.statuses, spans_of(scored)) == (("ok",), [[(6, 1.0)]])
+
+
 def test_process_rewards_need_the_policy(tokenizer: Any) -> None:
     functions = (RewardFunctionConfig(name="equations", process=True, timeout_s=FAR_OFF),)
     worker = RewardWorker(RewardConfig(functions=functions), "reward-0")

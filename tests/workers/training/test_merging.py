@@ -102,6 +102,17 @@ def test_a_merged_model_computes_what_the_adapters_did(base: Path, tmp_path: Pat
         write_merged(tmp_path / "adapter", tmp_path / "whole")
 
 
+def test_a_model_below_may_be_given(base: Path, tmp_path: Path) -> None:
+    """As `troupe eval` gives it: the spec's model and its tokenizer, whatever the adapter's folder says or has."""
+    model, adapter = written(base, tmp_path / "adapter", "float32"), tmp_path / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "/elsewhere"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "tokenizer_config.json").write_text("{}")
+    next(merge({"adapter": str(adapter), "target": str(tmp_path / "whole"), "base": str(base)}))
+    torch.testing.assert_close(logits(loaded(tmp_path / "whole")), logits(model), rtol=0, atol=1e-4)
+    assert "this test" in (tmp_path / "whole" / "tokenizer_config.json").read_text()
+
+
 def test_weights_are_added_in_float32_and_rounded_once(base: Path, tmp_path: Path) -> None:
     written(base, tmp_path / "adapter", "bfloat16")
     (done,) = merge({"adapter": str(tmp_path / "adapter"), "target": str(tmp_path / "whole")})

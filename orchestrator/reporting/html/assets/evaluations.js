@@ -18,8 +18,9 @@ function evaluationCard(app, run) {
 }
 
 function setName(set) {
+  const how = [set.sampling, ...(set.environment ? [`environment ${set.environment}`] : []), set.rewards].join('; ');
   const lost = [set.refused ? `${count(set.refused)} refused` : '', set.failed ? `${count(set.failed)} samples failed` : ''].filter(Boolean).join(', ');
-  return el('span', {}, el('b', { text: visible(set.label) }), el('small', { text: ` ${count(set.prompts)} prompts` }), el('br'), el('small', { text: visible(`${set.sampling}; ${set.rewards}`) }), lost ? el('small', { class: 'failed', text: `; ${lost}` }) : null);
+  return el('span', {}, el('b', { text: visible(set.label) }), el('small', { text: ` ${count(set.prompts)} prompts` }), el('br'), el('small', { text: visible(how) }), lost ? el('small', { class: 'failed', text: `; ${lost}` }) : null);
 }
 
 function evaluationRow(row, name, both) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ def test_the_newest_samples_are_sent_again_only_when_their_file_has_changed(tmp_
     assert data.data(3, held=first["file"])["samples"][0]["blocks"] == first["blocks"]
     write_samples(run, 4, [sample(4, 0, lambda step, row: "new", 0)])
     assert [one["step"] for one in data.data(3, held=first["file"])["samples"][0]["blocks"]] == [4]
+
+
+def test_an_evaluation_that_ended_later_is_sent_to_a_page_that_has_its_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3, tokens=0)
+    data = LiveData([run])
+    known = data.data(-1)["runs"][0]["line"]
+    assert data.data(3, known)["after"] == 3
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "time": 1.0, "eval/late": 0.5}) + "\n")
+    again = data.data(3, known)
+    assert again["after"] == -1 and again["runs"][0]["metrics"]["eval/late"] == {"steps": [2], "values": [0.5]}
+    assert data.data(3, again["runs"][0]["line"])["after"] == 3
 
 
 def test_of_a_step_with_many_samples_the_first_groups_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
         row = await text(page, "#evaluation tbody tr:nth-child(2)")
         assert row.startswith("avg@40.125 [0.000, 0.250]0.625 [0.500, 0.750]+0.500")
         assert "<b>form</b>" in await text(page, "#evaluation")
+        assert "at most 64 tokens; environment guess; numeric" in await text(page, "#evaluation")
 
         await page.run("document.querySelector('#curves').scrollIntoView()")
         await page.settle()

@@ -65,6 +65,7 @@ def test_evaluations_stand_side_by_side(tmp_path: Path) -> None:
         "4 samples at temperature 1, top-p 0.9, at most 64 tokens",
         "numeric",
     )
+    assert (math["environment"], form["environment"]) == ("", "guess")
     values = {row["name"]: (row["first"]["value"], row["last"]["value"]) for row in math["rows"]}
     assert values["avg@4"] == (1 / 8, 5 / 8)
     assert values["maj@4"] == (0.25, 1.0)  # two of four say the same; at first one of these is solved, for one prompt

@@ -1,0 +1,144 @@
+"""The checkpoints of a run: those in its folder, their copies in an object store, and the one that it resumes from."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
+from troupe.orchestrator.training.state import ControllerState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunCheckpoints:
+    """The checkpoints of a run."""
+
+    store: CheckpointStore
+    found: Checkpoint | None = None
+    """The one that the run resumes from; None: it starts from the beginning."""
+    remote: RemoteCheckpoints | None = None
+    """The copies in an object store, if the spec has one."""
+
+    @property
+    def done(self) -> int:
+        """Steps that the run has completed."""
+        return 0 if self.found is None else self.found.step
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What the checkpoints of a run folder hold."""
+
+    step: int
+    """Of the newest one; 0 without one."""
+    complete: bool
+    """Whether it is the last step of the spec, or the one at which the run has ended early, valid, and has the exported
+    model."""
+
+
+def folder_checkpoints(spec: RunSpec, out: Path) -> RunCheckpoints:
+    """The checkpoints in a run folder, the newest valid one to resume from."""
+    store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
+    store.prepare()
+    return RunCheckpoints(store, store.latest())
+
+
+def open_checkpoints(spec: RunSpec, out: Path, resume: bool) -> RunCheckpoints:
+    """The checkpoints of a run that is to start or to resume.
+
+    Raises:
+        UsageError: The run is not to resume, but has checkpoints, or none of them is valid.
+        CheckpointError: The object store cannot be reached.
+    """
+    here, remote = folder_checkpoints(spec, out), _remote(spec)
+    store, found = here.store, here.found
+    if found is not None and not resume:
+        raise UsageError(f"{out} already contains a run (step {found.step}): use --resume or another --out")
+    if remote is not None:
+        found = _newer(remote, here, resume) or found
+    if found is None and (saved := store.steps()):
+        raise UsageError(
+            f"{store.directory}: none of the checkpoints ({len(saved)}) is valid; "
+            "move the folder away to start from the beginning"
+        )
+    if found is None and remote is not None and (saved := remote.steps()):
+        raise UsageError(
+            f"{remote.url}: none of the checkpoints ({len(saved)}) is valid; use another name to start anew"
+        )
+    if resume and found is None:
+        logger.warning("nothing to resume in %s: starting from the beginning", out)
+    return RunCheckpoints(store, found, remote)
+
+
+def saved_run(spec: RunSpec, out: Path) -> SavedRun:
+    """What a run folder holds. A checkpoint that would make the run complete is verified."""
+    store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
+    checkpoint, steps = spec.checkpoint, spec.schedule.steps
+    newest, remote = max(store.steps(), default=0), _remote(spec)
+    copied = 0 if remote is None else max(remote.steps(), default=0)
+    if copied > newest or (newest < steps and checkpoint.patience is None):
+        return SavedRun(max(newest, copied), False)
+    found = store.latest()
+    if found is None:
+        return SavedRun(0, False)
+    with found.restoring():
+        early = ControllerState.model_validate(found.state["memory"]).is_over(checkpoint)
+    return SavedRun(found.step, (found.step >= steps or early) and found.exported)
+
+
+def best_step(checkpoints: Path) -> int:
+    """The step of the best evaluation of a run, as its newest valid checkpoint names it.
+
+    Args:
+        checkpoints: Folder of the run's checkpoints.
+
+    Raises:
+        CheckpointError: There is no valid checkpoint, or it names no best one.
+    """
+    found = CheckpointStore(checkpoints, keep=1).latest()
+    if found is None:
+        raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(checkpoints))
+    with found.restoring():
+        steps = ControllerState.model_validate(found.state["memory"]).best.steps
+    if not steps:
+        raise CheckpointError(errno.ENOENT, "the run keeps no best checkpoint (checkpoint.best)", str(checkpoints))
+    return steps[0].step
+
+
+def _remote(spec: RunSpec) -> RemoteCheckpoints | None:
+    """The copies of the run's checkpoints in an object store, if the spec has one. Raises CheckpointError."""
+    section = spec.checkpoint
+    return None if section.path is None else RemoteCheckpoints(section.path, spec.name, section.keep)
+
+
+def _newer(remote: RemoteCheckpoints, here: RunCheckpoints, resume: bool) -> Checkpoint | None:
+    """The newest valid checkpoint of the object store, fetched, if it is newer than that of the folder.
+
+    Raises:
+        UsageError: There is one, and the run is not to resume.
+        CheckpointError: The store cannot be reached.
+    """
+    store, done = here.store, here.done
+    newest = max(remote.steps(), default=0)
+    if newest > done and not resume:
+        where = f"{remote.url} (checkpoint.path)"
+        raise UsageError(f"{where} already contains the run (step {newest}): use --resume or another name")
+    fetched = remote.fetch(store, done) if newest > done else None
+    if fetched is not None:
+        if not (file := store.directory.parent / RESOLVED_SPEC).exists():
+            remote.fetch_spec(file)
+        with fetched.restoring():
+            best = ControllerState.model_validate(fetched.state["memory"]).best.saved
+        there = remote.steps()
+        for step in best - set(store.steps()):
+            if step in there:
+                remote.fetch_step(store, step)
+    return fetched

@@ -1,0 +1,176 @@
+"""The evaluations of a run: when one is due, made while the loop waits or beside it, and one that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from troupe.orchestrator.errors import EvaluationLost
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.recorder import RunRecorder
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Evaluators:
+    """What makes the evaluations of a run."""
+
+    waited_for: HeldOutEvaluation | None
+    """None: there is no held-out data."""
+    beside: EvaluationBesideTraining | None = None
+    """None: training waits for every evaluation."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation that has ended."""
+
+    step: int
+    metrics: Metrics
+    late: bool
+    """Whether the line with the step's other metrics does not have these."""
+
+
+class RunEvaluations:
+    """Makes the evaluations of a run, one at a time.
+
+    With `evaluation.beside`, a task makes one while the loop continues. It waits for its engine and the reward workers,
+    and its result is taken over between two phases of a step (`collect`). The loop waits for it (`settle`) only where
+    the next one is due, before the checkpoint of a later step, and at the end.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        evaluators: Evaluators,
+        recorder: RunRecorder,
+        console: Console,
+        ended: Callable[[Evaluated], Awaitable[None]],
+    ) -> None:
+        """Evaluates nothing yet; `ended` is called after each evaluation."""
+        self._config = spec.evaluation
+        self._steps = spec.schedule.steps
+        self._evaluators = evaluators
+        self._recorder = recorder
+        self._console = console
+        self._ended = ended
+        self._running: asyncio.Task[Metrics] | None = None
+        self._overdue = False
+        """Whether an evaluation was lost: one is due after the next step."""
+        self._waited_for: int | None = None
+        """The step after which training waits for an evaluation."""
+        self.pending: int | None = None
+        """The step whose evaluation runs beside training."""
+        self.first: Metrics = {}
+        """Of the model before training."""
+        self.last: Metrics = {}
+
+    @property
+    def open(self) -> bool:
+        """Whether an evaluation was due that has not been made."""
+        return self.pending is not None or self._overdue
+
+    async def before_training(self) -> None:
+        """Evaluates the initial model."""
+        await self._begin(0)
+        await self.evaluate(0, late=True)
+
+    async def again(self, step: int) -> None:
+        """Evaluates the step of a checkpoint whose evaluation had not ended."""
+        if self._config is not None:
+            self._overdue = True
+            await self._begin(step)
+            await self.evaluate(step, late=True)
+
+    async def begin_if_due(self, step: int) -> None:
+        """Begins an evaluation beside training, once the one before has ended; there is none beside the last step."""
+        if not self._is_due(step):
+            return
+        await self.settle()
+        if step < self._steps:
+            await self._begin(step)
+        self._waited_for = None if self.pending == step else step
+
+    async def make_if_due(self, step: int) -> Metrics:
+        """Evaluates the step, if that was due and has not begun beside training; the metrics for its line."""
+        await self.collect()
+        return await self.evaluate(step) if self._waited_for == step else {}
+
+    async def evaluate(self, step: int, *, late: bool = False) -> Metrics:
+        """Evaluates the weights that are served, while the loop waits, unless that is done beside it."""
+        evaluator = self._evaluators.waited_for
+        if evaluator is None or self.pending == step:
+            return {}
+        metrics = await evaluator.run(step, lambda done, total: self._console.phase("evaluate", done, total))
+        self._overdue = False
+        await self._take(Evaluated(step, metrics, late))
+        return metrics
+
+    async def collect(self) -> None:
+        """Takes over the result of the evaluation beside training, if it has ended. Raises as `settle`."""
+        if self._running is not None and self._running.done():
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Waits for the evaluation beside training. One that is lost is made up for after the next step.
+
+        Raises:
+            WorkerError: It failed.
+        """
+        if self._running is None or self.pending is None:
+            return
+        running, step = self._running, self.pending
+        if not running.done():
+            self._console.phase("evaluate", 0, 1, f"the evaluation of step {step}")
+            await asyncio.wait({running})
+        self._running = self.pending = None
+        try:
+            metrics = running.result()
+        except EvaluationLost as error:
+            self._overdue = True
+            self._recorder.events.record("evaluation", of=step, ok=False, detail=str(error))
+            logger.warning("the evaluation of step %d is lost: %s; evaluating after the next step", step, error)
+        else:
+            self._recorder.events.record("evaluation", of=step, ok=True)
+            await self._take(Evaluated(step, metrics, late=True))
+
+    async def leave(self, step: int) -> None:
+        """Before the last checkpoint: that of the evaluated step says that its evaluation is due."""
+        if self.pending == step:
+            await self.cancel()
+        await self.settle()
+
+    async def cancel(self) -> None:
+        """Gives up the evaluation beside training; it stays due."""
+        if self._running is None:
+            return
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        self._running = self.pending = None
+        self._overdue = True
+
+    async def _begin(self, step: int) -> None:
+        beside = self._evaluators.beside
+        work = None if beside is None else await beside.begin(step)
+        if work is not None:
+            self._running, self.pending, self._overdue = asyncio.create_task(work, name=f"evaluate {step}"), step, False
+
+    def _is_due(self, step: int) -> bool:
+        config = self._config
+        if config is None:
+            return False
+        regular = bool(config.every_steps) and step % config.every_steps == 0
+        return regular or self._overdue or (step == self._steps and config.at_end)
+
+    async def _take(self, evaluated: Evaluated) -> None:
+        self.last = evaluated.metrics
+        if not evaluated.step:
+            self.first = evaluated.metrics
+        await self._ended(evaluated)
