@@ -138,8 +138,8 @@ class TrainEngine:
             # DeepSpeed has stepped it once with gradients of 0. Counted, that step would make the moments of the next
             # steps too small, because AdamW corrects them by the number of steps.
             self._engine.optimizer.optimizer.state.clear()
-        # DeepSpeed's BF16_Optimizer and training without ZeRO find the sums where the backward pass left them; its other
-        # optimizers, as that of ZeRO-1 with offload_optimizer, get them from the reduction.
+        # BF16_Optimizer and training without ZeRO find the sums where the backward pass left them. DeepSpeed's other
+        # optimizers get them from the reduction, that of ZeRO-1 with offload_optimizer, too.
         in_place = self._stage == 0 or hasattr(self._engine.optimizer, "fp32_groups_gradients_flat")
         if in_place and dist.get_world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it would copy all gradients twice
