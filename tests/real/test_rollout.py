@@ -160,7 +160,7 @@ async def test_a_group_continues_from_its_finished_samples(worker: RolloutWorker
     summary, table = await worker.generate(REQUEST, PROMPTS)
     finished = tuple(summary.samples[index] for index in kept)
     again = replace(REQUEST, attempt=5, finished=finished)
-    rest, whole = await worker.generate_rest(again, PROMPTS, table.take(pa.array(kept)))
+    rest, whole = await worker.generate(again, PROMPTS, table.take(pa.array(kept)))
     assert whole.schema.equals(ROLLOUTS, check_metadata=True)
     assert rest.attempt == 5 and rest.samples == summary.samples
     of_the_batch = {"generate_s", "first_token_s", "rollout_logprobs"}  # the last to round-off

@@ -382,7 +382,9 @@ def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
 
 def test_an_engine_that_dies_while_it_is_removed_is_not_replaced() -> None:
     class Dying(FaultyEngine):
-        async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
+        async def generate(
+            self, request: GroupRequest, prompts: object, finished: Any = None
+        ) -> tuple[GroupSummary, FakeTable]:
             raise WorkerDied(self.name, "generate", "killed")
 
     async def run() -> tuple[list[str], int]:
