@@ -157,7 +157,8 @@ async def until(condition: Callable[[], object]) -> None:
 def test_a_lost_engine_s_evaluation_begins_again_where_the_version_still_is(tmp_path: Path) -> None:
     """The updates wait until then: no newer version has been sent."""
     run = PoolRun(tmp_path, schedule={"steps": 3})
-    run.policies[0].update_s = 0.2
+    run.policies[0].update_s = 0.4
+    run.slow(0.3)
 
     async def kill(controller: Controller) -> None:
         await until(lambda: run.held() and controller.version == 2)
@@ -190,7 +191,8 @@ def test_an_evaluation_whose_version_is_nowhere_is_made_up_for(
 
 def test_an_engine_that_leaves_hands_its_evaluation_over(tmp_path: Path) -> None:
     run = PoolRun(tmp_path, schedule={"steps": 3})
-    run.policies[0].update_s = 0.2
+    run.policies[0].update_s = 0.4
+    run.slow(0.3)
 
     async def retire(controller: Controller) -> None:
         await until(lambda: run.held() and controller.version == 2)
