@@ -74,7 +74,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     # 3 × 10^8 and 3·10^{-8}
     (
         re.compile(
-            r"(?<![\w.,^/*×·}])([0-9]+(?:\.[0-9]+)?)\s?(?:[×·x*]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?"
+            r"(?<![\w.,^/*×·}])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s?(?:[×·x*]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?"
             r"(?:\{([-+]?[0-9]{1,2})\}|([-+]?[0-9]{1,2}))(?![\w.]*[0-9])"
         ),
         lambda found: format(Decimal(f"{found[1]}e{found[2] or found[3]}"), "f"),
