@@ -86,11 +86,11 @@ class WatchedEngine(FakeEngine):
         self._faults = faults
         self._waits = waits
 
-    async def generate(self, request: GroupRequest, prompts: object) -> Any:
+    async def generate(self, request: GroupRequest, prompts: object, finished: Any = None) -> Any:
         """Sample one group. Raises WorkerGone where the engine dies."""
         waits = self._waits
         waits.begins(self.name, request)
-        answer = await super().generate(request, prompts)
+        answer = await super().generate(request, prompts, finished)
         if self._faults.kills(request):
             waits.died += 1
             waits.free_since.pop(self.name, None)  # the replacement engine takes this name

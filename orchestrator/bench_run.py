@@ -14,7 +14,7 @@ from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of
 from troupe.orchestrator.bench.sequences import GroupLengths
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.worker_group import TableRef, WorkerHandle
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.data.mixture import group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
@@ -30,7 +30,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import unless_stopped
 from troupe.workers.contract.measurements import EngineReading, MeasuredEngine
 from troupe.workers.contract.messages import Peak
-from troupe.workers.contract.roles import RolloutEngine
+from troupe.workers.contract.roles import RolloutEngine, TableRef
 
 _WORKER = "troupe.workers.measured_rollout:MeasuredRollout"
 _METER_TIMEOUT_S = 60.0

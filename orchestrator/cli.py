@@ -14,14 +14,14 @@ from troupe.orchestrator.commands.audit import audit
 from troupe.orchestrator.commands.bench import bench
 from troupe.orchestrator.commands.environment import env_app
 from troupe.orchestrator.commands.messages import os_error, typer_error
-from troupe.orchestrator.commands.options import FAILURE, STOPPED, USER_ERROR, exit_with
+from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, exit_with
 from troupe.orchestrator.commands.replay import replay
 from troupe.orchestrator.commands.report import report
 from troupe.orchestrator.commands.trace import trace
 from troupe.orchestrator.commands.watch import watch
 from troupe.orchestrator.commands.why import why
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
-from troupe.orchestrator.signals import STOPPED_LINE, interrupt_on_signals, taken
+from troupe.orchestrator.signals import STOPPED, STOPPED_LINE, interrupt_on_signals, taken
 from troupe.orchestrator.spec.errors import SpecError
 
 app = typer.Typer(

@@ -40,7 +40,7 @@ from troupe.orchestrator.training.evaluations import Evaluated, Evaluators, RunE
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
-from troupe.orchestrator.training.saves import Moment, RunSaves, SaveTargets
+from troupe.orchestrator.training.saves import Moment, RunSaves, SaveContext
 from troupe.orchestrator.training.state import BestState, ControllerState
 from troupe.orchestrator.training.updates import Updates
 
@@ -167,10 +167,16 @@ class Controller:
         self._recorder.counts("dropped", components.ledger.drop_reasons())
         self._recorder.counts("ledger", components.ledger.counts())
         self._timers = self._new_timers()
-        remote_copies = Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s)
-        self._saves = RunSaves(
-            spec, components, SaveTargets(store, remote_copies, self._recorder, console, self._without_checkpoint), done
+        targets = SaveContext(
+            source=components.source,
+            recovery=components.recovery,
+            store=store,
+            uploads=Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s),
+            recorder=self._recorder,
+            console=console,
+            lost=self._without_checkpoint,
         )
+        self._saves = RunSaves(spec, components.updates, targets, done)
         self._alarm = ""
         evaluators = Evaluators(components.evaluator, components.beside)
         self._evaluations = RunEvaluations(spec, evaluators, self._recorder, console, self._evaluated)

@@ -8,9 +8,9 @@ from pathlib import Path
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.examples import ExamplePool
 from troupe.orchestrator.data.mixture import PromptMixture
-from troupe.orchestrator.data.prompts import DataError, PromptOrder, PromptSource, evaluation_picks
+from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics, named_examples
-from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.errors import DataError, TroupeError
 from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks

@@ -12,11 +12,12 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
-from troupe.orchestrator.data.prompts import DataError, PromptOrder, evaluation_picks
+from troupe.orchestrator.data.prompts import PromptOrder, evaluation_picks
 from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.replay.step_recorder import StepRecorder

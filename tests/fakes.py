@@ -89,10 +89,10 @@ _SPEC = RolloutSpec.model_validate(
         "schedule": {
             "steps": 4,
             "prompts_per_step": 5,
-            "train_timeout_s": 5.0,
-            "step_timeout_s": 5.0,
-            "start_timeout_s": 1.0,
-            "generate_timeout_s": 5.0,
+            "train_timeout_s": 60.0,
+            "step_timeout_s": 60.0,
+            "start_timeout_s": 60.0,
+            "generate_timeout_s": 60.0,
         },
         "data": {"train": {"kind": "jsonl", "path": "prompts.jsonl"}},
         "checkpoint": {"every_steps": 2},
@@ -257,22 +257,17 @@ class FakeEngine:
         """Starts."""
         return await self.health()
 
-    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
-        """One group, with the versions before and after the wait."""
+    async def generate(
+        self, request: GroupRequest, prompts: object, finished: Any = None
+    ) -> tuple[GroupSummary, FakeTable]:
+        """One group, with the versions before and after the wait; finished samples stay as they were."""
         oldest = self.version
         await asyncio.sleep(self._seconds(request))
-        samples, versions = self._sampled(request.samples, oldest), (oldest, self.version)
+        before = {sample.sample_index: sample for sample in request.finished}
+        new, versions = self._sampled(request.samples, oldest), (oldest, self.version)
+        samples = tuple(before.get(sample.sample_index, sample) for sample in new) if before else new
         table = FakeTable("rollouts", (request.prompt_uid,), request.attempt, versions, request.samples)
         return GroupSummary(request.prompt_uid, request.attempt, self.name, samples, 0.0), table
-
-    async def generate_rest(
-        self, request: GroupRequest, prompts: object, finished: FakeTable
-    ) -> tuple[GroupSummary, FakeTable]:
-        """As `generate`, with the samples that are finished as they were."""
-        summary, table = await self.generate(request, prompts)
-        before = {sample.sample_index: sample for sample in request.finished}
-        samples = tuple(before.get(sample.sample_index, sample) for sample in summary.samples)
-        return replace(summary, samples=samples), table
 
     async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], FakeTable]:
         """None: a group is finished as a whole."""
@@ -354,12 +349,14 @@ class FaultyEngine(FakeEngine):
         self.candidates = 0
         """Answers from other sources to every prompt."""
 
-    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
+    async def generate(
+        self, request: GroupRequest, prompts: object, finished: Any = None
+    ) -> tuple[GroupSummary, FakeTable]:
         """One group, a refusal or a failure."""
         self.served.append(request)
         if request.row in self.refuse_rows:
             return GroupSummary(request.prompt_uid, request.attempt, self.name, (), 0.0, "too long"), FakeTable("", ())
-        summary, table = await super().generate(request, prompts)
+        summary, table = await super().generate(request, prompts, finished)
         answer = summary, table
         if request.candidates and self.candidates:
             others = range(request.samples, request.samples + self.candidates)

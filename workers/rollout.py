@@ -78,7 +78,7 @@ _PROCESS_FAILED = "Engine core initialization failed"
 """Beginning of the error with which vLLM's client refers to one in the engine's process."""
 _ONE_OF_MANY_FAILED = "Worker failed with error"
 """Beginning of the error that vLLM raises for the first of an engine's processes that failed in a call."""
-_TURN_S = 0.5
+_TURN_S = 0.1
 """Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
@@ -194,59 +194,30 @@ class RolloutWorker:
         """Arguments of the engine."""
         return engine_args(self._config)
 
-    async def generate(self, request: GroupRequest, prompts: pa.Table) -> tuple[GroupSummary, pa.Table]:
-        """Sample one group.
+    async def generate(
+        self, request: GroupRequest, prompts: pa.Table, finished: pa.Table | None = None
+    ) -> tuple[GroupSummary, pa.Table]:
+        """Sample one group, or the rest of a group of which `request.finished` samples exist.
 
         A prompt that cannot be used gives a summary with `refused` set and an empty table. `response` is the text of
         all response tokens except special ones, a stop string included: the text that is scored is the text that is
-        trained. `response_ids` includes the end-of-sequence token where it was sampled.
+        trained. `response_ids` includes the end-of-sequence token where it was sampled. Samples have the seeds that
+        they have in a whole group.
 
         Args:
             request: Row of the prompt, number of samples and sampling parameters.
             prompts: The whole PROMPTS pool.
+            finished: ROLLOUTS table with the rows of the finished samples, of any attempt, and maybe of other groups.
 
         Returns:
-            The summary and the ROLLOUTS table of the group: one row per sample, in order, then one per candidate.
+            The summary and the ROLLOUTS table of the whole group: one row per sample, in order, then one per candidate.
 
         Raises:
             EngineClosed: the engine does not serve.
             EngineDead: the engine's process has ended.
             IndexError: the pool does not have the row.
-        """
-        return await self._generate(request, prompts, None)
-
-    async def generate_rest(
-        self, request: GroupRequest, prompts: pa.Table, finished: pa.Table
-    ) -> tuple[GroupSummary, pa.Table]:
-        """Sample the rest of a group of which `request.finished` samples exist.
-
-        The other samples have the seeds that they have in a whole group.
-
-        Args:
-            request: As for `generate`.
-            prompts: The whole PROMPTS pool.
-            finished: ROLLOUTS table with the rows of these samples, of any attempt, and maybe of other groups.
-
-        Returns:
-            Summary and ROLLOUTS table of the whole group.
-
-        Raises:
             ValueError: a finished sample has no rows.
-            Exception: as `generate`.
         """
-        return await self._generate(request, prompts, finished)
-
-    async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], pa.Table]:
-        """The samples that are finished of all groups that run, and their rows; held-out samples are not among them."""
-        found = [group.finished() for group in self._groups if _as_in_training(group.request)]
-        found = [(samples, table) for samples, table in found if samples.samples]
-        tables = [ROLLOUTS.empty_table(), *(table for _, table in found)]
-        return tuple(samples for samples, _ in found), pa.concat_tables(tables).combine_chunks()
-
-    async def _generate(
-        self, request: GroupRequest, prompts: pa.Table, finished: pa.Table | None
-    ) -> tuple[GroupSummary, pa.Table]:
-        """See `generate_rest`; `finished` is None for a whole group."""
         self._open_engine()
         if not 0 <= request.row < prompts.num_rows:
             raise IndexError(f"row {request.row} is outside the pool of {prompts.num_rows} prompts")
@@ -278,6 +249,13 @@ class RolloutWorker:
         summary = self._summary(request, [sample for sample, _ in built], seconds, cached_tokens=cached)
         summary = replace(summary, candidates=tuple(sample_summary(row, self._version) for row in given))
         return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *given])
+
+    async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], pa.Table]:
+        """The samples that are finished of all groups that run, and their rows; held-out samples are not among them."""
+        found = [group.finished() for group in self._groups if _as_in_training(group.request)]
+        found = [(samples, table) for samples, table in found if samples.samples]
+        tables = [ROLLOUTS.empty_table(), *(table for _, table in found)]
+        return tuple(samples for samples, _ in found), pa.concat_tables(tables).combine_chunks()
 
     async def _generate_episodes(
         self, request: GroupRequest, prompt: dict[str, Any], environment: str, finished: pa.Table | None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from benchmarks.support.loop_timers import LoopParts
 from troupe.orchestrator.replay import step_recorder
 from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.recorder import RunRecorder
@@ -22,13 +23,12 @@ from troupe.workers.contract.messages import KeptFile
 from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
-from troupe.workers.telemetry.timing import Parts
 from troupe.workers.training.token_records import TokenRecorder
 
 
-def time_driver() -> Parts:
+def time_driver() -> LoopParts:
     """From now on everything that a driver in this process records is timed."""
-    parts = Parts(time.thread_time)
+    parts = LoopParts(time.thread_time)
     functions: tuple[tuple[Any, str, str], ...] = (
         (CallLog, "begin", "calls"),
         (CallLog, "end", "calls"),
@@ -64,7 +64,7 @@ def folder_of(run_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"{run_id}.timers"
 
 
-def _note(run_id: str, worker: str, watch: Parts) -> None:
+def _note(run_id: str, worker: str, watch: LoopParts) -> None:
     folder = folder_of(run_id)
     folder.mkdir(exist_ok=True)
     unfinished = folder / f".{worker}"
@@ -75,7 +75,7 @@ def _note(run_id: str, worker: str, watch: Parts) -> None:
 class _TimedRecorder(TokenRecorder):
     """A recorder of tokens that is timed."""
 
-    def __init__(self, watch: Parts) -> None:
+    def __init__(self, watch: LoopParts) -> None:
         super().__init__()
         self._watch = watch
 
@@ -95,7 +95,7 @@ class TimedPolicy(PolicyWorker):
 
     def __init__(self, config: PolicyConfig, name: str) -> None:
         super().__init__(config, name)
-        self._watch = Parts(time.process_time)
+        self._watch = LoopParts(time.process_time)
         self._records = _TimedRecorder(self._watch)
 
     def token_records(self) -> tuple[int, pa.Table]:
@@ -123,7 +123,7 @@ class TimedReward(RewardWorker):
 
     def __init__(self, config: RewardConfig, name: str, device: Device, policy: ModelConfig | None) -> None:
         super().__init__(config, name, device, policy)
-        self._watch = Parts(time.process_time)
+        self._watch = LoopParts(time.process_time)
 
     def write_trajectories(self, path: str, step: int, *tables: pa.Table) -> int:
         """See `RewardWorker.write_trajectories`."""

@@ -23,6 +23,7 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.roles.table import worker_env
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.batch import plan_rows
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.naming import resolve
@@ -109,7 +110,7 @@ class Auditor:
             groups = await self._sample()
         with self._phase("score"):
             lengths = [length for summary, _ in groups for sample in summary.samples for length in sample.row_lengths]
-            plans = self._policy.plan_rows(lengths)
+            plans = plan_rows(lengths, self._policy)
             tables = [table for _, table in groups]
             scores = await self._policy.compute_logprobs(plans, *tables, timeout_s=spec.schedule.score_timeout_s)
         request = ScoreRequest(

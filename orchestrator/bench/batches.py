@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from troupe.orchestrator.cluster.worker_group import TableRef
 from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
 from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.pools.engines import EnginePool
@@ -16,6 +15,7 @@ from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.messages import GroupSummary, RewardSummary
+from troupe.workers.contract.roles import TableRef
 
 
 class Unscored(Scorer):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import RoleResources, ScaledRole, TrainerRole
 
 Strategy = Literal["PACK", "SPREAD"]

@@ -17,7 +17,7 @@ from troupe.orchestrator.capacity.remedies import Misfit, MisfitRemedy, describe
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.worker_memory import Part
-from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.units import GIB
 
 _MOST_GIB = 1_000_000

@@ -20,7 +20,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 from troupe.orchestrator.cluster.adaptive_timeout import AdaptiveTimeouts
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.errors import WorkerDied
-from troupe.orchestrator.training.micro_batches import plan_ranks
 from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.messages import (
     KeptFile,
@@ -154,11 +153,6 @@ class WorkerGroup(Generic[W]):
     def data_parallel_size(self) -> int:
         """Number of shares that rows are divided into: one for the ranks that share their micro-batches."""
         return self.ranks // self.sequence_parallel_size
-
-    def plan_rows(self, lengths: Sequence[int]) -> list[RankPlan]:
-        """A plan of rows with these tokens for each share."""
-        rows = range(len(lengths))
-        return plan_ranks(lengths, rows, self.data_parallel_size, self.micro_batch_tokens, packed=self.packs)
 
     @property
     def idle(self) -> bool:

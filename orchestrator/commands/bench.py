@@ -20,9 +20,9 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     json_text,
 )
-from troupe.orchestrator.commands.runs import checked, create_models
+from troupe.orchestrator.commands.runs import create_models
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.prepare import single
+from troupe.orchestrator.prepare import checked, single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks import is_url

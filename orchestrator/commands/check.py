@@ -21,7 +21,8 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     exit_with,
 )
-from troupe.orchestrator.commands.runs import checked, create_models, models_to_create, read_data
+from troupe.orchestrator.commands.runs import create_models, models_to_create, read_data
+from troupe.orchestrator.prepare import checked
 from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.stages import PlannedRun

@@ -10,7 +10,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from troupe.orchestrator.signals import STOPPED as STOPPED
 from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
 
 SpecArgument = Annotated[

@@ -11,12 +11,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, SharedUse, UnknownModel, gib
+from troupe.orchestrator.capacity.fit import MemoryPlan, SharedUse, UnknownModel, gib
 from troupe.orchestrator.capacity.measured import PEAK
 from troupe.orchestrator.capacity.plan import Plan
 from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
 from troupe.orchestrator.reporting.run_summary import duration
 from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.roles.shared_gpu import HEADROOM
 from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Where, WorkerMemory
 
 COLUMNS = {

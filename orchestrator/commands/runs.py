@@ -8,7 +8,6 @@ from pathlib import Path
 import typer
 
 from troupe.orchestrator import prepare
-from troupe.orchestrator.prepare import checked as checked
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.hub import uses_hub
@@ -42,8 +41,8 @@ def models_to_create(planned: PlannedRun) -> dict[str, Path]:
 def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
     """Read all data of several runs; a description of the data of each. Raises SpecError where data cannot be used."""
     from troupe.orchestrator.data.prompt_check import check_prompts
-    from troupe.orchestrator.data.readers import DataError
     from troupe.orchestrator.data.summary import describe, read_pools
+    from troupe.orchestrator.errors import DataError
 
     problems = []
     described = []

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.data.prompts import Pool
+from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.summary import Pools, by_source, is_held_out
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import Finding

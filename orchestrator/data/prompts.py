@@ -14,7 +14,8 @@ import pyarrow as pa
 from troupe.orchestrator.data.conversations import BadRow, chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, concatenated, of_source, prompts_of
-from troupe.orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
+from troupe.orchestrator.data.readers import RawRow, json_safe, read_rows
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataConfig, DataSource
 from troupe.workers.contract.messages import PROMPTS
 

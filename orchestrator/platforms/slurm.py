@@ -16,7 +16,7 @@ from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.kubernetes.values import Variable
 from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.workers.contract.units import GIB
 

@@ -101,16 +101,10 @@ class Engine:
         return max(0, self.outstanding - self.finished_ahead)
 
     def generate(
-        self, request: GroupRequest, prompts: TableRef, timeout_s: float
+        self, request: GroupRequest, prompts: TableRef, finished: TableRef | None, timeout_s: float
     ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
-        """Samples one group; returns its summary and a reference to its ROLLOUTS table."""
-        return self.handle.call_for_table(roles.RolloutEngine.generate, timeout_s, request, prompts)
-
-    def generate_rest(
-        self, request: GroupRequest, prompts: TableRef, finished: TableRef, timeout_s: float
-    ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
-        """Samples the rest of a group; returns summary and ROLLOUTS table of the whole group."""
-        return self.handle.call_for_table(roles.RolloutEngine.generate_rest, timeout_s, request, prompts, finished)
+        """Samples one group, or what is left of it; returns its summary and a reference to its ROLLOUTS table."""
+        return self.handle.call_for_table(roles.RolloutEngine.generate, timeout_s, request, prompts, finished)
 
     def finished_samples(self, timeout_s: float) -> Coroutine[Any, Any, tuple[tuple[FinishedSamples, ...], TableRef]]:
         """The finished samples of the groups that run, and a reference to their ROLLOUTS table."""
@@ -252,10 +246,7 @@ class EnginePool(ReplicaPool[Engine]):
         """Runs a request on an engine returned by `acquire`; `finished` has the rows of `request.finished`."""
         timeout_s = self.spec.schedule.generate_timeout_s
         with self.meter.generating():
-            if finished is None:
-                summary, rollouts = await engine.generate(request, prompts, timeout_s)
-            else:
-                summary, rollouts = await engine.generate_rest(request, prompts, finished, timeout_s)
+            summary, rollouts = await engine.generate(request, prompts, finished, timeout_s)
         before = sum(sample.sampled_tokens for sample in request.finished)
         self.meter.add(sum(sample.sampled_tokens for sample in summary.samples) - before)
         engine.finished_ahead = summary.finished_ahead

@@ -21,6 +21,7 @@ from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError, Worke
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.spec.rollout import GroupSettings
+from troupe.orchestrator.training.batch import plan_rows
 from troupe.orchestrator.training.ledger import kind_of
 from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary
 from troupe.workers.contract.roles import Reward, TableRef
@@ -273,7 +274,7 @@ class TokenScorer:
 
     async def _on_all_ranks(self, lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
         """The scores of a wave. Raises WorkerError."""
-        plans = self._group.plan_rows(lengths)
+        plans = plan_rows(lengths, self._group)
         return await self._score_tokens(plans, *rollouts, timeout_s=self._timeout_s)
 
     async def _on_pool(self, pool: ReplicaPool[Any], lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:

@@ -27,7 +27,7 @@ from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
-from troupe.orchestrator.training.batch import Batch, GroupOrigin, SourceSnapshot, unless_stopped
+from troupe.orchestrator.training.batch import Batch, GroupOrigin, SourceSnapshot, plan_rows, unless_stopped
 from troupe.orchestrator.training.checkpoint import SAMPLES
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
@@ -223,7 +223,7 @@ class RolloutSource:
         if self._old_logprobs_at_batch:
             self._console.phase("old log-probs", 0, 1)
             lengths = [length for group in groups for length in row_lengths(group.summary)]
-            plans = policy.plan_rows(lengths)
+            plans = plan_rows(lengths, policy)
             scored = await policy.compute_logprobs(plans, *rollouts, timeout_s=timeout_s)
             tables += [table for _, table in scored]
         request = self._prepare_request(groups)

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.section import ALGORITHMS, is_custom, unknown_algorithm
+from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec import offline_checks, rollout_checks, yaml_reader
-from troupe.orchestrator.spec.base import RunSpec as RunSpec
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.section import ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec

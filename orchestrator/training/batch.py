@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from troupe.orchestrator.cluster.worker_group import WorkerGroup
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import StopRequested
 from troupe.orchestrator.reporting.metrics import PhaseTimers
-from troupe.workers.contract.messages import TrainSummary
+from troupe.orchestrator.training.micro_batches import plan_ranks
+from troupe.workers.contract.messages import RankPlan, TrainSummary
 from troupe.workers.contract.roles import TableRef
 
 T = TypeVar("T")
@@ -156,3 +158,9 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # it ends what it has begun while Ray is still there
+
+
+def plan_rows(lengths: Sequence[int], group: WorkerGroup[Any]) -> list[RankPlan]:
+    """A plan of rows with these tokens for each share of a group."""
+    size = group.data_parallel_size, group.micro_batch_tokens
+    return plan_ranks(lengths, range(len(lengths)), *size, packed=group.packs)

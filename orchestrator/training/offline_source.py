@@ -14,7 +14,7 @@ from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers
 from troupe.orchestrator.spec.sections import BaseSchedule
-from troupe.orchestrator.training.batch import Batch, SourceSnapshot, unless_stopped
+from troupe.orchestrator.training.batch import Batch, SourceSnapshot, plan_rows, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_units
 from troupe.workers.contract.messages import TrainSummary
@@ -67,7 +67,7 @@ class BatchMaker:
     async def _with_reference(self, reference: ReferenceScorer, summary: TrainSummary, table: TableRef) -> TableRef:
         """The batch's table with the reference's log-probs."""
         group, lengths = reference.group, [row.tokens for row in summary.rows]
-        plans = group.plan_rows(lengths)
+        plans = plan_rows(lengths, group)
         scored = await reference.score(plans, table, timeout_s=self._schedule.score_timeout_s)
         scores = (part for _, part in scored)
         return await self._trainer.attach(table, *scores, timeout_s=self._schedule.train_timeout_s)

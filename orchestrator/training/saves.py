@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from troupe.orchestrator.errors import ExportFailed, TroupeError, WorkerRaised
 from troupe.orchestrator.reporting.console import Console
@@ -24,29 +24,12 @@ from troupe.orchestrator.training.updates import Updates
 logger = logging.getLogger(__name__)
 
 
-class SavedParts(Protocol):
-    """The parts of a run whose state a checkpoint holds."""
-
-    @property
-    def source(self) -> BatchSource:
-        """Supplies the batches."""
-        ...
-
-    @property
-    def updates(self) -> Updates:
-        """Has the trainers."""
-        ...
-
-    @property
-    def recovery(self) -> TrainerRecovery:
-        """Restarts trainers that are lost while they save."""
-        ...
-
-
 @dataclass(frozen=True)
-class SaveTargets:
-    """Where checkpoints and what is said of them go."""
+class SaveContext:
+    """What checkpoints are made of, and where they and what is said of them go."""
 
+    source: BatchSource
+    recovery: TrainerRecovery
     store: CheckpointStore
     uploads: Uploads
     recorder: RunRecorder
@@ -85,15 +68,16 @@ class RunSaves:
     trainers, the upload before and the disk, and ends when the checkpoint is published or given up.
     """
 
-    def __init__(self, spec: RunSpec, parts: SavedParts, targets: SaveTargets, done: int) -> None:
+    def __init__(self, spec: RunSpec, updates: Updates, targets: SaveContext, done: int) -> None:
         """Writes nothing yet; `done`: step of the checkpoint that the run resumes from."""
         self._spec = spec
-        self._parts = parts
+        self._source = targets.source
+        self._recovery = targets.recovery
         self._store = targets.store
         self._uploads = targets.uploads
         self._recorder = targets.recorder
         self._lost = targets.lost
-        self._trainers = TrainerSaves(spec, parts.updates.trainers, targets.store, targets.console)
+        self._trainers = TrainerSaves(spec, updates.trainers, targets.store, targets.console)
         self._saved_at = done if targets.store.has_model(done) else None
         """Step of the last complete checkpoint."""
         self._failed = 0
@@ -105,7 +89,7 @@ class RunSaves:
 
     async def try_all(self) -> None:
         """Has every trainer write a small part of a checkpoint (`TrainerSaves.try_all`). Raises TroupeError."""
-        await self._parts.recovery.retry(self._trainers.try_all)
+        await self._recovery.retry(self._trainers.try_all)
 
     async def save_if_due(self, now: Moment) -> None:
         """Saves the step if it is due, and reports the checkpoint that has been written meanwhile.
@@ -193,9 +177,9 @@ class RunSaves:
             OSError: Its folder cannot be created.
             WorkerError: The trainers cannot copy their state.
         """
-        saving = _Saving(now, await self._parts.source.snapshot(), _now())
-        folder = await self._parts.recovery.retry(lambda: self._trainers.begin(now.step))
-        self._parts.recovery.begin_save()
+        saving = _Saving(now, await self._source.snapshot(), _now())
+        folder = await self._recovery.retry(lambda: self._trainers.begin(now.step))
+        self._recovery.begin_save()
         self._time("copy", saving.started)
         self._running = asyncio.create_task(self._finish(saving, folder), name=f"save step {now.step}")
 
@@ -211,7 +195,7 @@ class RunSaves:
 
     async def _save_now(self, now: Moment) -> None:
         """As `_save`, with what there is now."""
-        await self._save(await self._parts.source.snapshot(), now)
+        await self._save(await self._source.snapshot(), now)
 
     async def _save(self, snapshot: SourceSnapshot, now: Moment) -> None:
         """Writes one atomic checkpoint of everything a resumed run needs.
@@ -226,7 +210,7 @@ class RunSaves:
         again = self._saved_at == now.step
         if again and snapshot.write is None:
             return
-        saving, recovery = _Saving(now, snapshot, _now()), self._parts.recovery
+        saving, recovery = _Saving(now, snapshot, _now()), self._recovery
         if not again:
             written = await recovery.retry(lambda: self._trainers.write(now.step))
             recovery.begin_save()
@@ -253,7 +237,7 @@ class RunSaves:
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
         state["memory"] = memory.model_dump(mode="json")
         samples = 0 if snapshot.write is None else await snapshot.write(written.folder)
-        saved = await self._parts.recovery.commit(step, lambda: self._store.commit(written.folder, state))
+        saved = await self._recovery.commit(step, lambda: self._store.commit(written.folder, state))
         seconds = round(_now() - saving.started, 4)
         self._uploads.start(saved.path, self._store.protected)
         if written.without_model:

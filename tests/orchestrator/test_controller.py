@@ -542,9 +542,11 @@ def test_tokens_beyond_the_staleness_bound_are_never_trained(tmp_path: Path) -> 
     run = RolloutRun(tmp_path)
 
     class Stale(FaultyEngine):
-        async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
+        async def generate(
+            self, request: GroupRequest, prompts: object, finished: Any = None
+        ) -> tuple[GroupSummary, FakeTable]:
             self.version = max(0, self.version - 1)
-            return await super().generate(request, prompts)
+            return await super().generate(request, prompts, finished)
 
     run.engines = [Stale("rollout-0", random.Random(0))]
     with pytest.raises(TroupeError, match=r"tokens of version 0; the policy is at 1 and schedule.max_staleness is 0"):

@@ -31,23 +31,25 @@ from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
 from troupe.workers.contract.config import (
+    CHUNK_LOGITS,
     AdvantageConfig,
     CriticConfig,
     CriticLossConfig,
     ModelConfig,
     PolicyConfig,
     PolicyLossConfig,
+    ReferenceConfig,
     SamplingConfig,
     TrainerConfig,
-    TransferBackend,
 )
 from troupe.workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
+from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.critic import CriticWorker
-from troupe.workers.models.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
+from troupe.workers.models.modeling import CausalLogprobs, load_causal, score
 from troupe.workers.models.ragged import ragged
 from troupe.workers.models.token_batch import TokenTable
 from troupe.workers.policy import PolicyWorker
-from troupe.workers.reference import ReferenceConfig, ReferenceWorker
+from troupe.workers.reference import ReferenceWorker
 from troupe.workers.training.background_save import BackgroundWriter, Write
 from troupe.workers.training.optimizer import learning_rate
 from troupe.workers.training.rank import TrainingRank

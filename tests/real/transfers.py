@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from troupe.workers.contract.config import TransferBackend
 from troupe.workers.contract.messages import WeightAck
+from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.training.deepspeed_engine import TrainEngine
 from troupe.workers.weights import device_sender as sending
 from troupe.workers.weights.buckets import Bucket, buckets_of, checksums, weights_digest

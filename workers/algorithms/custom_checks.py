@@ -11,12 +11,12 @@ from troupe.workers.algorithms.custom import (
     CustomAlgorithm,
     GroupRewards,
     LossTokens,
-    SampledTokens,
     TokenLoss,
     custom_advantages,
     custom_loss,
     load_custom,
 )
+from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.config import CustomConfig
 
 _LENGTHS = (3, 5, 1, 4, 2, 6)

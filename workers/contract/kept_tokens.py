@@ -2,7 +2,7 @@
 
 No words: every token was left. The words of a few tokens are their ids, ascending. Those of many are `BITMAP` and then
 a bit for each token of the vocabulary, the first in the lowest bit. A token therefore takes 4 bytes for each token that
-was left, and at most `most_bytes(vocabulary)`: an eighth of a byte for each token of the vocabulary.
+was left, and at most `4 * bitmap_words(vocabulary)`: an eighth of a byte for each token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ Kept = npt.NDArray[np.bool_]
 def bitmap_words(vocabulary: int) -> int:
     """Words of a bitmap, with its first."""
     return 1 + -(-vocabulary // _WORD_BITS)
-
-
-def most_bytes(vocabulary: int) -> int:
-    """Most bytes of one sampled token."""
-    return 4 * bitmap_words(vocabulary)
 
 
 def write_kept(kept: Kept) -> list[Words]:

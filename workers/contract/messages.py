@@ -232,7 +232,7 @@ class GroupRequest:
     """Name of the environment that a sample is an episode in, empty for one without a name; None: a sample is one
     response to its prompt."""
     finished: tuple[SampleSummary, ...] = ()
-    """Samples that are not sampled again: an earlier run has finished them (`RolloutEngine.generate_rest`)."""
+    """Samples that are not sampled again: an earlier run has finished them (`RolloutEngine.generate`)."""
 
     @property
     def missing(self) -> list[int]:

@@ -158,14 +158,13 @@ class RolloutEngine(Replica, Protocol):
         """Uses these environment workers for new episodes in the environment of this name."""
         ...
 
-    def generate(self, request: GroupRequest, prompts: TableRef) -> Reply[tuple[GroupSummary, TableRef]]:
-        """Samples one group; returns its summary and a ROLLOUTS table."""
-        ...
-
-    def generate_rest(
-        self, request: GroupRequest, prompts: TableRef, finished: TableRef
+    def generate(
+        self, request: GroupRequest, prompts: TableRef, finished: TableRef | None = None
     ) -> Reply[tuple[GroupSummary, TableRef]]:
-        """Samples the rest of a group of which `request.finished` samples exist; `finished` has their rows."""
+        """Samples one group, or what is left of it; returns its summary and a ROLLOUTS table.
+
+        `finished` has the rows of `request.finished`, the samples that exist; None: there are none.
+        """
         ...
 
     def finished_samples(self) -> Reply[tuple[tuple[FinishedSamples, ...], TableRef]]:

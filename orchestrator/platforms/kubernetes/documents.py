@@ -21,7 +21,7 @@ from troupe.orchestrator.platforms.kubernetes.memory import HEAD, HEAD_CPUS, mem
 from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, LONGEST_S, SPEC_FOLDER, KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.patch import Document, apply_patches
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
-from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.paths import path_fields
 from troupe.orchestrator.spec.stages import PlannedRun
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from troupe.orchestrator.capacity.placement import Node, Placement, fit, place, role_sizes
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import ScaledRole
 
 

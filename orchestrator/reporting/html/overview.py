@@ -24,7 +24,8 @@ from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History, Series
 from troupe.orchestrator.roles.names import role_of
-from troupe.orchestrator.spec.load import RunSpec, parse_spec
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.workers.contract.units import GIB
 

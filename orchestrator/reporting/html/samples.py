@@ -47,14 +47,13 @@ class TokenColumn:
         return cls(flat, np.concatenate([[0], np.cumsum(lengths)]))
 
 
-def step_block(table: pa.Table, step: int, texts: TokenTexts, decode: bool = True) -> Json:
+def step_block(table: pa.Table, step: int, texts: TokenTexts) -> Json:
     """One step's samples, ready for the page.
 
     Args:
         table: Rows of the store.
         step: Number of the step.
         texts: Texts of tokens; asked here for those of the step.
-        decode: Whether to include tokens at all.
     """
     rows = table.num_rows
     plain = _plain(table)
@@ -80,7 +79,7 @@ def step_block(table: pa.Table, step: int, texts: TokenTexts, decode: bool = Tru
         "trained": plain["trained"],
         "versions": [_versions(spans) for spans in plain["weight_versions"]],
     }
-    return block | _tokens(table, rows, texts if decode else None)
+    return block | _tokens(table, rows, texts)
 
 
 _SCALARS = (
@@ -151,7 +150,7 @@ def _versions(spans: list[Json] | None) -> list[list[int]]:
     return [[span["version"], span["start"], span["end"]] for span in spans or ()]
 
 
-def _tokens(table: pa.Table, rows: int, texts: TokenTexts | None) -> Json:
+def _tokens(table: pa.Table, rows: int, texts: TokenTexts) -> Json:
     """Tokens and their values, and of every sample how surprising it was."""
     sampled = TokenColumn.of(table, "rollout_logprobs")
     mask = TokenColumn.of(table, "loss_mask")
@@ -163,7 +162,7 @@ def _tokens(table: pa.Table, rows: int, texts: TokenTexts | None) -> Json:
     gap = _gap(table, sampled)
     if gap is not None:
         block["gap"] = [_mean(np.abs(gap.row(i)), None if mask is None else mask.row(i)) for i in range(rows)]
-    if texts is None or ids is None or ids.flat.size == 0:
+    if ids is None or ids.flat.size == 0:
         return block
     distinct, numbers = np.unique(ids.flat.astype(np.int64), return_inverse=True)
     texts.learn(int(token) for token in distinct)

@@ -16,8 +16,9 @@ from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.verdicts import data, learning, responses, speed, updates
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source, SpecError
-from troupe.orchestrator.spec.load import RunSpec, parse_spec
+from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import Document
 
 logger = logging.getLogger(__name__)

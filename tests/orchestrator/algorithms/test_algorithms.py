@@ -14,7 +14,6 @@ from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.description import description, listing, row_defaults
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import (
-    ALGORITHMS,
     CRITIC_OPTIONS,
     ESTIMATOR_OPTIONS,
     OBJECTIVE_OPTIONS,
@@ -27,8 +26,10 @@ from troupe.orchestrator.algorithms.section import (
     policy_loss,
     unused_options,
 )
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.workers.algorithms.estimators import SampledTokens, estimate
+from troupe.workers.algorithms.estimators import estimate
+from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
 

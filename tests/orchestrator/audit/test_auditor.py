@@ -43,7 +43,7 @@ class ModelEngine(FakeEngine):
         self.stale_cache = False
         return True
 
-    async def generate(self, request: GroupRequest, prompts: Any) -> tuple[GroupSummary, Any]:
+    async def generate(self, request: GroupRequest, prompts: Any, finished: Any = None) -> tuple[GroupSummary, Any]:
         self.requests.append(request)
         if self.refuses:
             return GroupSummary(request.prompt_uid, 0, self.name, (), 0.0, "too long"), ROLLOUTS.empty_table()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.fakes import FakePolicy, FakeTable, FaultyWorker
-from troupe.orchestrator.cluster.worker_group import PolicyGroup, gather_all
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import WorkerTimeout
 from troupe.workers.contract.messages import PrepareRequest, RankPlan
 

@@ -15,7 +15,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from troupe.orchestrator.data.columns import arrow_columns, find_column
-from troupe.orchestrator.data.prompts import DataError, PromptPool, load_pool
+from troupe.orchestrator.data.prompts import PromptPool, load_pool
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataSource
 
 VERL = [

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from troupe.orchestrator.data.prompts import DataError, PromptPool, load_pool
+from troupe.orchestrator.data.prompts import PromptPool, load_pool
 from troupe.orchestrator.data.readers import read_table
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataSource, FileSource
 
 

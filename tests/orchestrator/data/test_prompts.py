@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from troupe.orchestrator.data.prompts import (
-    DataError,
     PromptPool,
     PromptSource,
     evaluation_picks,
@@ -25,6 +24,7 @@ from troupe.orchestrator.data.prompts import (
     permutation,
 )
 from troupe.orchestrator.data.readers import json_safe, shares, task_seed
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataConfig, DataSource
 from troupe.workers.contract.messages import PROMPTS
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cli import app, main
-from troupe.orchestrator.data.readers import DataError
 from troupe.orchestrator.data.summary import data_metrics, describe, read_pools
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import plan_runs, read_document
 

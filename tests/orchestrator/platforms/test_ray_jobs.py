@@ -19,12 +19,12 @@ from troupe.orchestrator.platforms.ray_jobs import (
     JobServer,
     JobState,
     Submission,
-    absolute_paths,
     entrypoint,
     job_environment,
     token_header,
 )
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.paths import absolute_paths
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,9 @@ class StepwiseEngine(FakeEngine):
         """Unfinished samples of each group."""
         self.ended: dict[str, asyncio.Event] = {}
 
-    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
+    async def generate(
+        self, request: GroupRequest, prompts: object, finished: Any = None
+    ) -> tuple[GroupSummary, FakeTable]:
         uid = request.prompt_uid
         self.unfinished[uid], self.ended[uid] = request.samples, asyncio.Event()
         await self.ended[uid].wait()

@@ -43,7 +43,8 @@ from troupe.orchestrator.roles.worker_memory import (
     training,
     zero_states,
 )
-from troupe.orchestrator.spec.load import RunSpec, plan_runs, read_document
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.config import CHUNK_LOGITS, Dtype, EngineConfig, LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
 

@@ -38,8 +38,8 @@ class Recording(FaultyEngine):
         self.wait: Callable[[str], float] = lambda uid: EVAL_S if uid.startswith("eval") else 0.001
         self._seconds = lambda request: self.wait(request.prompt_uid)
 
-    async def generate(self, request: GroupRequest, prompts: object) -> Any:
-        found = await super().generate(request, prompts)
+    async def generate(self, request: GroupRequest, prompts: object, finished: Any = None) -> Any:
+        found = await super().generate(request, prompts, finished)
         if request.prompt_uid.startswith("eval"):
             self.evaluated.append((request.prompt_uid, self.version))
         else:

@@ -60,10 +60,10 @@ class SharedEngine(FaultyEngine):
         gpus.caches.add(name)
         gpus.note(f"start {name}")
 
-    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, Any]:
+    async def generate(self, request: GroupRequest, prompts: object, finished: Any = None) -> tuple[GroupSummary, Any]:
         """Waits while the engine rests, also in the middle."""
         await self._awake()
-        answer = await super().generate(request, prompts)
+        answer = await super().generate(request, prompts, finished)
         await self._awake()
         return answer
 

@@ -39,13 +39,11 @@ class OneByOne(FaultyEngine):
         """How often each sample (prompt_uid, sample_index) was finished."""
         self.running: dict[GroupRequest, list[SampleSummary]] = {}
 
-    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
-        return await self._sample(request)
-
-    async def generate_rest(
-        self, request: GroupRequest, prompts: object, finished: FakeTable
+    async def generate(
+        self, request: GroupRequest, prompts: object, finished: FakeTable | None = None
     ) -> tuple[GroupSummary, FakeTable]:
-        assert finished.kind == "rollouts" and request.prompt_uid in finished.uids
+        assert (finished is None) == (not request.finished)
+        assert finished is None or (finished.kind == "rollouts" and request.prompt_uid in finished.uids)
         return await self._sample(request)
 
     async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], FakeTable]:

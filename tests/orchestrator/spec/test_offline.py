@@ -13,8 +13,9 @@ from tests.conftest import ROOT
 from troupe.orchestrator import cli
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
 from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.load import RunSpec, parse_spec, plan_runs
+from troupe.orchestrator.spec.load import parse_spec, plan_runs
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.paths import absolute_paths
 from troupe.orchestrator.spec.rollout import RolloutSpec

@@ -76,9 +76,9 @@ class _Reader(FaultyEngine):
         super().__init__(name, random.Random(1))
         self._run = run
 
-    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, Any]:
+    async def generate(self, request: GroupRequest, prompts: object, finished: Any = None) -> tuple[GroupSummary, Any]:
         self._run.on_generate()
-        return await super().generate(request, prompts)
+        return await super().generate(request, prompts, finished)
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
         await asyncio.sleep(0.001)

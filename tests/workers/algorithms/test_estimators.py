@@ -32,7 +32,8 @@ from troupe.workers.algorithms.advantages import (
     process_advantages,
     returns_to_go,
 )
-from troupe.workers.algorithms.estimators import SampledTokens, estimate, steered_kl_coef
+from troupe.workers.algorithms.estimators import estimate, steered_kl_coef
+from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, SourceMoments
 from troupe.workers.contract.config import AdvantageConfig

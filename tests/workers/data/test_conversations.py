@@ -13,7 +13,7 @@ from trl.data_utils import apply_chat_template, extract_prompt, maybe_convert_to
 
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.data.examples import ExamplePool, load_pool
-from troupe.orchestrator.data.prompts import DataError
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.data.examples import assemble, tokenize

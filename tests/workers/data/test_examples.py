@@ -22,7 +22,7 @@ from tests.fakes import FakeTrainer, FaultyWorker
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
-from troupe.orchestrator.data.prompts import DataError
+from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run_context import RunContext

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from troupe.workers.contract.kept_tokens import bitmap_words, keeps, kept_of, most_bytes, write_kept
+from troupe.workers.contract.kept_tokens import bitmap_words, keeps, kept_of, write_kept
 from troupe.workers.contract.messages import ROLLOUTS
 from troupe.workers.models.kept_tokens import left_out, read_kept
 from troupe.workers.models.modeling import CausalLogprobs
@@ -43,7 +43,7 @@ def test_what_is_written_is_read(kept: np.ndarray) -> None:
     assert torch.equal(left_out(read, vocabulary, torch.device("cpu")), ~torch.from_numpy(kept))
     for own, expected in zip(words, kept, strict=True):
         assert np.array_equal(kept_of(own, vocabulary), expected)
-        assert own.nbytes <= min(most_bytes(vocabulary), 4 * int(expected.sum()))
+        assert own.nbytes <= min(4 * bitmap_words(vocabulary), 4 * int(expected.sum()))
         assert (len(own) == 0) == bool(expected.all())
         assert [keeps(own.tolist(), token) for token in range(vocabulary)] == expected.tolist()
 
@@ -57,7 +57,7 @@ def test_few_tokens_are_ids_and_many_are_bits() -> None:
     assert ids.tolist() == [3, 40, 95]
     assert bits.tolist() == [-1, -1, 0b11111111, 0]  # the marker, 32 tokens, 8 tokens, none
     assert everything.tolist() == []
-    assert (bitmap_words(96), most_bytes(151_936)) == (4, 18_996)
+    assert (bitmap_words(96), 4 * bitmap_words(151_936)) == (4, 18_996)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,10 @@ from transformers import (
 )
 
 from tests.workers.models.test_token_batch import train_table
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config import CHUNK_LOGITS, ModelConfig
 from troupe.workers.contract.messages import RankPlan, token_scores
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
-    CHUNK_LOGITS,
     CausalLogprobs,
     TokenValues,
     head_chunks,
