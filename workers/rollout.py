@@ -251,8 +251,8 @@ class RolloutWorker:
         return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *given])
 
     async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], pa.Table]:
-        """The samples that are finished of all groups that run, and their rows; greedy responses are not among them."""
-        found = [group.finished() for group in self._groups if not group.request.greedy]
+        """The samples that are finished of all groups that run, and their rows; held-out samples are not among them."""
+        found = [group.finished() for group in self._groups if _as_in_training(group.request)]
         found = [(samples, table) for samples, table in found if samples.samples]
         tables = [ROLLOUTS.empty_table(), *(table for _, table in found)]
         return tuple(samples for samples, _ in found), pa.concat_tables(tables).combine_chunks()

@@ -43,6 +43,7 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
             "rewards": rewards,
             "solved_at": one.solved_at,
             **({"environment": one.environment} if one.environment else {}),
+            **spec.plays_and_judges(one),
         }
     return found
 

@@ -193,12 +193,18 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def evaluation_metrics(self) -> list[str]:
         """The metrics that every evaluation of this spec reports; empty without held-out data."""
 
+    def evaluated_by(self) -> dict[str, Any]:
+        """What else decides what an evaluation gives, by set; JSON-ready."""
+        return {}
+
     def evaluation_digest(self) -> str:
         """Digest of how evaluations are made: the values of those with the same one can be compared."""
         content = self.model_dump(mode="json", include=_EVALUATED)
         others = self.model_dump(mode="json", include=_EVALUATED_TOO, exclude_defaults=True)
         if others := {name: fields for name, fields in others.items() if fields}:
             content["others"] = others
+        if sets := self.evaluated_by():
+            content["sets"] = sets
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property

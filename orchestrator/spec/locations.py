@@ -13,10 +13,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]
 _NO_OWNERS = frozenset({"models", "datasets", "spaces", "api"})
 """First parts of the hub's own addresses, which no user or organization can have as a name: `models/x` is a folder."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_STORES = ("s3", "gs", "file")
+_STORES = ("s3", "gs", "abfs", "file")
 """Kinds of object stores, by the scheme of the URL."""
 _NO_CREDENTIALS = "a spec holds no credentials; give them to the nodes' environment"
-_AZURE = ("abfs", "abfss", "az")
+_AZURE = ("abfss", "az", "azure", "wasb", "wasbs")
+"""Other names for Azure's stores: one of them is enough."""
 
 
 def is_pattern(path: str) -> bool:
@@ -57,7 +58,7 @@ def url_problem(url: str) -> str | None:
     """Why the URL of an object store cannot be used."""
     scheme = url.partition(":")[0]
     if scheme in _AZURE:
-        return f"Azure is not supported, because nothing was tested with its protocol; use {_kinds()}"
+        return "write abfs://container@account.dfs.core.windows.net/folder"
     if scheme not in _STORES:
         return f"expected a URL of {_kinds()}, such as s3://bucket/folder, got {url!r}"
     return _NO_CREDENTIALS if has_credentials(url) else None

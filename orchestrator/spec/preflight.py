@@ -99,7 +99,18 @@ def model_folder(folder: Path) -> str:
         return f"{folder} has no *.safetensors"
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return f"{folder} has no tokenizer ({', '.join(TOKENIZERS)})"
+    generation = folder / "generation_config.json"
+    if generation.is_file() and _is_something_else(generation):
+        return f"{generation} is not a JSON object: transformers and vLLM load no model beside it; remove it"
     return ""
+
+
+def _is_something_else(file: Path) -> bool:
+    """Whether a file is JSON, and not an object; libraries ignore one that is no JSON."""
+    try:
+        return not isinstance(json.loads(file.read_bytes()), dict)
+    except ValueError:
+        return False
 
 
 def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> Iterator[Finding]:

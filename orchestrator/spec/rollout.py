@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
@@ -48,7 +48,13 @@ from troupe.workers.contract.config import (
     Sleep,
     TrainerConfig,
 )
+from troupe.workers.contract.reward_names import JUDGE_REWARD
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
+
+_OF_ENVIRONMENT = {"name", "args", "max_turns", "truncated_turns", "tool_parser"}
+"""Fields that decide what an environment plays."""
+_OF_JUDGE = {"model", "max_tokens", "temperature", "structured"}
+"""Fields that decide what a judge answers."""
 
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
@@ -449,6 +455,24 @@ class RolloutSpec(RunSpec, frozen=True):
             device=role.device,
             lora=role.lora,
         )
+
+    def plays_and_judges(self, held_out: HeldOutSettings) -> dict[str, Any]:
+        """The environment of a held-out set and the judge of its samples, as far as they decide results; JSON-ready."""
+        found: dict[str, Any] = {}
+        if held_out.environment is not None:
+            role = self.roles.environments()[held_out.environment]
+            found["played_in"] = role.model_dump(mode="json", include=_OF_ENVIRONMENT)
+        judge = self.roles.judge
+        if judge is not None and any(function.name == JUDGE_REWARD for function in held_out.functions):
+            found["judged_by"] = judge.model_dump(mode="json", include=_OF_JUDGE)
+        return found
+
+    def evaluated_by(self) -> dict[str, Any]:
+        """See `RunSpec.evaluated_by`; an environment without a name is among the other fields of the digest."""
+        sets = {one.label: self.plays_and_judges(one) for one in self.held_out_sets()}
+        if "" in self.roles.environments():
+            sets = {label: {k: v for k, v in own.items() if k != "played_in"} for label, own in sets.items()}
+        return {label: own for label, own in sets.items() if own}
 
     def evaluation_metrics(self) -> list[str]:
         """See `RunSpec.evaluation_metrics`."""

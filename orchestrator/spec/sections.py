@@ -736,9 +736,10 @@ class WeightSyncConfig(Frozen):
     """`auto`: with a back-end that writes a file, other nodes get only what changed since the version that they have,
     where that is less; what they make of it is verified as a whole. `off`: they always get all weights."""
     url: str | None = None
-    """Where the back-end store keeps weights: `s3://bucket/folder`, `gs://bucket/folder`, or `file:///folder` on a disk
-    that all nodes mount. pyarrow's options follow as a query (`?region=eu-west-1&endpoint_override=host:port`);
-    credentials come from the environment of the nodes. A run leaves nothing there, unless its node dies."""
+    """Where the back-end store keeps weights: `s3://bucket/folder`, `gs://bucket/folder`,
+    `abfs://container@account.dfs.core.windows.net/folder`, or `file:///folder` on a disk that all nodes mount.
+    pyarrow's options follow as a query (`?region=eu-west-1&endpoint_override=host:port`); credentials come from the
+    environment of the nodes. A run leaves nothing there, unless its node dies."""
 
 
 class AuditConfig(Frozen):
@@ -774,7 +775,7 @@ class CheckpointConfig(Frozen):
     """Write checkpoints while training continues, which waits only until each trainer has copied its state to host
     memory (`troupe plan` counts it). The last one of a run is written before it ends."""
     path: str | None = None
-    """URL of an object store (s3, gs or file, with pyarrow's options as a query) to which checkpoints are copied
+    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
     in the background, those of each run to a folder of its name. A run resumes from there where its folder has none as
     new."""
     best: BestConfig | None = None

@@ -56,7 +56,7 @@ class RemoteCheckpoints:
         """Opens the store.
 
         Args:
-            url: `s3://bucket/folder`, `gs://...` or `file:///...`, with pyarrow's options as a query.
+            url: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///...`, with pyarrow's options as a query.
             name: Name of the run, a folder there.
             keep: Number of checkpoints that `upload` keeps.
 

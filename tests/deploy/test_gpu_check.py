@@ -258,7 +258,7 @@ def test_a_command_over_its_bound_ends_with_processes_that_left_its_group(tmp_pa
     log, began = tmp_path / "log", time.monotonic()
     ended = run_commands([("-c", code)], 3.0, log, tmp_path)
     assert ended.failure == "not done after 3 s"
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
     pid = int(log.read_text().splitlines()[-1])
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 

@@ -105,9 +105,12 @@ def planted_environment(order: Path) -> dict[str, str]:
     return {"TROUPE_PLANTED": str(order), "PYTHONPATH": f"{PLANTED}:{ROOT}"}
 
 
-def deadly_environment(*deaths: tuple[str, int, Path]) -> dict[str, str]:
-    """Environment of a run whose processes die. Each death: the function, which call of it, the file that it leaves."""
-    planted = [{"at": at, "call": call, "mark": str(mark)} for at, call, mark in deaths]
+def deadly_environment(*deaths: tuple[str, int, Path], begin: Path = Path("/")) -> dict[str, str]:
+    """Environment of a run whose processes die. Each death: the function, which call of it, the file that it leaves.
+
+    Calls count once the file `begin` exists.
+    """
+    planted = [{"at": at, "call": call, "mark": str(mark), "begin": str(begin)} for at, call, mark in deaths]
     return {"TROUPE_DEATHS": json.dumps(planted), "PYTHONPATH": f"{PLANTED}:{ROOT}"}
 
 

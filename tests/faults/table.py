@@ -12,6 +12,9 @@ from tests.faults.injected import Outcome
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "docs" / "explanation" / "faults.md"
+_DAMAGE = "not run: no process is lost, as with a byte flipped"
+NOT_RUN = {f"newest checkpoint: {damage}": _DAMAGE for damage in ("truncated", "a file missing", "a file added")}
+"""What the table says of faults for which PID 1 makes no difference, where they were not injected without an init."""
 BEGIN, END = "<!-- measured: make test-faults -->", "<!-- end of measured -->"
 
 
@@ -49,7 +52,7 @@ def _seconds(outcome: Outcome) -> list[str]:
 def _beside(reaped: Outcome, unreaped: Outcome | None) -> str:
     """The outcome without an init: the same, with its seconds, or what is not the same."""
     if unreaped is None:
-        return "not run"
+        return NOT_RUN.get(reaped.fault, "not run")
     same = [(one.outcome, one.lost_samples, one.left_behind, one.ok) for one in (reaped, unreaped)]
     seconds = " / ".join(filter(None, _seconds(unreaped)))
     said = "the same" if same[0] == same[1] else f"{_said(unreaped)}; left behind: {unreaped.left_behind}"

@@ -228,6 +228,36 @@ def test_whatever_changes_evaluations_makes_them_incomparable(changes: Any) -> N
     assert fake_spec(**changes).evaluation_digest() != fake_spec().evaluation_digest()
 
 
+def named(high: int = 10, question: str = "is {response} right?", judge: str = "judge", spare: int = 1) -> Any:
+    """A spec with a held-out set in a named environment and another one that a judge scores."""
+    games = {"name": "guess_number", "args": {"high": high}}
+    train = [{"name": "a", "kind": "jsonl", "path": "t", "environment": "games", "rewards": [{"name": "environment"}]}]
+    held_out = {"games": train[0] | {"path": "e"}, "plain": {"kind": "jsonl", "path": "e"}}
+    del held_out["games"]["name"]
+    spare_game = {"name": "guess_number", "args": {"low": spare}}
+    return fake_spec(
+        data={"train": [*train, train[0] | {"name": "b", "environment": "spare"}], "eval": held_out},
+        evaluation={"every_steps": 1},
+        roles={
+            "environment": {"games": games, "spare": spare_game},
+            "judge": {"model": {"path": judge}},
+            "reward": {"functions": [{"name": "judge", "args": {"question": question}}]},
+        },
+    )
+
+
+def test_the_environment_and_the_judge_of_a_held_out_set_decide_its_results() -> None:
+    """An environment that only training plays in does not."""
+    spec = named()
+    assert named(spare=2).evaluation_digest() == spec.evaluation_digest()
+    for changed in (named(high=20), named(judge="other"), named(question="is {response} short?")):
+        assert changed.evaluation_digest() != spec.evaluation_digest()
+    games, plain = spec.held_out_sets()
+    assert spec.plays_and_judges(games)["played_in"]["args"] == {"high": 10}
+    assert spec.plays_and_judges(plain)["judged_by"]["model"]["path"] == "judge"
+    assert "judged_by" not in spec.plays_and_judges(games) and "played_in" not in spec.plays_and_judges(plain)
+
+
 def test_the_digest_of_evaluations_is_that_of_earlier_versions() -> None:
     """Checkpoints hold it: with another one a resumed run would forget its best steps."""
     spec = fake_spec(sampling={"temperature": 0.5}, roles={"rollout": {"workers": 2}})

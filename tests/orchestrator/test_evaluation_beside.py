@@ -14,7 +14,7 @@ from tests.orchestrator.test_best_checkpoint import DATA, EvaluatedRun, Values, 
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.errors import EvaluationLost, WorkerError
 from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.training.best import best_step
+from troupe.orchestrator.run_checkpoints import best_step
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 

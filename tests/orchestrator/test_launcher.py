@@ -95,11 +95,11 @@ def test_a_trainer_that_dies_while_a_resume_loads_is_restarted_and_loads(tmp_pat
         controller = run.build()
         found = controller.store.latest()
         assert found is not None
-        await controller.components.recovery.retry(lambda: load_checkpoint(found, run.groups, 5.0))
+        await controller.components.recovery.retry(lambda: load_checkpoint(found, run.groups, 60.0))
         assert [len(learned) for learned in run.learned] == [2, 2, 4]
         assert controller.components.recovery.budget.total == 1
 
-    on_virtual_time(load())
+    asyncio.run(load())
 
 
 class _Ordered(WorkerLauncher):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,14 @@ def rollout_config(model: Path, max_tokens: int = MAX_TOKENS) -> RolloutConfig:
         transfer_backend="shm",
         device="cpu",
     )
+
+
+async def until_sampling(worker: RolloutWorker, requests: int) -> None:
+    """Wait until this many requests of the engine have their first token, and no longer."""
+    states = worker._live_engine().output_processor.request_states
+    async with asyncio.timeout(60):
+        while sum(not state.is_prefilling for state in states.values()) < requests:
+            await asyncio.sleep(0.005)
 
 
 def chat(*contents: str) -> str:

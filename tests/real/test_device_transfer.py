@@ -29,6 +29,7 @@ from tests.real.rollout_helpers import (
     reference_logprobs,
     rollout_config,
     sampling_config,
+    until_sampling,
 )
 from troupe.workers.contract.messages import GroupRequest, WorkerGone
 from troupe.workers.engine import settings
@@ -220,7 +221,7 @@ async def test_resting_engines_are_healthy_and_wake_with_what_was_sent(
     before = await send(sender, named_weights(model))
     with sampling_config(workers[0], max_tokens=256):
         running = asyncio.create_task(rows(workers[0]))
-        await asyncio.sleep(0.3)
+        await until_sampling(workers[0], 2)
         await asyncio.gather(*(worker.rest() for worker in workers))
         arriving = asyncio.create_task(rows(workers[1]))
         assert [(await worker.health()).version for worker in workers] == [GONE, GONE]
@@ -308,7 +309,7 @@ async def test_requests_under_way_continue_on_the_new_weights(
     before = await send(sender, named_weights(model))
     with sampling_config(workers[0], max_tokens=256):
         running = asyncio.create_task(rows(workers[0]))
-        await asyncio.sleep(0.3)
+        await until_sampling(workers[0], 2)
         perturb(model, "mlp")
         after = await send(sender, named_weights(model))
         sender.close()

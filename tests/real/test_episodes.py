@@ -263,7 +263,7 @@ async def test_an_update_in_the_middle_of_episodes_records_the_version_of_every_
 
 @pytest.mark.parametrize("fault", ["raises", "hangs", "exits", "crashes", "eats", "nothing", "nan"])
 async def test_a_fault_costs_its_samples_and_says_where(worker: RolloutWorker, fault: str) -> None:
-    bounds = BOUNDS.model_copy(update={"turn_timeout_s": 1.0})
+    bounds = BOUNDS.model_copy(update={"turn_timeout_s": 2.0 if fault == "hangs" else 30.0})
     for row in await rows(worker, f"{HERE}:Faulty", bounds, replace(REQUEST, samples=2), fault=fault):
         assert row["episode_status"].startswith("environment: turn 2: step: ")
         assert "the last turn: " in row["episode_status"]

@@ -28,6 +28,7 @@ from tests.real.rollout_helpers import (
     reference_logprobs,
     rollout_config,
     sampling_config,
+    until_sampling,
 )
 from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan
@@ -423,8 +424,9 @@ async def test_a_response_without_finite_logprobs_fails_its_sample_alone(
 async def test_a_cancelled_group_is_removed_from_the_engine(worker: RolloutWorker) -> None:
     """No request of the group keeps running, and the next group is generated."""
     task = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))
-    await asyncio.sleep(0.02)
-    assert (await worker.health()).in_flight == 8
+    async with asyncio.timeout(60):
+        while (await worker.health()).in_flight < 8:
+            await asyncio.sleep(0.005)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -438,7 +440,7 @@ async def test_a_dead_engine_process_is_a_clear_error(tiny_model: Path) -> None:
     worker = RolloutWorker(rollout_config(tiny_model, max_tokens=900), "rollout-7")
     await worker.start()
     running = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))
-    await asyncio.sleep(0.5)
+    await until_sampling(worker, 8)
     (engine,) = set(descendants(title="EngineCore")).difference(others)
     engine.kill()
     with pytest.raises(EngineDead, match="rollout-7"):

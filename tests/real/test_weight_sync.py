@@ -26,6 +26,7 @@ from tests.real.rollout_helpers import (
     rollout_config,
     sampling_config,
     save_model,
+    until_sampling,
 )
 from troupe.workers.contract.messages import GroupRequest, WeightUpdate
 from troupe.workers.engine.errors import EngineClosed
@@ -149,7 +150,7 @@ async def test_an_update_during_generation_records_the_version_of_every_token(
     before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
     with sampling_config(worker, top_p=0.9):
         running = [asyncio.create_task(generate_rows(worker, 4)) for _ in range(2)]
-        await asyncio.sleep(0.3)
+        await until_sampling(worker, 8)
     for kind in KINDS:
         perturb(trainer.model, kind)
     new = trainer.publish()
@@ -208,7 +209,7 @@ async def test_a_damaged_update_closes_the_engine(worker: RolloutWorker, trainer
     await worker.update_weights(trainer.publish())
     good = await sample(worker, 1)
     running = asyncio.create_task(generate_rows(worker, 4))
-    await asyncio.sleep(0.3)
+    await until_sampling(worker, 4)
     update = trainer.publish()
     if damage == "flipped":
         flip(update)

@@ -9,6 +9,10 @@ _SECRET = re.compile(r"secret|token|key|password|credential|^sig$", re.IGNORECAS
 """In the names of options that are credentials."""
 _NO_USER = "gs://anonymous@"
 """How a URL asks Google Cloud Storage for no credentials."""
+_AZURE = ("abfs://", "abfss://")
+"""In such URLs the container or the account stands where others have a user."""
+_NO_SECRET = "credential_kind"
+"""An option of Azure that names where credentials come from."""
 
 
 def has_credentials(url: str) -> bool:
@@ -17,6 +21,9 @@ def has_credentials(url: str) -> bool:
         parts = urlsplit(url)
     except ValueError:  # it is no URL: whoever opens it says so
         return "@" in url
-    if "@" in parts.netloc and not url.startswith(_NO_USER):
+    names = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - {_NO_SECRET}
+    if any(_SECRET.search(name) for name in names):
         return True
-    return any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+    if url.startswith(_AZURE):
+        return ":" in parts.netloc.rpartition("@")[0]
+    return "@" in parts.netloc and not url.startswith(_NO_USER)

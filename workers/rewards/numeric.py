@@ -83,7 +83,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         lambda found: format(Decimal(found[0]), "f"),
     ),
     (re.compile(r"(?<![\w.)}])(?=\.[0-9])"), "0"),
-    (re.compile(r"(?<![\w.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![\w/])"), _improper),
+    (re.compile(r"(?<![\w.,/^])([0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/])"), _improper),
 )
 """Forms of numbers that math-verify does not read, with what it reads."""
 

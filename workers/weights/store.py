@@ -1,8 +1,8 @@
 """Weights through an object store: written there once by the policy, read from there by one engine of each node.
 
-The store (S3, Google Cloud Storage, or a folder that all nodes mount) replaces only the way of the bytes: each node has
-a separate file, which is verified as any other. Every process of the policy has a folder under the URL, in which only
-the last version stays.
+The store (S3, Google Cloud Storage, Azure, or a folder that all nodes mount) replaces only the way of the bytes: each
+node has a separate file, which is verified as any other. Every process of the policy has a folder under the URL, in
+which only the last version stays.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WeightStore:
         """Open the store. Removes what dead processes of this host left there for the same run.
 
         Args:
-            url: `s3://bucket/folder`, `gs://bucket/folder` or `file:///folder`, with pyarrow's options as a query.
+            url: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///folder`, with pyarrow's options as a query.
             run_id: Id of the run, part of the folder's name.
 
         Raises:

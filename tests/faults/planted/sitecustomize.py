@@ -2,8 +2,9 @@
 
 SIGUSR2 runs what the file TROUPE_PLANTED says (`loop` or `sleep`) for as long as that file exists.
 
-TROUPE_DEATHS is a JSON list of deaths, `{"at": "package.module:Class.method", "call": 3, "mark": FILE}`: the process
-that makes this call of the function dies of SIGKILL at its beginning, unless the file is there, which it leaves.
+TROUPE_DEATHS is a JSON list of deaths, `{"at": "package.module:Class.method", "call": 3, "mark": FILE, "begin": FILE}`:
+the process that makes this call of the function dies of SIGKILL at its beginning, unless the file `mark` is there,
+which it leaves. Calls count once the file `begin` is there.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class _Deadly(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _plant(owner: Any, path: list[str], death: dict[str, Any]) -> None:
     for name in path[:-1]:
         owner = getattr(owner, name)
-    own, mark, calls = getattr(owner, path[-1]), Path(death["mark"]), 0
+    own, mark, begin, calls = getattr(owner, path[-1]), Path(death["mark"]), Path(death["begin"]), 0
 
     @wraps(own)
     def deadly(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
-        calls += 1
+        calls += begin.exists()
         if calls == death["call"] and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from dataclasses import replace
@@ -10,7 +11,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.clock import on_virtual_time
 from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool, fake_spec
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.data.prompts import PromptPick
@@ -37,7 +37,7 @@ def evaluate(
         held_out = HeldOutSet(settings, picks, None)
         return await Evaluator(7, [held_out], engine_sampler(fake_pool([engine])), rewards, responses).run(30)
 
-    return on_virtual_time(run())
+    return asyncio.run(run())
 
 
 def test_accuracy_and_pass_at_k() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FaultyEngine, FaultyWorker, fake_pool
+from tests.fakes import FaultyEngine, FaultyWorker, fake_pool, fake_spec
 from tests.orchestrator.test_best_checkpoint import DATA
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import Controller
@@ -20,6 +20,7 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, engine_sampler
 from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
+from troupe.orchestrator.spec.data_checks import held_out_problems
 from troupe.workers.contract.messages import GroupRequest
 
 PROMPTS = 6
@@ -289,3 +290,14 @@ def test_an_engine_that_cannot_catch_up_is_replaced(tmp_path: Path) -> None:
     run.during = fail
     assert run.run().steps_done == 6
     assert len(run.pool.engines) == 2 and {engine.version for engine in run.pool.engines} == {6}
+
+
+def test_engines_that_sleep_while_the_policy_trains_cannot_evaluate_beside_it() -> None:
+    evaluation = {"every_steps": 2, "beside": True}
+    roles = {"rollout": {"workers": 2, "sleep": "weights"}}
+    assert list(held_out_problems(fake_spec(evaluation=evaluation, data=DATA, roles=roles))) == [
+        (
+            "evaluation.beside",
+            "engines release their memory while the policy trains (roles.rollout.sleep): none can evaluate then",
+        )
+    ]

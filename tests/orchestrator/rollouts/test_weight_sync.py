@@ -440,3 +440,34 @@ def test_a_new_engine_does_not_serve_weights_that_have_trained_since_under_the_v
         assert new.version == 2
 
     on_virtual_time(run())
+
+
+def test_an_engine_that_is_let_go_gets_weights_without_samples_and_not_those_of_half_a_step() -> None:
+    """It evaluated version 1. Its samples end; the policy has trained since version 2, so it waits for version 3."""
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+
+    async def run() -> list[int]:
+        sender, pool, sync = _device_sync(engines)
+        pool.renew = sync.renew
+        await sync.push(1)
+        held = pool.hold()
+        assert held is not None and pool.hold() is None
+        assert set((await sync.push(2)).engines) == {engine.name for engine in pool.engines} - {held.name}
+        sender.trained = ", after an update"
+        held.outstanding = 1
+        pool.let_go(held)
+        await asyncio.sleep(0.01)
+        assert held.version == 1 and held.held
+        await pool.release(held, 1)
+        await asyncio.sleep(0.01)
+        assert held.held and held in pool.engines
+        assert (await pool.acquire(1)) is not held
+        sender.trained = ""
+        await sync.push(3)
+        await asyncio.sleep(0.01)
+        assert not held.held and (await pool.acquire(1)) is held
+        await sync.push(4)
+        assert {engine.version for engine in pool.engines} == {4}
+        return [link.processes for link in sender.links]
+
+    assert on_virtual_time(run()) == [2, 1, 1, 1, 1, 2]

@@ -757,7 +757,7 @@ CPU_CASES = [
     ),
     case(
         "store_of_another_kind",
-        "3: weight_sync.url: expected a URL of s3, gs or file, such as s3://bucket/folder, got 'https://bucket/folder'",
+        "3: weight_sync.url: expected a URL of s3, gs, abfs or file, such as s3://bucket/folder, got 'https://bucket/folder'",
         ("seed: 3", "seed: 3\nweight_sync: {backend: store, url: 'https://bucket/folder'}"),
     ),
     case(
@@ -772,7 +772,7 @@ CPU_CASES = [
     ),
     case(
         "checkpoints_of_another_kind",
-        "3: checkpoint.path: expected a URL of s3, gs or file, such as s3://bucket/folder, got '/shared/runs'",
+        "3: checkpoint.path: expected a URL of s3, gs, abfs or file, such as s3://bucket/folder, got '/shared/runs'",
         ("seed: 3", "seed: 3\ncheckpoint: {path: /shared/runs}"),
     ),
     case(
@@ -787,8 +787,13 @@ CPU_CASES = [
     ),
     case(
         "checkpoints_in_azure",
-        "3: checkpoint.path: Azure is not supported, because nothing was tested with its protocol; use s3, gs or file",
-        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://container@account.dfs/folder'}"),
+        "3: checkpoint.path: write abfs://container@account.dfs.core.windows.net/folder",
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 'az://container/folder'}"),
+    ),
+    case(
+        "checkpoints_with_a_key_of_azure",
+        "3: checkpoint.path: a spec holds no credentials; give them to the nodes' environment",
+        ("seed: 3", "seed: 3\ncheckpoint: {path: 'abfs://container:key@account.dfs.core.windows.net/folder'}"),
     ),
     case(
         "nccl_cpu",

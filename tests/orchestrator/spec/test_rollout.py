@@ -565,6 +565,13 @@ def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     (folder / "model.safetensors").write_bytes(NO_WEIGHTS)
     assert _problems(tmp_path, GRPO) == []
+    generation = folder / "generation_config.json"
+    generation.write_text("no JSON")
+    assert _problems(tmp_path, GRPO) == []
+    generation.write_text("[]")
+    why = "is not a JSON object: transformers and vLLM load no model beside it; remove it"
+    assert _problems(tmp_path, GRPO) == [f"{line}/generation_config.json {why}"]
+    generation.unlink()
     (folder / "config.json").write_text("[" * (2 << 20))
     config = "DIR/spec.yaml:2: model.path: models/m/config.json"
     assert _problems(tmp_path, GRPO) == [f"{config} is larger than 1 MiB: this is no model's configuration"]

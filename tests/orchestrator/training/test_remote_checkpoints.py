@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: a folder, and local servers of S3, which fails, and of Google Cloud Storage."""
+"""Checkpoints in an object store: a folder, and local servers of S3, which fails, of Google's store and of Azure's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from pyarrow import fs
 
+from tests.azure_server import azure_server
 from tests.conftest import ROOT
 from tests.gcs_server import BUCKET, gcs_server
 from tests.orchestrator.test_controller import RolloutRun
@@ -42,12 +43,21 @@ def google() -> Iterator[str]:
         yield f"gs://anonymous@{BUCKET}/a?{server.options}"
 
 
-@pytest.fixture(params=["file", "s3", "gs"])
+@pytest.fixture(scope="module")
+def azure() -> Iterator[str]:
+    """URL of a folder in a local server of Azure Blob Storage."""
+    with azure_server() as server:
+        yield server.url("a")
+
+
+@pytest.fixture(params=["file", "s3", "gs", "abfs"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of a store."""
     if request.param == "file":
         return f"file://{tmp_path}/bucket"
-    return request.getfixturevalue("google") if request.param == "gs" else request.getfixturevalue("server")[0]
+    if request.param == "s3":
+        return request.getfixturevalue("server")[0]
+    return request.getfixturevalue("google" if request.param == "gs" else "azure")
 
 
 @pytest.fixture(autouse=True)

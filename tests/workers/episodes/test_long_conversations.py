@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -32,13 +31,13 @@ async def sampled(
 def test_other_episodes_do_not_wait_for_one_with_many_messages() -> None:
     """The long one grows in its second turn, where it moves to the other tokenizer."""
     tokenizer = tokenizer_of("llama3")
-    config, ended = EpisodeConfig(max_turns=3, max_observation_chars=20), dict[str, float]()
+    config, ended = EpisodeConfig(max_turns=3, max_observation_chars=20), list[str]()
 
     async def play(name: str, added: Sequence[Message], long: LongReader | None) -> Played:
         script = Script([reply(*added), reply(USER), reply(done=True)], [reply(USER)])
         runner = EpisodeRunner(config, 4, 10**9, TurnReader(tokenizer), short, lambda: script, long=long)
         played = await runner.play(name, Row((USER,)), sampled)
-        ended[name] = time.monotonic()
+        ended.append(name)
         return played
 
     async def both() -> tuple[Played, Played]:
@@ -49,13 +48,10 @@ def test_other_episodes_do_not_wait_for_one_with_many_messages() -> None:
 
     with ThreadPoolExecutor(1) as short, ThreadPoolExecutor(1) as thread:
         reader = LongReader(TurnReader(deepcopy(tokenizer)), thread)
-        started = time.monotonic()
         long_one, other = asyncio.run(both())
-        times = dict(ended)
         alone = asyncio.run(play("alone", MANY, None))
     assert (long_one.status, other.status) == ("ok", "ok")
-    whole, waited = times["long"] - started, times["short"] - started - 0.1
-    assert waited < whole / 3, (waited, whole)
+    assert ended == ["short", "long", "alone"]
     assert long_one.segments == alone.segments and len(alone.segments[0].response_ids) > 20_000
 
 
@@ -67,7 +63,7 @@ class SlowReader(TurnReader):
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         if len(ids) < 100:
             self.read_other.set()
-        assert self.read_other.wait(10)
+        assert self.read_other.wait(60)
         return super().read(ids, tools, cut=cut)
 
 

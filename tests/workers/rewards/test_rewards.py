@@ -111,6 +111,8 @@ def test_letter_share() -> None:
         (r"$\sqrt{2}$", r"\sqrt{2}", 1.0),
         ("I do not know", "5", 0.0),
         ("", "5", 0.0),
+        (f"{'1' * 5000} 1/2", "5", 0.0),  # more digits than Python makes a number of
+        (f"1 1/{'2' * 5000}", "5", 0.0),
     ],
 )
 def test_numeric(response: str, answer: str, score: float) -> None:

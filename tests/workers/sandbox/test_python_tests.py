@@ -61,8 +61,9 @@ def test_a_program_that_prints_what_is_expected_gets_1() -> None:
     ],
 )
 def test_a_wrong_program_gets_0_or_its_share(code: str, share: float) -> None:
-    assert score(code, DOUBLE, timeout_s=0.8) == 0.0
-    assert score(code, DOUBLE, timeout_s=0.8, partial=True) == pytest.approx(share)
+    timeout_s = 1.5 if "while" in code else 30.0
+    assert score(code, DOUBLE, timeout_s=timeout_s) == 0.0
+    assert score(code, DOUBLE, timeout_s=timeout_s, partial=True) == pytest.approx(share)
 
 
 def test_lines_may_be_given_as_lists_and_white_space_at_ends_does_not_count() -> None:
@@ -75,9 +76,10 @@ def test_unicode_passes_through() -> None:
 
 
 def test_all_cases_share_one_time_limit() -> None:
-    tests = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
-    value = score("import time\ntime.sleep(0.3)\nprint(1)", tests, total_s=1.0, partial=True)
-    assert 0 < value <= 3 / 50
+    """The second case takes what is left."""
+    tests = {"inputs": ["0"] + ["60"] * 49, "outputs": ["1"] * 50}
+    value = score("import time\ntime.sleep(int(input()))\nprint(1)", tests, total_s=2.0, partial=True)
+    assert value == pytest.approx(1 / 50)
     assert score("print(1)", {"inputs": ["1"] * 50, "outputs": ["1"] * 50}, max_cases=2) == 1.0
 
 
@@ -147,7 +149,7 @@ def add(a, b):
     if a == [1]: raise SystemExit
     return a + b
 """
-    assert score(code, ADD, timeout_s=0.5, partial=True) == pytest.approx(1 / 3)
+    assert score(code, ADD, timeout_s=1.5, partial=True) == pytest.approx(1 / 3)
 
 
 def test_humaneval_checks_are_understood() -> None:
@@ -376,7 +378,7 @@ def test_a_right_answer_counts_even_in_a_program_that_plays_tricks() -> None:
 @pytest.fixture(scope="module")
 def process() -> Any:
     """The process of the reward function, with its memory limit."""
-    child = RewardProcess(RewardFunctionConfig(name="python_tests", timeout_s=10.0, args={"total_s": 3.0}), 1024)
+    child = RewardProcess(RewardFunctionConfig(name="python_tests", timeout_s=60.0, args={"total_s": 3.0}), 1024)
     child.start()
     yield child
     child.close()
@@ -406,7 +408,7 @@ def test_cases_that_cannot_be_judged_fail_the_sample(process: RewardProcess) -> 
 
 
 def test_a_memory_limit_above_that_of_the_process_fails_the_sample_and_not_the_program() -> None:
-    config = RewardFunctionConfig(name="python_tests", timeout_s=10.0, args={"memory_mib": 65536})
+    config = RewardFunctionConfig(name="python_tests", timeout_s=60.0, args={"memory_mib": 65536})
     child = RewardProcess(config, 1024)
     try:
         [outcome] = child.score([Sample("print(2)", json.dumps(DOUBLE), "{}", 1, "stop")])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import psutil
@@ -88,9 +87,9 @@ def test_the_start_of_stdout_and_the_end_of_stderr_are_kept() -> None:
 
 
 def test_a_program_that_takes_too_long_is_stopped() -> None:
-    result = run_python("print('early', flush=True)\nwhile True: pass", limits=SandboxLimits(timeout_s=0.6))
+    result = run_python("print('early', flush=True)\nwhile True: pass", limits=SandboxLimits(timeout_s=2.0))
     assert (result.stdout, result.timed_out, result.ok, result.exit_code) == ("early\n", True, False, None)
-    assert 0.5 < result.wall_s < 3.0
+    assert result.wall_s >= 2.0
 
 
 def test_a_deep_recursion_is_an_error_of_the_program() -> None:
@@ -250,9 +249,9 @@ except RewardFunctionError as error:
 
 def test_the_check_passes_here_twice_and_costs_nothing_the_second_time() -> None:
     check_sandbox()
-    started = time.monotonic()
+    before = check_sandbox.cache_info()
     check_sandbox()
-    assert time.monotonic() - started < 0.01
+    assert (check_sandbox.cache_info().misses, check_sandbox.cache_info().hits) == (before.misses, before.hits + 1)
 
 
 def test_an_unsupported_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from pyarrow import fs
 
+from tests.azure_server import LocalAzure, azure_server
 from tests.gcs_server import BUCKET, LocalGcs, gcs_server
 from tests.s3_server import Faults, s3_server
 from troupe.workers.weights.file import RankWeights, WeightDigestMismatch, read_payload, verify, write_payload
@@ -52,7 +53,20 @@ def google_bucket(google: LocalGcs) -> str:
     return f"gs://anonymous@{BUCKET}/runs?{google.options}"
 
 
-@pytest.fixture(params=["file", "bucket", "google_bucket"])
+@pytest.fixture(scope="session")
+def azure() -> Iterator[LocalAzure]:
+    """A local Azure Blob Storage."""
+    with azure_server() as server:
+        yield server
+
+
+@pytest.fixture
+def azure_container(azure: LocalAzure) -> str:
+    """URL of a folder in its container."""
+    return azure.url("runs")
+
+
+@pytest.fixture(params=["file", "bucket", "google_bucket", "azure_container"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of an empty store."""
     return f"file://{tmp_path}/bucket" if request.param == "file" else request.getfixturevalue(request.param)
@@ -130,6 +144,23 @@ def test_google_that_fails_now_and_then_delivers_the_bytes(
     assert google.fail(method, 0) == 0
     store.close()
     assert not paths(google_bucket)
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET", "DELETE"])
+def test_azure_that_fails_now_and_then_delivers_the_bytes(azure: LocalAzure, azure_container: str, method: str) -> None:
+    store = WeightStore(azure_container, "run")
+    azure.fail(method, 1)
+    stored = store.put("1.weights", CONTENT)
+    assert stored.fetch().tobytes() == CONTENT.tobytes()
+    store.clear()
+    assert azure.fail(method, 0) == 0
+    store.close()
+    assert not paths(azure_container)
+
+
+def test_an_azure_container_that_is_not_there_is_an_error(azure: LocalAzure) -> None:
+    with pytest.raises(StoreFailed, match=r"weight_sync\.url"):
+        WeightStore(azure.url("runs").replace("/weights/", "/nowhere/"), "run").put("1.weights", CONTENT)
 
 
 def test_google_that_keeps_failing_or_has_no_such_bucket_is_an_error(google: LocalGcs, google_bucket: str) -> None:

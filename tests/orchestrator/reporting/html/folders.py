@@ -136,9 +136,8 @@ def write_evaluations(folder: Path) -> None:
     """Three evaluations on two sets: one with levels, and one whose samples fail at first."""
     settings = {"temperature": 1.0, "top_p": 0.9, "top_k": 0, "samples": 4, "max_tokens": 64}
     described = {"digest": "d", "sampling": settings, "rewards": [{"name": "numeric"}], "solved_at": 1.0}
-    log = EvaluationLog(
-        folder / EVALUATIONS, {"math": described, "<b>form</b>": described | {"environment": "guess"}}, 0
-    )
+    sets = {"math": described, "<b>form</b>": described | {"environment": "guess"}}
+    log = EvaluationLog(folder / EVALUATIONS, sets, 0)
     for step, right in ((0, 1), (2, 2), (4, 3)):
         rows = [[float(place < right) for place in range(4)], [float(place < right - 1) for place in range(4)]]
         prompts = [PromptResult(tuple(row), (9,) * 4, 1, (0, 0, 1, 2), str(level)) for level, row in enumerate(rows)]
