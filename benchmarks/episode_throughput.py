@@ -171,6 +171,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
     from troupe.orchestrator.data.prompts import load_pools
     from troupe.orchestrator.launcher import WorkerLauncher
     from troupe.orchestrator.live.diff import changed
+    from troupe.orchestrator.worker_server import server_of
     from troupe.workers.data.tokenizer import load_chat_tokenizer, token_ids
 
     async with AsyncExitStack() as stack:
@@ -188,7 +189,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         longest = spec.roles.rollout.max_model_len + episode_turns * (settings.max_tokens + 32)
         longer = {"roles.environment": environment, "roles.rollout.max_model_len": longest}
         spec = changed(spec, longer, "episode_throughput")
-        cluster = Cluster.connect(demand(place(role_sizes(spec))))
+        cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
         stack.callback(cluster.abandon)
         launcher = WorkerLauncher(spec, cluster, classes={"rollout": MeasuredEpisodeRollout})
         workers = await launcher.open(frozenset({"rollout", "environment"}))

@@ -1,7 +1,8 @@
 """A whole GRPO step of the product, by phase, against a bare single-process loop on the same prompts.
 
     python -m benchmarks.grpo_step --groups 8 --samples 8 --max-tokens 32
-    python -m benchmarks.grpo_step --trl                                    # with TRL's GRPOTrainer as well
+    python -m benchmarks.grpo_step --kernels                                # and a bare loop on the product's kernels
+    python -m benchmarks.grpo_step --trl                                    # and TRL's GRPOTrainer
 
 The product runs as with `troupe run`: controller, Ray, vLLM, DeepSpeed, rewards in sandboxed processes, verified weight
 updates, trajectories written. Whenever it reports a step, its loop pauses while the other contenders take their turns.
@@ -19,9 +20,9 @@ from benchmarks.support.harness import Report, command_parser, run_benchmark
 from benchmarks.support.workload import DEVICE, Settings, add_settings
 
 
-def measure(settings: Settings, turns: int, learning_rate: float, trl: bool) -> Report:
+def measure(settings: Settings, turns: int, learning_rate: float, trl: bool, kernels: bool) -> Report:
     """Measure `turns` steps after a warm-up step. Raises what `take_steps` raises."""
-    steps = take_steps(settings, turns + 1, learning_rate, trl)
+    steps = take_steps(settings, turns + 1, learning_rate, trl, kernels=kernels)
     taken = {name: own[1:] for name, own in steps.taken.items()}
     arguments = asdict(settings) | {"turns": turns, "learning_rate": learning_rate}
     return Report("grpo_step", arguments, taken, BARE, steps.checks)
@@ -36,6 +37,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
     add("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE)
     add("--learning-rate", type=float, default=1e-5)
+    add(
+        "--kernels",
+        action="store_true",
+        help="add the bare loop with the product's kernels and layout of micro-batches",
+    )
     add("--trl", action="store_true", help="add TRL's GRPOTrainer; requires --lengths fixed")
     given = parser.parse_args(arguments)
     if given.trl and given.lengths != "fixed":
@@ -47,8 +53,8 @@ def main() -> None:
     """Measure, print the table, write the results file."""
     given = vars(parse(sys.argv[1:]))
     turns, path, trl = given.pop("turns"), given.pop("json"), given.pop("trl")
-    learning_rate = given.pop("learning_rate")
-    run_benchmark(lambda: measure(Settings(**given, engines=1), turns, learning_rate, trl), path)
+    learning_rate, kernels = given.pop("learning_rate"), given.pop("kernels")
+    run_benchmark(lambda: measure(Settings(**given, engines=1), turns, learning_rate, trl, kernels), path)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
     python -m benchmarks.startup --turns 3
     python -m benchmarks.startup --spec deploy/specs/laptop-grpo.yaml
+    python -m benchmarks.startup --running
 
 Every turn is the command as a user types it, in a new process and a new folder, for one step. The parts are the moments
 that the run itself records: the command until Ray is up, from there until each kind of worker serves, and from the last
 worker to the first token. CPU seconds are those that each kind of process has used until that token. The baseline is a
 new process in which a bare `AsyncLLM` starts with the engine's settings and samples a first token: no run starts
-sooner than its engine.
+sooner than its engine. With `--running` the runs join a Ray head on this machine that is up before the first turn.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -44,16 +47,18 @@ STARTS = Unit("starts", "start", digits=3)
 SECONDS = "seconds"
 """Name of the time to the first token among the figures."""
 _TIMEOUT_S = 300.0
+_HEAD_S = 60.0
 _SAMPLE_S = 0.25
 _LONGEST_PROMPT = 1024
 _PROCESSES = {
     "vllm": ("VLLM::", "EngineCore"),
+    "server": ("preload.server:serve",),
     "fork server": ("multiprocessing.forkserver",),
-    "rollout": ("ray::RolloutWorker", "preloaded:run_worker"),
+    "rollout": ("ray::RolloutWorker",),
     "policy": ("ray::PolicyWorker",),
     "reward": ("ray::RewardWorker",),
     "data check": ("prompt_probe", "isolation.probe"),
-    "Ray": ("raylet", "gcs_server", "ray/", "ray::", "setup_worker", "default_worker"),
+    "Ray": ("raylet", "gcs_server", "ray/", "ray::", "setup_worker", "default_worker", "forked_worker"),
     "command": ("troupe",),
 }
 """Words of the command lines of each kind of process; the first kind that matches counts."""
@@ -97,6 +102,14 @@ def moments(folder: Path, began: float) -> Moments:
     return Moments(ray[0] - began, served, sent - began + min(waits["first_token_s"].to_pylist()))
 
 
+@dataclass(frozen=True)
+class Head:
+    """A Ray head."""
+
+    address: str
+    process: psutil.Process
+
+
 def kind_of(command: str) -> str:
     """Which part of a run a process is, by its command line."""
     return next((kind for kind, words in _PROCESSES.items() if any(word in command for word in words)), "other")
@@ -113,8 +126,38 @@ def cpu_by_kind(root: psutil.Process) -> Iterator[tuple[int, str, float]]:
             continue
 
 
-def start_run(spec: Path, changes: Sequence[str]) -> Turn:
+@contextmanager
+def running_head() -> Iterator[Head]:
+    """A Ray head on this machine, as an administrator starts it, until the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        arguments = ["start", "--head", "--block", f"--port={port}", "--include-dashboard=false", "--num-cpus=4"]
+        with (Path(folder) / "output").open("w+") as output:
+            process = psutil.Popen(
+                [str(Path(sys.executable).with_name("ray")), *arguments, f"--temp-dir={folder}"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                until = time.monotonic() + _HEAD_S
+                while "Ray runtime started" not in (Path(folder) / "output").read_text():
+                    if process.poll() is not None or time.monotonic() > until:
+                        raise NotCorrect(f"no Ray head: {(Path(folder) / 'output').read_text()}")
+                    time.sleep(_SAMPLE_S)
+                yield Head(f"127.0.0.1:{port}", process)
+            finally:
+                end([process])
+
+
+def start_run(spec: Path, changes: Sequence[str], head: Head | None = None) -> Turn:
     """Run one step of a spec with the command, and take its start apart.
+
+    Args:
+        spec: The spec.
+        changes: Fields to set.
+        head: Ray to join; None: the run starts its own.
 
     Raises:
         NotCorrect: The command failed, or the run recorded no start.
@@ -123,13 +166,17 @@ def start_run(spec: Path, changes: Sequence[str]) -> Turn:
         out = Path(folder) / "run"
         overrides = [part for change in ("schedule.steps=1", *changes) for part in ("--set", change)]
         command = [sys.executable, "-m", "troupe", "run", str(spec), *overrides, "--out", str(out)]
+        command += [] if head is None else ["--address", head.address]
         with (Path(folder) / "output").open("w+") as output:
-            meter, began = Meter([os.getpid()]), time.time()
+            # A head and what it runs already belong to no turn.
+            meter, before, began = Meter([os.getpid()]), set(psutil.pids()), time.time()
             process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             seen: list[tuple[float, dict[int, tuple[str, float]]]] = []
             try:
                 while process.poll() is None and time.time() - began < _TIMEOUT_S:
-                    seen.append((time.time(), {pid: (kind, cpu) for pid, kind, cpu in cpu_by_kind(process)}))
+                    roots = (process,) if head is None else (process, head.process)
+                    used = {pid: (kind, cpu) for root in roots for pid, kind, cpu in cpu_by_kind(root)}
+                    seen.append((time.time(), {pid: one for pid, one in used.items() if pid not in before}))
                     time.sleep(_SAMPLE_S)
             finally:
                 _, foreign = meter.read()
@@ -163,8 +210,8 @@ def start_bare(spec: RolloutSpec, group: Group) -> Turn:
     return Turn(wall_s, 1, cpu_s, foreign, figures={SECONDS: wall_s})
 
 
-async def measure(path: Path, changes: Sequence[str], turns: int) -> Report:
-    """Alternate the starts of the product and of a bare engine. Raises NotCorrect."""
+async def measure(path: Path, changes: Sequence[str], turns: int, running: bool = False) -> Report:
+    """Alternate the starts of the product and of a bare engine; `running`: on a cluster. Raises NotCorrect."""
     spec = load_rollout_spec(path, ["schedule.steps=1", *changes])
     pool, _ = load_pools(spec.data)
     (ids,) = encode_prompts(Path(spec.model.path), pool.table, range(1), _LONGEST_PROMPT)
@@ -172,15 +219,18 @@ async def measure(path: Path, changes: Sequence[str], turns: int) -> Report:
     group = Group("p0", 0, tuple(ids), 1, spec.seed)
 
     async def product(_: int) -> Turn:
-        return await asyncio.to_thread(start_run, path, changes)
+        return await asyncio.to_thread(start_run, path, changes, head)
 
     async def bare(_: int) -> Turn:
         return await asyncio.to_thread(start_bare, one_token, group)
 
-    taken = await take_turns({BARE: bare, PRODUCT: product}, turns)
+    with running_head() if running else nullcontext() as head:
+        taken = await take_turns({BARE: bare, PRODUCT: product}, turns)
     workers = sum(name.startswith("Ray to ") for name in taken[PRODUCT][0].phases)
     checks = {"first token": f"every run started {workers} workers, sampled, trained one step and exited with 0"}
-    return Report("startup", {"spec": path, "set": [*changes], "turns": turns}, taken, BARE, checks, STARTS)
+    return Report(
+        "startup", {"spec": path, "set": [*changes], "turns": turns, "running": running}, taken, BARE, checks, STARTS
+    )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -188,6 +238,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("startup", __doc__)
     parser.add_argument("--spec", type=Path, default=Path("deploy/specs/tiny-grpo.yaml"), help="(%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="field of the spec")
+    parser.add_argument("--running", action="store_true", help="join a running Ray head (--address)")
     parser.add_argument("--turns", type=int, default=3, help="measured turns after the warm-up turn (%(default)s)")
     parser.add_argument("--json", type=Path, help="results file")
     return parser.parse_args(arguments)
@@ -196,7 +247,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Measure, print the table, write the results file."""
     given = parse(sys.argv[1:])
-    run_benchmark(lambda: asyncio.run(measure(given.spec, given.set, given.turns)), given.json)
+    run_benchmark(lambda: asyncio.run(measure(given.spec, given.set, given.turns, given.running)), given.json)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,12 @@ SUITE = (
         "smollm2",
     ),
     Benchmark(
+        "startup",
+        ("--turns", "3", "--running"),
+        (Goal("the same on a running cluster, tiny model", _TROUPE, "seconds", 5.0, most=True, digits=1),),
+        "running",
+    ),
+    Benchmark(
         "packing",
         ("--groups", "2", "--turns", "3"),
         (

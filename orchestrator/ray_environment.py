@@ -1,10 +1,31 @@
-"""What is wrong with environment variables that Ray reads, and what helps; without Ray, for `troupe doctor` too."""
+"""Environment variables that Ray reads: what a run sets, what is wrong with others, and what helps. Without Ray."""
 
 from __future__ import annotations
 
 import os
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+TABLE_SETTINGS = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
+"""Environment of every process of the run: `troupe.workers.contract.arrow` defines how tables are pickled, not Ray."""
+SETTINGS = {
+    # A failed call raises where its summary is awaited; the copy of the error in the table's reference is redundant.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    # Ray lowers the priority of its workers, but here they do the main work.
+    "RAY_worker_niceness": "0",
+    # Prestarted workers would be unused: each worker of a run has its own environment and thus its own process.
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Environment of Ray's processes, unless the user has set these variables."""
+LOCAL_SETTINGS = {
+    # Every process collects Ray's metrics and task lists, which nothing reads in a cluster of a single run.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    # The time in which a process has to become a worker, after which Ray starts another one. It may wait for imports.
+    "RAY_worker_register_timeout_seconds": "90",
+    # By default a driver waits a minute for a head that is gone; nothing restarts that of a local cluster.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+}
+"""Additional environment of a cluster that is started here."""
 _LONGEST_SOCKET = 107
 """Bytes of the path of a socket that Linux accepts."""
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma_store"

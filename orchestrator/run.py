@@ -46,6 +46,7 @@ from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.versions import versions as describe_versions
 from troupe.orchestrator.why.observer import RunObserver
+from troupe.orchestrator.worker_server import server_of
 from troupe.workers.contract.roles import Worker
 
 logger = logging.getLogger(__name__)
@@ -256,7 +257,9 @@ async def open_run(
         checks: Checks the data meanwhile. Where they fail, the start ends; otherwise they may still run in the block.
     """
     console.phase("start Ray", 0, 1)
-    cluster = Cluster.connect(room(request.spec), request.address)
+    engines = not request.classes and (roles is None or "rollout" in roles)
+    server = server_of(request.spec) if engines else None
+    cluster = Cluster.connect(room(request.spec), request.address, server)
     if resume_at is not None:
         cluster.events.open(request.out, resume_at)
         cluster.events.record("run_started", **_facts(request.spec), capacity=cluster.capacity(), resume_at=resume_at)

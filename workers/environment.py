@@ -13,7 +13,7 @@ from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, 
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
 from troupe.workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
 from troupe.workers.rewards.thoughts import environment_with_opened_thoughts
-from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.peak_memory import FamilyPeak
 
 _CLOSE_TIMEOUT_S = 2.0
 _WATCH_S = 0.5
@@ -44,6 +44,7 @@ class EnvironmentWorker:
         self._processes = EnvironmentProcesses(config.name, args, config.memory_limit_mib, config.env)
         self._free: list[SeatProcess] = []
         self._taken: dict[str, SeatProcess] = {}
+        self._family = FamilyPeak()
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._places = asyncio.Semaphore(config.episodes)
         self._waiting: set[str] = set()
@@ -116,7 +117,7 @@ class EnvironmentWorker:
             raise WorkerGone(f"{self._name}: the process that loaded the environment has died")
         seats = [seat.pid for seat in (*self._free, *self._taken.values())]
         pids = [pid for pid in (self._processes.pid, *seats) if pid is not None]
-        peak = Peak(resident_peak(pids))
+        peak = Peak(self._family.read(pids))
         return WorkerHealth(self._name, socket.gethostname(), os.getpid(), 0, len(self._taken), peak=peak)
 
     async def watch(self, seconds: float) -> bool:

@@ -39,7 +39,7 @@ from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.runner import EnvironmentReward, RewardProcess, RewardResult, Sample
 from troupe.workers.rewards.steps import Step, token_counts
 from troupe.workers.rewards.thoughts import VOTES, with_opened_thoughts
-from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.peak_memory import FamilyPeak
 from troupe.workers.telemetry.start_activity import Activity, announce
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class RewardWorker:
         own = {name: RewardConfig(functions=functions) for name, functions in _sets(config).items()}
         self._rewards = {name: _Rewards(part, self._component) for name, part in {"": config, **own}.items()}
         self._processes = [part for part in self._components.values() if isinstance(part, RewardProcess)]
+        self._family = FamilyPeak()
         self._judges = [part for part in self._components.values() if isinstance(part, JudgeReward)]
         self._votes: RewardProcess | None = None
         self._model: RewardModel | None = None
@@ -318,7 +319,7 @@ class RewardWorker:
     def _peak(self) -> Peak:
         """Peak memory of this process and the functions' processes, without processes that a function starts."""
         functions = [process.pid for process in self._processes if process.pid is not None]
-        return Peak(resident_peak(functions), 0 if self._model is None else self._model.gpu_peak())
+        return Peak(self._family.read(functions), 0 if self._model is None else self._model.gpu_peak())
 
     def _outcomes(self, asked: _Rewards, rollouts: pa.Table) -> list[list[RewardResult]]:
         """Outcomes by component, then by sample. Functions run concurrently, the model on this thread."""

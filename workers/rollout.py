@@ -78,7 +78,7 @@ _PROCESS_FAILED = "Engine core initialization failed"
 """Beginning of the error with which vLLM's client refers to one in the engine's process."""
 _ONE_OF_MANY_FAILED = "Worker failed with error"
 """Beginning of the error that vLLM raises for the first of an engine's processes that failed in a call."""
-_TURN_S = 0.5
+_TURN_S = 0.1
 """Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind

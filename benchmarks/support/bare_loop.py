@@ -2,8 +2,8 @@
 
 It is written as an experienced user would write it: bfloat16 weights with float32 master weights and gradient sums,
 micro-batches sorted by length, logits on response tokens only, one fused AdamW, weights passed to vLLM through shared
-memory. On the CPU it uses the same matrix kernels as the product. The maths is the product's GRPO with one update per
-step.
+memory. On the CPU it uses the same library of matrix products as the product. The maths is the product's GRPO with one
+update per step. A second trainer uses all kernels of the product.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import pyarrow as pa
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.support.bare_engines import engine_arguments, generate_all
 from benchmarks.support.workload import TASKS, Group, TaskName
-from troupe.orchestrator.training.micro_batches import cut_micro_batches
+from troupe.orchestrator.bench.sequences import train_row
+from troupe.orchestrator.training.micro_batches import cut_micro_batches, plan_update
 from troupe.workers.contract.config import PolicyConfig, RolloutConfig
+from troupe.workers.contract.messages import TRAIN, TrainRow
 from troupe.workers.engine.process import engine_processes
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal
+from troupe.workers.models.token_batch import TokenTable
 from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -61,21 +67,13 @@ class BareTrainer:
     """A causal language model trained with mixed-precision AdamW."""
 
     def __init__(self, config: PolicyConfig) -> None:
-        from transformers import AutoModelForCausalLM
-
         trainer = config.trainer
         torch.set_num_threads(trainer.threads)
         self._config = config
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.model.path, dtype=getattr(torch, config.model.dtype)
-        )
-        use_onednn(
-            cast(nn.Module, self.model)
-        )  # the product's kernels: slower ones would hide the cost of orchestration
+        self.model = self._load(config)
         self._device = torch.device(config.device)
         self.model.to(self._device)  # pyright: ignore[reportArgumentType] (its stubs know nn.Module's by another name)
         self.model.train()
-        self._head: Any = self.model.get_output_embeddings()
         self._masters = [weight.detach().to(torch.float32, copy=True) for weight in self.model.parameters()]
         for master in self._masters:
             master.grad = torch.zeros_like(master)
@@ -118,12 +116,9 @@ class BareTrainer:
         Returns:
             `loss`, and `rollout_logprob_gap` in nats per token.
         """
-        lengths = [len(one.prompt_ids) + len(one.response_ids) for one in batch]
-        total = sum(len(one.response_ids) for one in batch)
         loss_sum, gap_sum = 0.0, 0.0
         trained = [row for row, advantage in enumerate(advantages.tolist()) if advantage]
-        for rows in cut_micro_batches(lengths, trained, self._config.trainer.micro_batch_tokens):
-            loss, gap = self._loss([batch[row] for row in rows], advantages[list(rows)], total)
+        for loss, gap in self._losses(batch, advantages, trained):
             loss.backward()
             for weight, gradient in zip(self.model.parameters(), self.gradients(), strict=True):
                 if weight.grad is not None:
@@ -141,17 +136,26 @@ class BareTrainer:
         """Names and tensors of the weights; tied weights appear once."""
         return ((name, weight.detach()) for name, weight in self.model.named_parameters())
 
-    def _loss(
-        self, batch: Sequence[SampledSequence], advantages: torch.Tensor, total: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch, divided by the `total` tokens of the batch.
+    def _load(self, config: PolicyConfig) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
 
-        With one update per batch the ratio to the old policy is 1, so the gradient of the clipped objective is that of
-        -advantage * ratio. Truncated importance sampling corrects for the sampler's different numerics.
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
+        use_onednn(cast(nn.Module, model))  # torch's slower products would hide the cost of orchestration
+        return model
 
-        Returns:
-            (loss, sum of absolute differences to the sampler's log-probs).
-        """
+    def _losses(
+        self, batch: Sequence[SampledSequence], advantages: torch.Tensor, trained: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(loss, sum of absolute differences to the sampler's log-probs) of each micro-batch of the `trained` rows."""
+        lengths = [len(one.prompt_ids) + len(one.response_ids) for one in batch]
+        total = sum(len(one.response_ids) for one in batch)
+        for rows in cut_micro_batches(lengths, trained, self._config.trainer.micro_batch_tokens):
+            own = [batch[row] for row in rows]
+            logprobs = self._logprobs(own)
+            yield self._loss(own, logprobs, advantages[list(rows)], total)
+
+    def _logprobs(self, batch: Sequence[SampledSequence]) -> torch.Tensor:
+        """Log-probs of the response tokens of a micro-batch."""
         rows = [torch.tensor(one.prompt_ids + one.response_ids) for one in batch]
         ids = pad_sequence(rows, batch_first=True).to(self._device)
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
@@ -161,22 +165,82 @@ class BareTrainer:
         hidden = self.model.base_model(
             input_ids=ids, attention_mask=(place < lengths[:, None]).long(), use_cache=False
         ).last_hidden_state
-        logits = self._head(hidden[:, :-1][is_response[:, 1:]])
+        head: Any = self.model.get_output_embeddings()
+        logits = head(hidden[:, :-1][is_response[:, 1:]])
         logits = logits.float() / self._config.sampling.temperature
-        logprobs = logits.gather(-1, ids[is_response][:, None])[:, 0] - logits.logsumexp(-1)
+        return logits.gather(-1, ids[is_response][:, None])[:, 0] - logits.logsumexp(-1)
+
+    def _loss(
+        self, batch: Sequence[SampledSequence], logprobs: torch.Tensor, advantages: torch.Tensor, total: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a micro-batch, divided by the `total` tokens of the batch.
+
+        With one update per batch the ratio to the old policy is 1, so the gradient of the clipped objective is that of
+        -advantage * ratio. Truncated importance sampling corrects for the sampler's different numerics.
+
+        Returns:
+            (loss, sum of absolute differences to the sampler's log-probs).
+        """
         sampled = [value for one in batch for value in one.rollout_logprobs]
         rollout_logprobs = torch.tensor(sampled, device=self._device)
-        per_token = advantages.float().to(self._device).repeat_interleave(lengths - prompts)
+        responses = torch.tensor([len(one.response_ids) for one in batch], device=self._device)
+        per_token = advantages.float().to(self._device).repeat_interleave(responses)
         old = logprobs.detach()
         importance = (old - rollout_logprobs).exp().clamp(max=self._config.loss.importance.cap)
         loss = -(importance * per_token * (logprobs - old).exp()).sum() / total
         return loss, (old - rollout_logprobs).abs().sum()
 
 
+class KernelTrainer(BareTrainer):
+    """A `BareTrainer` that computes log-probs as the product does: its kernels, packed rows, shared prompts.
+
+    What the product's step takes longer than one with this trainer is the cost of orchestration.
+    """
+
+    def _load(self, config: PolicyConfig) -> PreTrainedModel:
+        model = load_causal(config.model)
+        chunks = head_chunks(model.config.get_text_config().vocab_size, config.trainer.worker_tokens, config.device)
+        self._module = CausalLogprobs(model, config.sampling.temperature, chunks)
+        self._packs = adapt(self._module, model, config.device, config.trainer.packing)
+        return model
+
+    def _losses(
+        self, batch: Sequence[SampledSequence], advantages: torch.Tensor, trained: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        groups: dict[tuple[int, ...], int] = {}
+        numbers = [groups.setdefault(tuple(one.prompt_ids), len(groups)) for one in batch]
+        samples = [train_row(numbers[row], row, one.prompt_ids, one.response_ids) for row, one in enumerate(batch)]
+        table = TokenTable(pa.Table.from_pylist(samples, schema=TRAIN))
+        rows = [
+            TrainRow(
+                len(one.prompt_ids) + len(one.response_ids), len(one.response_ids), True, len(one.prompt_ids), group
+            )
+            for one, group in zip(batch, numbers, strict=True)
+        ]
+        (plan,) = plan_update(
+            rows,
+            trained,
+            ranks=1,
+            budget=self._config.trainer.micro_batch_tokens,
+            skip_zero_advantage=False,
+            packed=self._packs,
+            share_prompts=self._packs and self._config.share_prompts,
+        )
+        total = sum(len(one.response_ids) for one in batch)
+        for chosen in plan.micro_batches:
+            part = table.cut(chosen, plan).to(self._device)
+            logprobs, _ = self._module(
+                part.input_ids, part.attention_mask, part.positions, part.targets, part.position_ids
+            )
+            order = part.rows.tolist()
+            yield self._loss([batch[row] for row in order], logprobs, advantages[order], total)
+
+
 class BareLoop:
     """GRPO in one process: each step generates, scores, trains and loads the new weights into vLLM."""
 
-    def __init__(self, rollout: RolloutConfig, policy: PolicyConfig, task: TaskName) -> None:
+    def __init__(self, rollout: RolloutConfig, policy: PolicyConfig, task: TaskName, kernels: bool = False) -> None:
+        """`kernels`: train with the `KernelTrainer`."""
         arguments = engine_arguments(rollout)
         from transformers import AutoTokenizer
         from vllm import LLM
@@ -186,7 +250,7 @@ class BareLoop:
         with engine_processes(rollout.device):
             self._llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
         self._tokenizer = AutoTokenizer.from_pretrained(rollout.model.path)
-        self._trainer = BareTrainer(policy)
+        self._trainer = KernelTrainer(policy) if kernels else BareTrainer(policy)
         self._handed_over = Path("/dev/shm") / f"troupe-bare-loop-{os.getpid()}.safetensors"
 
     def ready(self) -> None:

@@ -34,7 +34,7 @@ from troupe.orchestrator.data.prompts import PromptPool, PromptSource, load_pool
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.rollout import RolloutSpec
 
-BARE, TRL, PRODUCT = "bare loop", "TRL", "troupe"
+BARE, KERNELS, TRL, PRODUCT = "bare loop", "bare loop, kernels", "TRL", "troupe"
 PHASES = ("generate", "prepare", "update", "sync")
 MAX_NORM_RATIO, SAME_NORM_RATIO = 1.25, 1.05
 """Highest accepted ratio between the gradient norms of the first step: where batching changed some of the samples, and
@@ -111,7 +111,12 @@ class ContenderSteps:
 
 
 def take_steps(
-    settings: Settings, steps: int, learning_rate: float, trl: bool, enough: Enough = lambda _: False
+    settings: Settings,
+    steps: int,
+    learning_rate: float,
+    trl: bool,
+    enough: Enough = lambda _: False,
+    kernels: bool = False,
 ) -> ContenderSteps:
     """Train every contender and check that they did the same work.
 
@@ -121,6 +126,7 @@ def take_steps(
         learning_rate: Learning rate of every contender.
         trl: Whether TRL is a contender.
         enough: Ends a contender's training early.
+        kernels: Whether a bare loop with the product's kernels is a contender.
 
     Raises:
         NotCorrect: A check failed.
@@ -138,6 +144,11 @@ def take_steps(
         work = groups_by_step(settings, spec, pool, model)
         others = {BARE: RemoteObject(BARE, BareLoop, spec.rollout_config(), spec.policy_config(), settings.task)}
         stack.callback(others[BARE].close)
+        if kernels:
+            others[KERNELS] = RemoteObject(
+                KERNELS, BareLoop, spec.rollout_config(), spec.policy_config(), settings.task, True
+            )
+            stack.callback(others[KERNELS].close)
         if trl:
             chats: list[str] = pool.table["messages"].take([one.row for groups in work for one in groups]).to_pylist()
             others[TRL] = RemoteObject(
@@ -164,6 +175,9 @@ def _checked_steps(
     """Check the steps of all contenders and bring them into one form. Raises NotCorrect."""
     results = {name: [step for step, _, _ in taken] for name, taken in console.taken.items()}
     checks = check(settings, work, metrics, sampled, results[BARE])
+    if KERNELS in results:
+        own = check(settings, work, metrics, sampled, results[KERNELS])
+        checks[KERNELS] = f"{own['first step']}; {own['sampler to trainer'].replace(BARE, KERNELS)}"
     if TRL in results:
         checks[TRL] = check_steps(results[TRL], settings)
     product = [

@@ -34,6 +34,7 @@ from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.worker_server import server_of
 
 _ATTEMPTS = 2
 """Attempts per group: the one that is lost with the engine, and the next."""
@@ -92,7 +93,7 @@ class RecoverySetup:
             table: The PROMPTS table that the groups refer to.
             work: The groups of each turn.
         """
-        cluster = Cluster.connect(demand(place(role_sizes(spec))))
+        cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
         try:
             launcher = WorkerLauncher(spec, cluster, classes={"policy": MeasuredPolicy})
             workers = await launcher.open(frozenset({"rollout", "policy", "reward"}))

@@ -20,6 +20,7 @@ from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.worker_server import server_of
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.contract.roles import TableRef
 from troupe.workers.rollout import RolloutWorker
@@ -66,7 +67,7 @@ class RolloutSetup:
             max_load: Maximum number of unfinished samples per engine; 0 for the product's own.
             rollout: Class of the engines' workers.
         """
-        cluster = Cluster.connect(demand(place(role_sizes(spec))))
+        cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
         try:
             launcher = WorkerLauncher(spec, cluster, classes={"rollout": rollout})
             workers = await launcher.open(frozenset({"rollout", "reward"}))

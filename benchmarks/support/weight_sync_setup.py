@@ -22,6 +22,7 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.worker_server import server_of
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import Reply, TableRef
 
@@ -52,7 +53,7 @@ class WeightSyncSetup:
     @asynccontextmanager
     async def open(cls, spec: RolloutSpec) -> AsyncIterator[WeightSyncSetup]:
         """Start a cluster with the policy and the engines of `spec`, and end it on exit."""
-        cluster = Cluster.connect(demand(place(role_sizes(spec))))
+        cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
         try:
             launcher = WorkerLauncher(spec, cluster, classes=_CLASSES)
             workers = await launcher.open(frozenset({"rollout", "policy"}))

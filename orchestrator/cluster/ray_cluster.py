@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,9 +37,11 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.processes.inspection import NodeReport
+from troupe.orchestrator.ray_environment import TABLE_SETTINGS
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
+from troupe.orchestrator.worker_server import WorkerServer
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.contract.judges import JudgeGone
 from troupe.workers.contract.messages import (
@@ -51,13 +54,13 @@ from troupe.workers.contract.messages import (
     WorkerGone,
 )
 from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, Reply, RolloutEngine, TableRef, Worker
-from troupe.workers.isolation.child import python_command
+from troupe.workers.preload import forked_worker
+from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, SERVER_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 _OWN_ROOM_TIMEOUT_S = 60.0
 """Longest wait for resources in a cluster started by the run, which does not grow."""
-_PRELOADED = "troupe.workers.engine.preloaded:run_worker"
 _ASYNC_CALLS = 100_000
 """Concurrent calls of an asynchronous actor; the engine pool enforces the effective limit."""
 
@@ -276,7 +279,7 @@ class ActorSpec:
     concurrent: bool = False
     """Whether the class is asynchronous and serves calls concurrently."""
     engine: EngineProcess | None = None
-    """The engine for which its process imports vLLM ahead, in a cluster that was started for the run."""
+    """The engine in its process; None: it has none on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -292,8 +295,9 @@ class _Reservation:
 class Cluster:
     """Connection to a Ray cluster: reserves resources, starts workers, and releases both at the end."""
 
-    def __init__(self, *, owned: bool, session: Path) -> None:
+    def __init__(self, *, owned: bool, session: Path, server: WorkerServer | None = None) -> None:
         self._owned = owned
+        self._server = server
         self.logs = session / "logs"
         """Folder of the workers' own logs, on this node."""
         self.peaks = PeakMemory()
@@ -308,7 +312,9 @@ class Cluster:
         """Ids of the nodes that `prepare_nodes` has prepared."""
 
     @classmethod
-    def connect(cls, needed: dict[str, float], address: str | None = None) -> Cluster:
+    def connect(
+        cls, needed: dict[str, float], address: str | None = None, server: WorkerServer | None = None
+    ) -> Cluster:
         """Joins the cluster at `address` (or RAY_ADDRESS), or starts one on this machine if neither is given.
 
         In a program that is connected to a cluster already, that one is used and stays when the run ends.
@@ -318,18 +324,24 @@ class Cluster:
         Args:
             needed: Resources of the run; only `CPU` is used.
             address: HOST:PORT of a Ray head, or `auto`.
+            server: From which workers on this node are forked, closed with the connection; None: Ray starts them all.
 
         Raises:
             ClusterUnreachable: The cluster cannot be joined or started.
         """
         joined = address or os.environ.get("RAY_ADDRESS")
-        if (connected := ray_nodes.connected()) is not None:
-            return cls(owned=False, session=connected)
-        if joined:
-            session = ray_nodes.join(joined)
-        else:
-            session = ray_nodes.start(max(os.cpu_count() or 1, int(-(-needed["CPU"] // 1))))
-        return cls(owned=not joined, session=session)
+        try:
+            if (connected := ray_nodes.connected()) is not None:
+                session = connected
+            elif joined:
+                session = ray_nodes.join(joined)
+            else:
+                session = ray_nodes.start(max(os.cpu_count() or 1, int(-(-needed["CPU"] // 1))))
+        except BaseException:
+            if server is not None:
+                server.close()
+            raise
+        return cls(owned=connected is None and not joined, session=session, server=server)
 
     @classmethod
     def list_nodes(cls, address: str) -> list[Node]:
@@ -448,7 +460,7 @@ class Cluster:
         """
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
         name = function.__name__
-        env = ray_nodes.TABLE_SETTINGS | env
+        env = TABLE_SETTINGS | env
         with self.calls.during(name, name, timeout_s):
             return await _run_on_node(nodes[seat.bundle], env, function, timeout_s, args, name)
 
@@ -506,7 +518,7 @@ class Cluster:
             "num_cpus": seat.cpus,
             "num_gpus": seat.gpus,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": ray_nodes.TABLE_SETTINGS | spec.env} | self._python(spec.engine),
+            "runtime_env": self._process(placement, seat, spec),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._reserved[placement.name].group, placement_group_bundle_index=seat.bundle
             ),
@@ -520,14 +532,18 @@ class Cluster:
             self._watch.add(worker)
         return worker
 
-    def _python(self, engine: EngineProcess | None) -> dict[str, str]:
-        """The command of a worker's interpreter, where it is another one than Ray's.
+    def _process(self, placement: Placement, seat: Seat, spec: ActorSpec) -> dict[str, Any]:
+        """Ray's settings of a worker's process, which is a fork of the server where there is one with its engine."""
+        settings, engine, server = TABLE_SETTINGS | spec.env, spec.engine, self._server
+        if server is not None and not seat.gpus and engine in (None, server.engine) and self._is_here(placement, seat):
+            settings |= {SERVER_VARIABLE: server.path, ENGINE_VARIABLE: engine.model_dump_json() if engine else ""}
+            return {"env_vars": settings, "py_executable": shlex.join([sys.executable, forked_worker.__file__])}
+        return {"env_vars": settings}
 
-        Other nodes may have Python elsewhere, and Ray may give up a process there before it has imported vLLM.
-        """
-        if engine is None or not self._owned:
-            return {}
-        return {"py_executable": shlex.join(python_command(_PRELOADED, engine.model_dump_json()))}
+    def _is_here(self, placement: Placement, seat: Seat) -> bool:
+        """Whether a reserved seat is on this node."""
+        nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
+        return nodes[seat.bundle] == ray.get_runtime_context().get_node_id()
 
     def _lost(self, worker: str, detail: str) -> None:
         self.events.record("worker_lost", worker=worker, detail=detail)
@@ -570,6 +586,9 @@ class Cluster:
         self._actors, self._reserved = [], {}
         if self._owned:
             ray.shutdown()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 def _reason(error: RayActorError) -> str:

@@ -22,7 +22,15 @@ from ray.exceptions import RayError
 
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node
 from troupe.orchestrator.errors import ClusterUnreachable
-from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, address_problem, sockets_problem, temporary_folder
+from troupe.orchestrator.ray_environment import (
+    ADDRESS_VARIABLE,
+    LOCAL_SETTINGS,
+    SETTINGS,
+    TABLE_SETTINGS,
+    address_problem,
+    sockets_problem,
+    temporary_folder,
+)
 from troupe.orchestrator.signals import held_back
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
@@ -30,8 +38,6 @@ from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 logger = logging.getLogger(__name__)
 
 _INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "troupe"}
-TABLE_SETTINGS = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
-"""Environment of every process of the run: `troupe.workers.contract.arrow` defines how tables are pickled, not Ray."""
 _CONNECT_TIMEOUT_S = 10.0
 _SLOW_START = "timed out during startup"
 """Part of Ray's error when a process needs more than 30 s to start; this limit cannot be configured."""
@@ -41,27 +47,6 @@ _LONGEST_REASON = 1000
 """Characters."""
 _GPU_TYPE = "accelerator_type:"
 """Prefix of the Ray resource that names a node's GPU type."""
-
-
-_SETTINGS = {
-    # A failed call raises where its summary is awaited; the copy of the error in the table's reference is redundant.
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    # Ray lowers the priority of its workers, but here they do the main work.
-    "RAY_worker_niceness": "0",
-    # Prestarted workers would be unused: each worker of a run has its own environment and thus its own process.
-    "RAY_prestart_worker_first_driver": "0",
-}
-"""Environment of Ray's processes, unless the user has set these variables."""
-_LOCAL_SETTINGS = {
-    # Every process collects Ray's metrics and task lists, which nothing reads in a cluster of a single run.
-    "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",
-    # The time in which a process has to become a worker; an engine's imports vLLM before it does.
-    "RAY_worker_register_timeout_seconds": "180",
-    # By default a driver waits a minute for a head that is gone; nothing restarts that of a local cluster.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
-}
-"""Additional environment of a cluster that is started here."""
 
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -82,7 +67,7 @@ def start(cpus: int) -> Path:
             f"{_SHARED_MEMORY} is missing or cannot be written, and neither Ray nor vLLM starts without it: in a "
             f"container use `docker run --shm-size=1g`, else `mount -t tmpfs tmpfs {_SHARED_MEMORY}`"
         )
-    _configure(_SETTINGS | _LOCAL_SETTINGS)
+    _configure(SETTINGS | LOCAL_SETTINGS)
     _create_token()
     context = _start(cpus)
     _protect_token()
@@ -93,7 +78,7 @@ def start(cpus: int) -> Path:
 
 def join(address: str) -> Path:
     """Connects to a running cluster; returns its session folder. Raises ClusterUnreachable."""
-    _configure(_SETTINGS)
+    _configure(SETTINGS)
     host, colon, port = address.rpartition(":")
     given = "--address" if address != os.environ.get(ADDRESS_VARIABLE) else ADDRESS_VARIABLE
     if wrong := address_problem(address):

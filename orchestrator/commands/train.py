@@ -22,6 +22,7 @@ from troupe.orchestrator.commands.results import next_steps, resume_steps, write
 from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
 from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.worker_server import started_ahead
 
 if TYPE_CHECKING:
     from troupe.orchestrator.reporting.console import Console
@@ -106,6 +107,11 @@ def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | N
 
     Also where a run is stopped or fails after its first step: these are the runs that need the report most.
     """
+    with started_ahead(runs[0].spec):
+        _train(spec, runs, resume, address)
+
+
+def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
     from troupe.orchestrator.reporting.console import Console
 
     requests = [(planned, _request(planned, resume, address)) for planned in runs]

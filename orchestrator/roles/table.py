@@ -48,7 +48,7 @@ class WorkerSettings:
     sequence_parallel_size: int = 1
     """Adjacent workers that share each micro-batch."""
     engine: EngineProcess | None = None
-    """The engine in its process, which imports vLLM before it is a worker of Ray; None: it has no engine on the CPU."""
+    """The engine in its process; None: it has none on the CPU."""
 
     @property
     def env(self) -> dict[str, str]:

@@ -53,6 +53,7 @@ def test_a_run_without_workers_is_refused(tmp_path: Path) -> None:
         ("ray::RolloutWorker.start", "rollout"),
         ("ray::PolicyWorker", "policy"),
         ("python -m multiprocessing.forkserver", "fork server"),
+        ("python -P -c code troupe.workers.preload.server:serve 3 4", "server"),
         ("/site-packages/ray/core/src/ray/raylet/raylet --x", "Ray"),
         ("/venv/bin/python -m troupe run spec.yaml", "command"),
         ("/bin/sh -c wait", "other"),
@@ -72,3 +73,4 @@ def test_cpu_seconds_are_those_of_the_kernel() -> None:
 def test_the_command_line_of_startup() -> None:
     given = parse(["--turns", "2", "--set", "a=1", "--set", "b=2"])
     assert (given.turns, given.set, given.spec.name) == (2, ["a=1", "b=2"], "tiny-grpo.yaml")
+    assert not given.running and parse(["--running"]).running

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -19,6 +21,8 @@ from troupe.orchestrator.cli import app
 from troupe.orchestrator.signals import held_back
 from troupe.workers.isolation.death_watch import exit_with
 
+MARK = "TROUPE_TEST_COMMAND"
+"""Environment variable of a command and of all that it starts."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,7 +52,18 @@ def started(*arguments: str) -> subprocess.Popen[str]:
         cwd=ROOT,
         preexec_fn=handled_by_default,
         start_new_session=True,
+        env=os.environ | {MARK: arguments[-1]},
     )
+
+
+def marked(value: str) -> list[int]:
+    """The processes that a command has started and that still run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -57,7 +72,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 )
 @pytest.mark.usefixtures("tiny_model")
 def test_a_signal_in_the_first_seconds(tmp_path: Path, number: signal.Signals, seconds: float) -> None:
-    """Python has started; modules are imported, the spec is checked, Ray starts."""
+    """Python starts, modules are imported, the spec is checked, Ray starts, and the server of workers imports."""
     command = started("run", str(GRPO), "--out", str(tmp_path / "run"))
     wait_until_handled(command.pid)
     time.sleep(seconds)
@@ -65,6 +80,10 @@ def test_a_signal_in_the_first_seconds(tmp_path: Path, number: signal.Signals, s
     _, said = command.communicate(timeout=60)
     assert command.returncode == 130, said
     assert said == "stopped\n"
+    deadline = time.monotonic() + 60
+    while left := marked(str(tmp_path / "run")):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 @pytest.mark.usefixtures("tiny_model")

@@ -1,9 +1,9 @@
 """The process of a vLLM engine: it ends with its worker, and on the CPU it starts sooner.
 
 By default vLLM spawns it: two imports of vLLM, one after the other, each some seconds of a core. On the CPU the engine
-is forked from a fork server, a process without engine, event loop or model that has imported vLLM. It is a fork itself
-where the worker imported vLLM before it had threads (`preloaded.py`), so that one import serves both; otherwise it
-imports vLLM at the same time as the worker.
+is forked from a fork server, a process without engine, event loop or model that has imported vLLM. It is a fork of the
+worker where that is one itself (`workers/preload/`), so that one import serves all; otherwise it imports vLLM at the
+same time as the worker.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from troupe.workers.contract.config import Device
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, die_with_owner, temporary_folder
 
 IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
+FRONT_END = "vllm.v1.engine.async_llm"
+"""What the worker of an engine imports besides."""
 
 
 def import_ahead() -> None:

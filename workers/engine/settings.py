@@ -39,16 +39,21 @@ CPU build is 128, longer than many prompts; its kernels require multiples of 32.
 def set_environment(engine: EngineProcess) -> None:
     """Set the environment variables that vLLM reads; call before vLLM is first imported.
 
-    vLLM's processes inherit them.
+    vLLM's processes inherit them, and end with this one.
     """
     private_semaphores()
+    os.environ |= {OWNER_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: temporary_folder()}
+    set_import_environment(engine)
+
+
+def set_import_environment(engine: EngineProcess) -> None:
+    """Set those of the variables that do not depend on the process; forks of a process that has imported vLLM share
+    them."""
     os.environ |= {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         # A fork of a process with threads and an event loop can deadlock.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        OWNER_VARIABLE: str(os.getpid()),
-        FOLDER_VARIABLE: temporary_folder(),
     }
     if engine.records_kept:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # see `record_kept_tokens`

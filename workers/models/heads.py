@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,10 @@ from troupe.workers.models.cpu import onednn_is_faster, product
 
 _BLOCK_NUMBERS = 2**22
 """Numbers of the weight that are held in float32 at a time: 16 MiB. Smaller and larger blocks are not faster."""
+_TILE_NUMBERS = 2**21
+"""Logits that `token_logprobs` holds at a time: 8 MiB, which a cache holds from one operation to the next."""
+_LOWEST = -1e30
+"""Below every logit, and finite: its product with 0 is 0."""
 
 
 class Float32Head(nn.Linear):
@@ -32,10 +37,21 @@ class Float32Logits(nn.Linear):
     it exists in blocks only. Gradients are multiplied in bfloat16, like those of every other layer.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """float32 [..., out_features] of bfloat16 [..., in_features]."""
+    def forward(
+        self, input: torch.Tensor, targets: torch.Tensor | None = None, factor: float = 1.0, entropy_grad: bool = False
+    ) -> Any:
+        """float32 [..., out_features] of bfloat16 [..., in_features]; with `targets`, `token_logprobs` instead.
+
+        Both are a call of the module: under ZeRO-3 its hooks gather the weight.
+        """
+        if targets is not None:
+            return token_logprobs(input, self.weight, targets, factor, entropy_grad)
         logits: torch.Tensor = _Product.apply(input, self.weight)
         return logits if self.bias is None else logits + self.bias.float()
+
+    def takes_targets(self, input: torch.Tensor) -> bool:
+        """Whether `forward` takes the targets of these states."""
+        return input.is_cpu and self.bias is None
 
 
 class _Product(torch.autograd.Function):
@@ -66,6 +82,114 @@ class _Product(torch.autograd.Function):
             grad @ weight if of_input else None,
             grad.flatten(0, -2).t() @ input.flatten(0, -2) if of_weight else None,
         )
+
+
+def token_logprobs(
+    input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float = 1.0, entropy_grad: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs of the targets, entropies), float32 [T], of softmax(factor * input @ weight^T), on the CPU.
+
+    The logits exist in tiles of some columns only, each of which stays in the cache until it is done with, and again in
+    the backward pass: memory does not grow with the vocabulary. Sums over the vocabulary are rescaled whenever a tile
+    has a larger logit than those before (Milakov and Gimelshein, arXiv 1805.02867).
+
+    Args:
+        input: bfloat16 [T, in].
+        weight: bfloat16 [V, in].
+        targets: int64 [T].
+        factor: Multiplies the logits: the inverse temperature.
+        entropy_grad: Propagate gradients through the entropies.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(input, weight, targets, factor, entropy_grad)
+    return logprobs, entropies if entropy_grad else entropies.detach()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """See `token_logprobs`. For p = softmax(z) and H its entropy, the gradient by logit j of the log-prob of token i is
+    [i = j] - p_j, and that of H is -p_j (log p_j + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float, entropy_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        highest = torch.full((len(input),), _LOWEST)
+        total, weighted, chosen = torch.zeros(3, len(input)).unbind()
+        for start, logits in _logit_tiles(input, weight, factor):
+            rows, columns = _inside(targets, start, logits)
+            chosen[rows] = logits[rows, columns]
+            before, highest = highest, torch.maximum(highest, logits.amax(-1))
+            logits.sub_(highest[:, None])
+            powers = logits.exp()
+            change = before - highest
+            scale = change.exp()
+            weighted = (weighted + change * total) * scale + logits.mul_(powers).sum(-1)
+            total = total * scale + powers.sum(-1)
+        log_total = total.log()
+        entropies = log_total - weighted / total
+        ctx.save_for_backward(input, weight, targets, highest + log_total, entropies)
+        ctx.factor, ctx.entropy_grad = factor, entropy_grad
+        return chosen - highest - log_total, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator hides the name `ctx`
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        input, weight, targets, log_sums, entropies = ctx.saved_tensors
+        of_input, of_weight = ctx.needs_input_grad[:2]
+        of_logprob, of_entropy = (grad[:, None] * ctx.factor for grad in grads)
+        input_grad = torch.zeros(input.shape) if of_input else None
+        weight_grad = torch.empty_like(weight) if of_weight else None
+        for start, logits in _logit_tiles(input, weight, ctx.factor):
+            logits.sub_(log_sums[:, None])
+            if ctx.entropy_grad:
+                powers = logits.exp()
+                logits.add_(entropies[:, None]).mul_(-of_entropy).sub_(of_logprob).mul_(powers)
+            else:
+                logits.exp_().mul_(-of_logprob)
+            rows, columns = _inside(targets, start, logits)
+            logits[rows, columns] += of_logprob[rows, 0]
+            grad, part = logits.to(weight.dtype), slice(start, start + logits.shape[1])
+            if input_grad is not None:
+                input_grad += grad @ weight[part]
+            if weight_grad is not None:
+                torch.mm(grad.t(), input, out=weight_grad[part])
+        return None if input_grad is None else input_grad.to(input.dtype), weight_grad, None, None, None
+
+
+def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first column, float32 [T, columns]) of factor * input @ weight^T; the next tile overwrites the one before."""
+    rows = input.float()
+    size = min(len(weight), max(64, _TILE_NUMBERS // max(rows.shape) // 64 * 64))
+    block, found = rows.new_empty(size, rows.shape[1]), rows.new_empty(len(rows) * size)
+    for start in range(0, len(weight), size):
+        part = weight[start : start + size]
+        tile = found[: len(rows) * len(part)].view(len(rows), len(part))
+        with _exact_in_bfloat16():
+            torch.mm(rows, block[: len(part)].copy_(part).t(), out=tile)
+        yield start, tile if factor == 1.0 else tile.mul_(factor)
+
+
+def _inside(targets: torch.Tensor, start: int, tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, columns in the tile) of the targets that a tile holds."""
+    columns = targets - start
+    rows = ((columns >= 0) & (columns < tile.shape[1])).nonzero()[:, 0]
+    return rows, columns[rows]
+
+
+@contextmanager
+def _exact_in_bfloat16() -> Iterator[None]:
+    """Lets oneDNN round the factors of float32 products to bfloat16 inside the block, where they are such numbers.
+
+    Products are summed and kept in float32 as before. torch uses oneDNN then, which is faster than its default library
+    on processors that are not Intel's, and on those with AMX the product takes the time of one in bfloat16.
+    """
+    matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @cache

@@ -138,7 +138,8 @@ class TrainEngine:
             # DeepSpeed has stepped it once with gradients of 0. Counted, that step would make the moments of the next
             # steps too small, because AdamW corrects them by the number of steps.
             self._engine.optimizer.optimizer.state.clear()
-        if self._stage == 0 and dist.get_world_size() == 1:
+        summed = self._stage == 0 or (self._stage == 1 and dtype == torch.bfloat16)
+        if summed and dist.get_world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it would copy all gradients twice
         self.module: nn.Module = self._engine.module
         # Each rank averages what it holds: its partitions under ZeRO-3, otherwise the whole parameters.

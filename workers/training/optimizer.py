@@ -73,7 +73,8 @@ def deepspeed_config(config: TrainerConfig, stage: int, dtype: torch.dtype, numb
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        # A gradient is added to its float32 sum, and freed, as soon as the backward pass has computed it.
+        "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True},
     }
     if dtype == torch.bfloat16 and stage > 0:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}

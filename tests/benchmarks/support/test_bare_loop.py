@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from benchmarks.support.bare_loop import BareTrainer, SampledSequence, group_advantages
+from benchmarks.support.bare_loop import BareTrainer, KernelTrainer, SampledSequence, group_advantages
 from benchmarks.support.workload import grpo_spec
 from tests.benchmarks.settings import SETTINGS
 from troupe.orchestrator.training.micro_batches import plan_update
@@ -89,6 +89,21 @@ def test_bare_loop_has_the_products_gradient(tiny_model: Path) -> None:
     for own, parameter in zip(bare.gradients(), model.parameters(), strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(own, parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+def test_the_kernels_compute_the_bare_loops_gradient(tiny_model: Path) -> None:
+    """Packed, behind one copy of each prompt, and without the row that has no advantage."""
+    plan = grpo_spec(replace(SETTINGS, model=tiny_model), tiny_model, 1, 4).policy_config()
+    sampled, rewards = batch()
+    sampled[1] = replace(sampled[1], prompt_ids=sampled[0].prompt_ids)
+    sampled[3] = replace(sampled[3], prompt_ids=sampled[2].prompt_ids)
+    advantages = group_advantages(rewards)
+    advantages[2] = 0.0
+    bare, kernels = BareTrainer(plan), KernelTrainer(plan)
+    expected, found = (trainer.add_gradients(sampled, advantages) for trainer in (bare, kernels))
+    assert found == pytest.approx(expected, rel=1e-4)
+    for own, reference in zip(kernels.gradients(), bare.gradients(), strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-3, atol=1e-6)
 
 
 def test_bare_loop_trains_and_starts_the_next_step_clean(tiny_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_mo
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.models import heads
-from troupe.workers.models.heads import Float32Logits
+from troupe.workers.models.heads import Float32Logits, token_logprobs
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score
 from troupe.workers.models.token_batch import TokenTable
 
@@ -51,6 +52,60 @@ def test_logits_and_gradients_are_those_of_a_float64_product(
 def test_no_states_give_no_logits_and_a_gradient_of_zero() -> None:
     layer, states = head(), torch.zeros(0, 12, dtype=torch.bfloat16, requires_grad=True)
     layer(states).sum().backward()
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 1 / 0.7])
+@pytest.mark.parametrize("tile", [1, 2**21])
+def test_log_probs_and_entropies_are_those_of_a_float64_softmax(
+    tile: int, factor: float, entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of 64 columns, the last one of 8, and all columns at once."""
+    monkeypatch.setattr(heads, "_TILE_NUMBERS", tile)
+    torch.manual_seed(7)
+    states, weight = (torch.randn(rows, 12).bfloat16() for rows in (9, 200))
+    targets = torch.tensor([0, 63, 64, 127, 128, 191, 192, 199, 5])
+    of_logprobs, of_entropies = torch.randn(2, 9).unbind()
+    exact = [x.double().requires_grad_() for x in (states, weight)]
+    ours = states.requires_grad_(), weight.requires_grad_()
+    logprobs, entropies = token_logprobs(ours[0], ours[1], targets, factor, entropy_grad)
+    expected = (factor * exact[0] @ exact[1].T).log_softmax(-1)
+    expected_logprobs = expected.gather(-1, targets[:, None])[:, 0]
+    expected_entropies = -(expected.exp() * expected).sum(-1)
+    assert logprobs.dtype == entropies.dtype == torch.float32 and entropies.requires_grad == entropy_grad
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropies.double(), expected_entropies, rtol=1e-6, atol=2e-6)
+    (logprobs * of_logprobs).sum().add((entropies * of_entropies).sum() if entropy_grad else 0.0).backward()
+    (expected_logprobs * of_logprobs).sum().add(entropy_grad * (expected_entropies * of_entropies).sum()).backward()
+    for found, reference in zip(ours, exact, strict=True):
+        assert found.grad is not None and reference.grad is not None and found.grad.dtype == torch.bfloat16
+        assert (found.grad.double() - reference.grad).norm() < 5e-3 * reference.grad.norm()
+        torch.testing.assert_close(found.grad.double(), reference.grad, rtol=2e-2, atol=1e-2)
+
+
+def test_logits_far_apart_and_infinite_ones() -> None:
+    """The largest logit of a later tile makes the sums before it vanish; a weight that is not finite shows."""
+    weight = torch.zeros(130, 2, dtype=torch.bfloat16)
+    weight[129, 0], weight[3, 1] = 400.0, -400.0
+    states, targets = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16(), torch.tensor([129, 3])
+    logprobs, entropies = token_logprobs(states, weight, targets)
+    torch.testing.assert_close(logprobs, torch.tensor([0.0, -400.0 - math.log(129)]))
+    torch.testing.assert_close(entropies, torch.tensor([0.0, math.log(129)]))
+    weight[0, 0] = torch.inf
+    assert not token_logprobs(states, weight, targets)[0].isfinite().any()
+
+
+def test_a_frozen_head_gets_no_gradient_and_no_states_one_of_zero() -> None:
+    layer = head()
+    layer.weight.requires_grad_(False)
+    states, targets = torch.randn(3, 12).bfloat16().requires_grad_(), torch.tensor([1, 2, 36])
+    layer(states, targets)[0].sum().backward()
+    assert layer.weight.grad is None and states.grad is not None and states.grad.any()
+    layer.weight.requires_grad_(True)
+    none = torch.zeros(0, 12, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, entropies = layer(none, torch.zeros(0, dtype=torch.int64))
+    (logprobs.sum() + entropies.sum()).backward()
     assert layer.weight.grad is not None and not layer.weight.grad.any()
 
 

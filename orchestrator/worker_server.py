@@ -1,0 +1,87 @@
+"""The process from which the workers of a run on this machine are forked, started before Ray is even imported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from troupe.orchestrator.ray_environment import LOCAL_SETTINGS, SETTINGS, TABLE_SETTINGS
+from troupe.orchestrator.roles.table import settings_of, worker_env
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.workers.contract.config import EngineProcess
+from troupe.workers.isolation.child import python_command
+from troupe.workers.isolation.removal import remove_at_death
+
+_ENTRY = "troupe.workers.preload.server:serve"
+_END_S = 5.0
+_ahead: dict[EngineProcess, WorkerServer] = {}
+"""The server that a command has started for its first run, until the run takes it."""
+
+
+class WorkerServer:
+    """A process that imports what workers import and forks them. It ends with this process."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        """Start the process; it serves when its imports are done.
+
+        Args:
+            engine: The engine of the run, on the CPU.
+        """
+        self.engine = engine
+        self._folder = tempfile.mkdtemp(prefix="troupe-")
+        remove_at_death(self._folder)
+        self.path = str(Path(self._folder) / "workers")
+        """Of its socket, which accepts connections already."""
+        theirs, self._owner = os.pipe()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen()
+            self._process = subprocess.Popen(
+                python_command(_ENTRY, str(listener.fileno()), str(theirs), engine.model_dump_json()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a worker that it does not fork imports the same, and reports what is wrong
+                env=SETTINGS | LOCAL_SETTINGS | os.environ | TABLE_SETTINGS | worker_env(engine.threads, "cpu"),
+                pass_fds=(listener.fileno(), theirs),
+                start_new_session=True,  # it does not receive the terminal's Ctrl-C
+            )
+        os.close(theirs)
+
+    def close(self) -> None:
+        """End the process, but not the workers that it has forked."""
+        os.close(self._owner)
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def started_ahead(spec: RunSpec) -> Iterator[None]:
+    """Start the server of a run that the block will start, as its imports take longer than all before the workers."""
+    engine = _engine(spec)
+    if engine is not None:
+        _ahead[engine] = WorkerServer(engine)
+    try:
+        yield
+    finally:
+        if engine is not None and (unused := _ahead.pop(engine, None)) is not None:
+            unused.close()
+
+
+def server_of(spec: RunSpec) -> WorkerServer | None:
+    """The server of a run, which closes it; None where no engine runs on the CPU."""
+    engine = _engine(spec)
+    return None if engine is None else _ahead.pop(engine, None) or WorkerServer(engine)
+
+
+def _engine(spec: RunSpec) -> EngineProcess | None:
+    return settings_of(spec, "rollout").engine if "rollout" in spec.roles.present() else None

@@ -1,0 +1,162 @@
+"""Workers are forked from one process that has imported what they import; without it they start alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from troupe.orchestrator.worker_server import WorkerServer
+from troupe.workers.contract.config import EngineProcess
+from troupe.workers.preload import forked_worker
+from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, SERVER_VARIABLE
+
+ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from troupe.workers.engine import process
+
+def told(pipe):
+    pipe.send("vllm.v1.worker.cpu_worker" in sys.modules)
+
+if __name__ == "__main__":
+    found = {"argv": sys.argv[1:], "imported": "vllm.v1.engine.async_llm" in sys.modules}
+    found |= {"group": os.getpgid(0) == os.getpid(), "descriptors": sorted(os.listdir("/proc/self/fd"))[:3]}
+    if found["imported"]:
+        found |= {"threads": sys.modules["torch"].get_num_threads(), "left": "TROUPE_ONLY_HERE" in os.environ}
+    if found["imported"] and "engine" in sys.argv:
+        context = process._ForkedContext()
+        here, there = context.Pipe()
+        child = context.Process(target=told, args=(there,))
+        child.start()
+        found["engine"] = here.recv()
+        child.join()
+    Path(sys.argv[-1]).write_text(json.dumps(found))
+"""
+IMPORT = """
+import pathlib, time
+
+(pathlib.Path(__file__).parent.parent / "begun").touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def start(server: WorkerServer, folder: Path, engine: EngineProcess | None, *arguments: str) -> subprocess.Popen[str]:
+    """Ray's node starts a worker, whose result will be in `folder / "result"`."""
+    (folder / "script.py").write_text(SCRIPT)
+    asked = {SERVER_VARIABLE: server.path, ENGINE_VARIABLE: "" if engine is None else engine.model_dump_json()}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if engine is None else "1"} | asked
+    command = [sys.executable, forked_worker.__file__, str(folder / "script.py"), *arguments, str(folder / "result")]
+    return subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def result(folder: Path, timeout_s: float = 60.0) -> dict[str, object]:
+    deadline = time.monotonic() + timeout_s
+    while not (folder / "result").exists() or not (text := (folder / "result").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return json.loads(text)
+
+
+@pytest.fixture
+def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerServer]:
+    """A server whose import takes as long as the test."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(IMPORT)
+    monkeypatch.syspath_prepend(tmp_path)
+    server = WorkerServer(ENGINE)
+    while not (tmp_path / "begun").exists():
+        assert server._process.poll() is None
+        time.sleep(0.05)
+    yield server
+    server._process.kill()
+    server._process.wait()
+
+
+@pytest.mark.real
+def test_workers_are_forks_that_have_imported_everything_and_an_engine_is_a_fork_of_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TROUPE_ONLY_HERE", "1")
+    server = WorkerServer(ENGINE)
+    monkeypatch.delenv("TROUPE_ONLY_HERE")
+    try:
+        for name, engine in (("plain", None), ("engine", ENGINE)):
+            folder = tmp_path / name
+            folder.mkdir()
+            assert start(server, folder, engine, name).wait(240) == 0
+            found = result(folder)
+            assert found.pop("engine", None) is (True if engine else None)
+            assert found == {
+                "argv": [name, str(folder / "result")],
+                "imported": True,
+                "group": True,
+                "descriptors": ["0", "1", "2"],
+                "threads": 1 if engine else 2,
+                "left": False,
+            }
+        assert server._process.poll() is None
+    finally:
+        server.close()
+    assert not Path(server.path).exists()
+
+
+def test_a_worker_starts_alone_when_the_server_is_killed_while_it_imports(
+    importing: WorkerServer, tmp_path: Path
+) -> None:
+    worker = start(importing, tmp_path, None, "plain")
+    importing._process.send_signal(signal.SIGKILL)
+    assert worker.wait(60) == 0
+    found = result(tmp_path)
+    assert (found["argv"], found["imported"]) == (["plain", str(tmp_path / "result")], False)
+
+
+def test_a_worker_starts_alone_when_the_server_is_gone(importing: WorkerServer, tmp_path: Path) -> None:
+    importing.close()
+    worker = start(importing, tmp_path, None, "plain")
+    assert worker.wait(60) == 0 and worker.stderr is not None
+    assert "the worker is not forked: " in worker.stderr.read()
+    assert result(tmp_path)["imported"] is False
+
+
+def test_a_server_that_imports_ends_with_the_command_that_has_started_it(tmp_path: Path) -> None:
+    """Also by kill -9, and its folder goes."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(IMPORT)
+    code = (
+        "import sys, time; from troupe.orchestrator.worker_server import WorkerServer; "
+        "from troupe.workers.contract.config import EngineProcess; "
+        f"server = WorkerServer(EngineProcess.model_validate_json({ENGINE.model_dump_json()!r})); "
+        "print(server._process.pid, server.path, flush=True); time.sleep(600)"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    pid, path = command.stdout.readline().split()
+    server = psutil.Process(int(pid))
+    try:
+        while not (tmp_path / "begun").exists():
+            assert server.is_running() and server.status() != psutil.STATUS_ZOMBIE
+            time.sleep(0.05)
+        command.kill()
+        command.wait()
+        server.wait(60)
+        deadline = time.monotonic() + 60
+        while Path(path).parent.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        command.kill()
+        if server.is_running():
+            server.kill()

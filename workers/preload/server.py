@@ -1,0 +1,146 @@
+"""A process that imports what workers import, once, and forks the workers of a run from itself.
+
+A run's command starts it first, so that the imports run while Ray starts. It has one thread: a lock that another thread
+holds would stay locked in a fork. Ray's node starts `forked_worker.py`, which asks here for the fork that becomes the
+worker.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+
+from troupe.workers.contract.config import EngineProcess
+from troupe.workers.engine.process import FRONT_END, IMPORTED_AHEAD, fork_server
+from troupe.workers.engine.settings import set_environment, set_import_environment
+from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
+
+_MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed")
+"""Ray is among what vLLM imports. pyarrow is missing, as it starts threads."""
+_LOOK_S = 0.5
+_CHUNK = 2**16
+_STANDARD = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A worker to fork."""
+
+    argv: Sequence[str]
+    """Ray's script and its arguments."""
+    environment: Mapping[str, str]
+    folder: str
+    descriptors: Sequence[int]
+    """Those of its standard streams."""
+
+
+def serve(listener: str, owner: str, engine: str) -> None:
+    """Import, then fork a worker for every connection, until the owner has closed its pipe.
+
+    Args:
+        listener: Descriptor of the socket that listens.
+        owner: Descriptor of the pipe's end that is read.
+        engine: An `EngineProcess` on the CPU, as JSON.
+    """
+    set_import_environment(EngineProcess.model_validate_json(engine))
+    # Collections while thousands of modules are created take a third of the time and find next to nothing.
+    gc.disable()
+    with _ending_with(int(owner)):
+        for module in _MODULES:
+            import_module(module)
+    import_module("ray._raylet").getproctitle()  # it finds its place in memory only before the environment changes
+    gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
+    gc.enable()
+    if threads := len(os.listdir("/proc/self/task")) - 1:
+        raise RuntimeError(f"a process with {threads} more threads cannot be forked")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+    with socket.socket(fileno=int(listener)) as accepting:
+        while int(owner) not in select.select([accepting, int(owner)], [], [])[0]:
+            connection, _ = accepting.accept()
+            with connection, suppress(OSError, ValueError):  # of one that has ended meanwhile
+                if _user(connection) == os.getuid():
+                    _fork(connection)
+    os._exit(0)  # nothing to end in order, and thousands of modules to tear down
+
+
+def _user(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[4:8], sys.byteorder)  # process, user, group
+
+
+def _fork(connection: socket.socket) -> None:
+    """Fork the worker that is asked for, and answer."""
+    request = _received(connection)
+    try:
+        if not os.fork():
+            try:
+                _become(request)
+            except SystemExit as ended:
+                os._exit(ended.code if isinstance(ended.code, int) else 1)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+    finally:
+        for descriptor in request.descriptors:
+            os.close(descriptor)
+    connection.sendall(REPLY)
+
+
+def _received(connection: socket.socket) -> _Request:
+    """What is asked for. Raises OSError or ValueError where the request is not whole."""
+    data, descriptors, _, _ = socket.recv_fds(connection, _CHUNK, len(_STANDARD))
+    while chunk := connection.recv(_CHUNK):
+        data += chunk
+    found = json.loads(data)
+    return _Request(found["argv"], found["environment"], found["folder"], descriptors)
+
+
+def _become(request: _Request) -> None:
+    """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)  # Ray may end a worker with its group
+    for target, descriptor in zip(_STANDARD, request.descriptors, strict=True):
+        os.dup2(descriptor, target)
+    os.closerange(len(_STANDARD), max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    os.chdir(request.folder)
+    for name in os.environ.keys() - request.environment.keys():
+        del os.environ[name]
+    os.environ |= request.environment
+    import_module("ray._raylet").Config.initialize("")  # Ray has read the environment of the server
+    if engine := os.environ.pop(ENGINE_VARIABLE):
+        set_environment(EngineProcess.model_validate_json(engine))
+        fork_server()
+    torch, threads = import_module("torch"), int(os.environ["OMP_NUM_THREADS"])
+    if torch.get_num_threads() != threads:  # OpenMP has read the variable of the server
+        torch.set_num_threads(threads)
+    sys.argv = [*request.argv]
+    runpy.run_path(request.argv[0], run_name="__main__")
+
+
+@contextmanager
+def _ending_with(owner: int) -> Iterator[None]:
+    """Exit when the owner closes its pipe. A timer looks, because a thread would prevent the forks."""
+
+    def look(*_: object) -> None:
+        if select.select([owner], [], [], 0)[0]:
+            os._exit(1)
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
