@@ -34,7 +34,7 @@ from troupe.workers.reward import RewardWorker, combine, component_labels
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.model import RewardModel, budget_batches
 from troupe.workers.rewards.runner import RewardResult
-from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.peak_memory import FamilyPeak
 
 WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "one", "two", "three", "four", "five"]
 TEMPLATE = (
@@ -227,7 +227,7 @@ def test_a_table_that_is_not_one_group_is_refused(worker: RewardWorker) -> None:
 def test_health_names_the_worker(worker: RewardWorker) -> None:
     health = worker.health()
     assert health.name == "reward-0"
-    assert health.peak is not None and health.peak.host > resident_peak()  # with the functions' processes
+    assert health.peak is not None and health.peak.host > FamilyPeak().read([])  # with the functions' processes
 
 
 def test_labels_must_differ() -> None:
