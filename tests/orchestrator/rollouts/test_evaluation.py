@@ -78,7 +78,7 @@ def test_each_set_is_evaluated_on_its_own_prompts() -> None:
         assert sorted(asked) == sorted(expected)
         return {name: result.prompts for name, result in results.items()}
 
-    assert on_virtual_time(run()) == {"one": 1, "two": 2, "three": 3}
+    assert asyncio.run(run()) == {"one": 1, "two": 2, "three": 3}
 
 
 def test_failed_and_refused_samples_are_counted_and_never_scored() -> None:
