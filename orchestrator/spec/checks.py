@@ -9,6 +9,7 @@ from pathlib import Path
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.locations import checkpoint_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import NO_ENVIRONMENT, RolloutSpec, environment_role
 from troupe.orchestrator.spec.sections import (
@@ -136,10 +137,11 @@ def is_url(path: str | Path) -> bool:
     return _URL.match(str(path)) is not None
 
 
-def output_problems(folder: str) -> Iterator[Finding]:
-    """A run folder that would be named after the scheme of a URL."""
-    if is_url(folder):
+def output_problems(spec: RunSpec) -> Iterator[Finding]:
+    """A run folder that would be named after the scheme of a URL, and a store of checkpoints that cannot be one."""
+    if is_url(spec.output.folder):
         yield "output.folder", NEEDS_DISK
+    yield from checkpoint_problems(spec.checkpoint.path)
 
 
 def template_problems(

@@ -16,7 +16,6 @@ from troupe.orchestrator.spec.checks import (
     template_problems,
     trainer_problems,
 )
-from troupe.orchestrator.spec.locations import checkpoint_problems
 from troupe.orchestrator.spec.lora_checks import adapter_problems
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.preflight import Finding
@@ -117,11 +116,6 @@ def _data(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"data.{split}.scores", f"is required: {spec.row.name} compares answers by their scores"
 
 
-def _output(spec: OfflineSpec) -> Iterator[Finding]:
-    yield from output_problems(spec.output.folder)
-    yield from checkpoint_problems(spec.checkpoint.path)
-
-
 def _template(spec: OfflineSpec) -> Iterator[Finding]:
     prompts = {f"data.{split}": source for split, source in spec.data.example_sources().items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
@@ -138,4 +132,4 @@ def _evaluation(spec: OfflineSpec) -> Iterator[Finding]:
     yield from best_problems(spec)
 
 
-_CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, _output, _evaluation)
+_CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, output_problems, _evaluation)

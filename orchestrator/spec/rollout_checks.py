@@ -22,7 +22,7 @@ from troupe.orchestrator.spec.data_checks import (
     text_problems,
 )
 from troupe.orchestrator.spec.engine_options import refused_options
-from troupe.orchestrator.spec.locations import checkpoint_problems, url_problem
+from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.lora_checks import lora_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -298,11 +298,6 @@ def _sleep(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.rollout.sleep", f"{why}; remove it or set roles.rollout.colocate_with: policy"
 
 
-def _output(spec: RolloutSpec) -> Iterator[Finding]:
-    yield from output_problems(spec.output.folder)
-    yield from checkpoint_problems(spec.checkpoint.path)
-
-
 def _alarm(spec: RolloutSpec) -> Iterator[Finding]:
     alarm = spec.failures.alarm
     if alarm is None:
@@ -333,7 +328,7 @@ _CHECKS = (
     data_problems,
     text_problems,
     held_out_problems,
-    _output,
+    output_problems,
     _alarm,
     _optimizers,
     environment_problems,
