@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.clock import on_virtual_time
 from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool, fake_spec
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.data.prompts import PromptPick
