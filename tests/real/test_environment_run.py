@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults.stalls import deadly_environment
 from tests.real.commands import Run, kill, ledger_balances, running, trajectories
 
 TINY = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
@@ -55,9 +55,7 @@ def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_lef
     """
     reference = ("roles.reference={cpus: 0.25, threads: 1, micro_batch_tokens: 2048}", "algorithm.kl.coef=0.01")
     restarts = ("failures.reference_restarts=1", "failures.environment_restarts=1")
-    begin, died = tmp_path / "begin", tmp_path / "died"
-    deaths = deadly_environment(("troupe.workers.environments.processes:SeatProcess.step", 3, died), begin=begin)
-    with running(Run(tmp_path, TINY, *ENDLESS, *reference, *restarts, name="killed", env=deaths)) as run:
+    with running(Run(tmp_path, TINY, *ENDLESS, *reference, *restarts, name="killed")) as run:
         run.wait_for_step(1)
         for role in ("RewardWorker", "ReferenceWorker"):
             kill(run, role)
@@ -65,9 +63,9 @@ def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_lef
             run.wait_for_step(run.metrics[-1]["step"] + 2)
         assert {line["ledger/retries"] for line in run.metrics} == {0}
         assert restarted(run) == 0
-        begin.touch()  # the environment worker dies within the third turn that it answers from now on
+        time.sleep(0.3)  # the next step's episodes have begun, and take a second
+        kill(run, "EnvironmentWorker")
         step = run.wait_until(lambda: restarted(run), "episodes that start again")
-        assert died.exists()
         run.wait_for_step(step + 1)
         kill(run, "EngineCore")
         run.wait_until(lambda: run.metrics[-1]["ledger/retries"] > 0, "a retry on a new engine")
