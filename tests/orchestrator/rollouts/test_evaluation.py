@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.clock import on_virtual_time
 from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool, fake_spec
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.data.prompts import PromptPick
@@ -79,7 +78,7 @@ def test_each_set_is_evaluated_on_its_own_prompts() -> None:
         assert sorted(asked) == sorted(expected)
         return {name: result.prompts for name, result in results.items()}
 
-    assert on_virtual_time(run()) == {"one": 1, "two": 2, "three": 3}
+    assert asyncio.run(run()) == {"one": 1, "two": 2, "three": 3}
 
 
 def test_failed_and_refused_samples_are_counted_and_never_scored() -> None:
