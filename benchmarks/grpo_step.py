@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = command_parser("grpo_step", __doc__)
     defaults = {"groups": 8, "samples": 8, "max_tokens": 32, "concurrency": 64, "threads": 2}
-    add_settings(parser, **defaults, micro_batch_tokens=4096, turns=5, seed=17)
+    add_settings(parser, **defaults, micro_batch_tokens=1024, turns=5, seed=17)
     add = parser.add_argument
     add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
     add("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE)

@@ -35,7 +35,19 @@ from benchmarks.support.regression import (
 TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "weight_sync": (*TINY, "--samples", "2", "--max-tokens", "4", "--turns", "7"),
-    "grpo_step": (*TINY, "--groups", "4", "--samples", "4", "--max-tokens", "16", "--turns", "5"),
+    "grpo_step": (
+        *TINY,
+        "--groups",
+        "4",
+        "--samples",
+        "4",
+        "--max-tokens",
+        "16",
+        "--turns",
+        "5",
+        "--micro-batch-tokens",
+        "4096",
+    ),
     "controller_cost": ("--groups", "64", "--steps", "6", "--turns", "5"),
     "pipeline_bubble": ("--groups", "16", "--staleness", "1", "--mean-ms", "50", "--train-ms", "75"),
     "data_plane": ("--samples", "256", "--repeat", "2", "--turns", "7"),

@@ -48,6 +48,8 @@ SECONDS = "seconds"
 """Name of the time to the first token among the figures."""
 _TIMEOUT_S = 300.0
 _HEAD_S = 60.0
+_AUTH = {"RAY_AUTH_MODE": "token"}
+"""Environment of a Ray head and of the runs that join it."""
 _SAMPLE_S = 0.25
 _LONGEST_PROMPT = 1024
 _PROCESSES = {
@@ -139,6 +141,7 @@ def running_head() -> Iterator[Head]:
                 [str(Path(sys.executable).with_name("ray")), *arguments, f"--temp-dir={folder}"],
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env=os.environ | _AUTH,
             )
             try:
                 until = time.monotonic() + _HEAD_S
@@ -170,7 +173,8 @@ def start_run(spec: Path, changes: Sequence[str], head: Head | None = None) -> T
         with (Path(folder) / "output").open("w+") as output:
             # A head and what it runs already belong to no turn.
             meter, before, began = Meter([os.getpid()]), set(psutil.pids()), time.time()
-            process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            env = os.environ | ({} if head is None else _AUTH)
+            process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
             seen: list[tuple[float, dict[int, tuple[str, float]]]] = []
             try:
                 while process.poll() is None and time.time() - began < _TIMEOUT_S:

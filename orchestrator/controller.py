@@ -80,6 +80,8 @@ class RunComponents:
     """Counts of the data's rows, a metric of every step."""
     recorder: RunRecorder = field(default_factory=lambda: RunRecorder(CallLog(), EventLog()))
     """Records events and the timeline."""
+    held_out_rows: str = ""
+    """Digest of the rows that evaluations are made on; empty: there are none."""
     beside: EvaluationBesideTraining | None = None
     """Evaluates while training continues (`evaluation.beside`); None: training waits."""
 
@@ -181,7 +183,8 @@ class Controller:
         self._not_saved: int | None = None
         """The last step whose checkpoint could not be written."""
         best = spec.checkpoint.best
-        self._keep_best(BestState() if best is None else self.state.best.of(best, spec.evaluation_digest()))
+        digests = spec.evaluation_digest(), components.held_out_rows
+        self._keep_best(BestState() if best is None else self.state.best.of(best, *digests))
         self._best_before = self.state.best.steps
         """The best steps before the last evaluation: their checkpoints are there."""
 

@@ -89,6 +89,7 @@ class OfflineRun:
             sync=None,
             step_recorder=StepRecorder(spec, self._out, updates.trainers),
             evaluator=evaluator,
+            held_out_rows="" if held_out is None else held_out.digest,
             ledger=ledger,
             peaks=cluster.peaks,
             recorder=recorder,

@@ -144,6 +144,7 @@ class RolloutRun:
             sync=sync,
             step_recorder=StepRecorder(spec, self._out, updates.trainers),
             evaluator=evaluator,
+            held_out_rows=self._data.held_out_digest,
             beside=EvaluationBeside(evaluator, self._pool) if evaluator is not None and beside else None,
             ledger=ledger,
             scaler=self._scaler,

@@ -27,8 +27,8 @@ NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 REAL_TIMEOUT_S = 1200
 CHEAP = -math.inf
 """Rank of files without real tests."""
-UNKNOWN_S = 1000.0
-"""Of a real file without recorded seconds: a long one that started last would keep one process busy alone."""
+UNKNOWN_S = 100.0
+"""Of a real file without recorded seconds. A new long one that started last would keep one process busy alone."""
 DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds of a file in `make test` and in `make test-long`, from half a second on, written by `--record-durations`."""
 seconds: defaultdict[tuple[str, str], float] = defaultdict(float)

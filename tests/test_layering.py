@@ -84,6 +84,7 @@ OWNERS = {
         "workers.weights.vllm_transfer",
         "workers.weights.vllm_adapter",
         "workers.weights.cpu_adapters",
+        "workers.weights.cpu_head",
         "workers.weights.reload",
     ),
 }

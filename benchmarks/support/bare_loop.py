@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 _EXTENSION = "benchmarks.support.bare_loop_extension.ReloadExtension"
+_KERNEL_EXTENSION = "benchmarks.support.kernel_extension.KernelExtension"
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class BareLoop:
     """GRPO in one process: each step generates, scores, trains and loads the new weights into vLLM."""
 
     def __init__(self, rollout: RolloutConfig, policy: PolicyConfig, task: TaskName, kernels: bool = False) -> None:
-        """`kernels`: train with the `KernelTrainer`."""
+        """`kernels`: use the product's kernels to sample and, with the `KernelTrainer`, to train."""
         arguments = engine_arguments(rollout)
         from transformers import AutoTokenizer
         from vllm import LLM
@@ -248,7 +249,7 @@ class BareLoop:
         self._sampler = RolloutWorker(rollout, "bare")
         self._reward = TASKS[task].reward
         with engine_processes(rollout.device):
-            self._llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
+            self._llm = LLM(**arguments, worker_extension_cls=_KERNEL_EXTENSION if kernels else _EXTENSION)
         self._tokenizer = AutoTokenizer.from_pretrained(rollout.model.path)
         self._trainer = KernelTrainer(policy) if kernels else BareTrainer(policy)
         self._handed_over = Path("/dev/shm") / f"troupe-bare-loop-{os.getpid()}.safetensors"

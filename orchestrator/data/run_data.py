@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,12 @@ class RunData:
     texts: TextPool | None
     refused: Mapping[str, int] = field(default_factory=dict)
     """Prompts that do not fit the model, of those that were rendered before the start, by the name of their section."""
+
+    @property
+    def held_out_digest(self) -> str:
+        """Digest of the rows of all held-out sets; empty without one."""
+        content = [[name, pool.digest] for name, pool in sorted(self.held_out.items())]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest() if content else ""
 
     @property
     def pools(self) -> Pools:

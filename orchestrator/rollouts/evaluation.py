@@ -146,9 +146,10 @@ class Evaluator:
                 progress(done, total)
             return result
 
-        sampled = await gather_all(
-            gather_all(prompt(one, number, pick) for number, pick in enumerate(one.picks)) for one in self._sets
-        )
+        async def all_of(held_out: HeldOutSet) -> list[_Sampled | None]:
+            return await gather_all(prompt(held_out, number, pick) for number, pick in enumerate(held_out.picks))
+
+        sampled = await gather_all(all_of(held_out) for held_out in self._sets)
         await self._save(step, [result for results in sampled for result in results if result is not None])
         return {
             held_out.settings.label: await asyncio.to_thread(_summarized, held_out, results)

@@ -289,7 +289,8 @@ class BaseSchedule(Frozen):
     start_timeout_s: float = Field(default=600.0, gt=0.0)
     """Timeout for the start of a worker: its resources, its process, its model."""
     score_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Timeout for a call to a worker that scores: reference, reward or critic."""
+    """Timeout for a call to a worker that scores: reference, reward or critic. A reward worker has as long as all
+    samples of a group may take, if each takes the timeout of its function and that is longer."""
     train_timeout_s: float = Field(default=1800.0, gt=0.0)
     """Timeout for a call to the trainers (prepare, update, evaluate, save, load)."""
     step_timeout_s: float = Field(default=7200.0, gt=0.0)

@@ -143,6 +143,7 @@ class RunEvaluations:
 
     async def leave(self, step: int) -> None:
         """Before the last checkpoint: that of the evaluated step says that its evaluation is due."""
+        await self.collect()
         if self.pending == step:
             await self.cancel()
         await self.settle()

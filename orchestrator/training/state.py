@@ -35,13 +35,16 @@ class BestState(Frozen):
     """Evaluations since then."""
     held_out: str = ""
     """Digest of how the evaluations were made; empty: unknown."""
+    rows: str = ""
+    """Digest of the held-out rows; empty: unknown."""
 
-    def of(self, config: BestConfig, held_out: str = "") -> BestState:
-        """This state where it belongs to this metric and to evaluations of this digest, else an empty one."""
+    def of(self, config: BestConfig, held_out: str = "", rows: str = "") -> BestState:
+        """This state where it belongs to this metric and to evaluations of these digests, else an empty one."""
         same = (self.metric, self.mode) == (config.metric, config.mode)
-        comparable = not (held_out and self.held_out) or held_out == self.held_out
+        digests = (held_out, self.held_out), (rows, self.rows)
+        comparable = all(not (now and before) or now == before for now, before in digests)
         kept = self if same and comparable else BestState(metric=config.metric, mode=config.mode)
-        return kept.model_copy(update={"held_out": held_out or kept.held_out})
+        return kept.model_copy(update={"held_out": held_out or kept.held_out, "rows": rows or kept.rows})
 
     def seen(self, step: int, value: float, keep: int) -> BestState:
         """The state after an evaluation. Of equal values the earlier one is the better.

@@ -92,6 +92,7 @@ class UnreapedRun(Run):
     """`troupe run` in a PID namespace of its own, whose PID 1 reaps nothing but the command."""
 
     def __init__(self, folder: Path, spec: Path, *overrides: str, name: str, **options: Any) -> None:
+        self._weights = f"troupe-{name}-*"
         code = folder / f"{name}-{time.monotonic_ns()}.code"
         within = (*_NAMESPACE, sys.executable, "-c", _NO_REAPER, str(code))
         super().__init__(folder, spec, *overrides, name=name, within=within, **options)
@@ -113,9 +114,12 @@ class UnreapedRun(Run):
         return len(self._inside.init.children(recursive=True)) - len(descendants(self._inside.init.pid))
 
     def kill(self) -> None:
-        """End PID 1, and with it all processes inside."""
+        """End PID 1, and with it all processes inside; of a run that has not ended none is left that would clean up."""
+        ended = self.process.poll() is not None
         self._inside.init.kill()
         self._outside.wait(10)
+        for file in () if ended else Path("/dev/shm").glob(self._weights):
+            file.unlink(missing_ok=True)
 
 
 def _only_child(pid: int) -> psutil.Process:

@@ -208,6 +208,9 @@ def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -
     state = BestState().of(config, "a").seen(1, 0.8, keep=1)
     assert state.of(config, "a") == state and state.of(config) == state
     assert state.of(config, "b") == BestState(metric="eval/reward", held_out="b")
+    known = state.of(config, "a", "rows")  # a checkpoint of an earlier version does not say on which rows
+    assert known == state.model_copy(update={"rows": "rows"}) and known.of(config, "a", "rows") == known
+    assert known.of(config, "a", "others").steps == ()
     run, other = run_of(tmp_path, 0.1, 0.2), run_of(tmp_path, 0.1, 0.2, every_steps=1)
     assert run.spec.evaluation_digest() == other.spec.evaluation_digest()
     changed = run.spec.model_copy(update={"evaluation": run.spec.evaluation.model_copy(update={"prompts": 3})})  # type: ignore[union-attr]

@@ -72,7 +72,7 @@ def marked(value: str) -> list[int]:
 )
 @pytest.mark.usefixtures("tiny_model")
 def test_a_signal_in_the_first_seconds(tmp_path: Path, number: signal.Signals, seconds: float) -> None:
-    """Python starts, modules are imported, the spec is checked, Ray starts, and the server of workers imports."""
+    """Python has started; modules are imported, the spec is checked, Ray starts, and the server of workers imports."""
     command = started("run", str(GRPO), "--out", str(tmp_path / "run"))
     wait_until_handled(command.pid)
     time.sleep(seconds)

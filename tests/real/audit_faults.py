@@ -133,8 +133,13 @@ class FaultyPolicy(PolicyWorker):
         if self.head is not None:
             dtype = self.head
 
-            def short(head: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-                return functional.linear(args[0].to(dtype), head.weight.to(dtype)).float()
+            def short(head: Any, args: Any, output: Any) -> Any:
+                logits = functional.linear(args[0].to(dtype), head.weight.to(dtype)).float()
+                if len(args) == 1:
+                    return logits
+                _, targets, factor, _ = args  # a float32 head of a bfloat16 model computes log-probs itself
+                logprobs = (factor * logits).log_softmax(-1)
+                return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
             found = module.model.get_output_embeddings()
             assert found is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,10 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from troupe.workers.models.cpu import onednn_is_faster, product
-
-_BLOCK_NUMBERS = 2**22
-"""Numbers of the weight that are held in float32 at a time: 16 MiB. Smaller and larger blocks are not faster."""
+_BLOCK_NUMBERS = 2**20
+"""Numbers of the weight that `float32_logits` holds in float32 at a time: 4 MiB, which a cache holds."""
 _TILE_NUMBERS = 2**21
 """Logits that `token_logprobs` holds at a time: 8 MiB, which a cache holds from one operation to the next."""
 _LOWEST = -1e30
@@ -61,13 +57,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         rows = input.flatten(0, -2)
-        if input.is_cuda:
-            found = torch.mm(rows, weight.t(), out_dtype=torch.float32)
-        else:
-            found = torch.empty(len(rows), len(weight))
-            size = max(1, _BLOCK_NUMBERS // weight.shape[1])
-            for columns, block in zip(found.split(size, -1), weight.split(size), strict=True):
-                columns.copy_(_multiply()(rows.float(), block.float(), None))
+        found = torch.mm(rows, weight.t(), out_dtype=torch.float32) if input.is_cuda else float32_logits(rows, weight)
         return found.view(*input.shape[:-1], len(weight))
 
     @staticmethod
@@ -82,6 +72,19 @@ class _Product(torch.autograd.Function):
             grad @ weight if of_input else None,
             grad.flatten(0, -2).t() @ input.flatten(0, -2) if of_weight else None,
         )
+
+
+def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32 [T, V] = input [T, in] @ weight [V, in]^T of bfloat16 factors, on the CPU.
+
+    The weight exists in float32 in blocks only, each of which is multiplied while the cache holds it.
+    """
+    rows, found = input.float(), torch.empty(len(input), len(weight))
+    size = max(1, _BLOCK_NUMBERS // max(rows.shape))
+    block = rows.new_empty(min(size, len(weight)), rows.shape[1])
+    for columns, part in zip(found.split(size, -1), weight.split(size), strict=True):
+        _multiply_exactly(rows, part, block, columns)
+    return found
 
 
 def token_logprobs(
@@ -165,8 +168,7 @@ def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> It
     for start in range(0, len(weight), size):
         part = weight[start : start + size]
         tile = found[: len(rows) * len(part)].view(len(rows), len(part))
-        with _exact_in_bfloat16():
-            torch.mm(rows, block[: len(part)].copy_(part).t(), out=tile)
+        _multiply_exactly(rows, part, block, tile)
         yield start, tile if factor == 1.0 else tile.mul_(factor)
 
 
@@ -177,22 +179,16 @@ def _inside(targets: torch.Tensor, start: int, tile: torch.Tensor) -> tuple[torc
     return rows, columns[rows]
 
 
-@contextmanager
-def _exact_in_bfloat16() -> Iterator[None]:
-    """Lets oneDNN round the factors of float32 products to bfloat16 inside the block, where they are such numbers.
+def _multiply_exactly(rows: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> None:
+    """out = rows @ weight^T, in float32. `block`: float32, at least as large as the weight; it is overwritten.
 
-    Products are summed and kept in float32 as before. torch uses oneDNN then, which is faster than its default library
-    on processors that are not Intel's, and on those with AMX the product takes the time of one in bfloat16.
+    The factors are numbers of bfloat16, so that oneDNN may round them to it: the products are the same, and summed and
+    kept in float32. torch then uses oneDNN, which is faster than its default library on processors that are not
+    Intel's, and on those with AMX takes the time of a product in bfloat16.
     """
     matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
-        yield
+        torch.mm(rows, block[: len(weight)].copy_(weight).t(), out=out)
     finally:
         matmul.fp32_precision = before
-
-
-@cache
-def _multiply() -> Callable[..., torch.Tensor]:
-    """The faster of torch's two ways to multiply float32 matrices on this CPU."""
-    return product if onednn_is_faster() else F.linear

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.engine.process import FRONT_END, IMPORTED_AHEAD, fork_server
@@ -27,7 +28,7 @@ from troupe.workers.engine.settings import set_environment, set_import_environme
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
 
 _MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed")
-"""Ray is among what vLLM imports. pyarrow is missing, as it starts threads."""
+"""pyarrow is missing, as it starts threads."""
 _LOOK_S = 0.5
 _CHUNK = 2**16
 _STANDARD = (0, 1, 2)
@@ -56,10 +57,9 @@ def serve(listener: str, owner: str, engine: str) -> None:
     set_import_environment(EngineProcess.model_validate_json(engine))
     # Collections while thousands of modules are created take a third of the time and find next to nothing.
     gc.disable()
-    with _ending_with(int(owner)):
+    with _ending_with(int(owner)), _without_ray():
         for module in _MODULES:
             import_module(module)
-    import_module("ray._raylet").getproctitle()  # it finds its place in memory only before the environment changes
     gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
     gc.enable()
     if threads := len(os.listdir("/proc/self/task")) - 1:
@@ -117,8 +117,8 @@ def _become(request: _Request) -> None:
     os.chdir(request.folder)
     for name in os.environ.keys() - request.environment.keys():
         del os.environ[name]
-    os.environ |= request.environment
-    import_module("ray._raylet").Config.initialize("")  # Ray has read the environment of the server
+    # Only what differs: resetting a variable hides the memory that holds the process title.
+    os.environ |= dict(request.environment.items() - os.environ.items())
     if engine := os.environ.pop(ENGINE_VARIABLE):
         set_environment(EngineProcess.model_validate_json(engine))
         fork_server()
@@ -127,6 +127,20 @@ def _become(request: _Request) -> None:
         torch.set_num_threads(threads)
     sys.argv = [*request.argv]
     runpy.run_path(request.argv[0], run_name="__main__")
+
+
+@contextmanager
+def _without_ray() -> Iterator[None]:
+    """In the block Ray is not installed, which vLLM does not need on the CPU.
+
+    Ray reads the environment of its worker when it is imported, so each worker has to do it.
+    """
+    modules: dict[str, Any] = sys.modules
+    modules["ray"] = None  # this is how an import is blocked
+    try:
+        yield
+    finally:
+        del modules["ray"]
 
 
 @contextmanager

@@ -17,7 +17,9 @@ _DASH = re.compile(r"(?<![\w)\]])[\u2010\u2011\u2012\u2013\ufe63](?=\.?[0-9])")
 """Other dashes directly before a number, where it is not the second one of a range."""
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_PLAIN = str.maketrans({**_FULL_WIDTH, "\u2212": "-", "\u3002": ". ", "\u3001": ", ", "\u3000": " "})
+_UNSEEN = dict.fromkeys([*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF], "")
+"""Characters without a width, and those that change the direction of text."""
+_PLAIN = str.maketrans({**_FULL_WIDTH, **_UNSEEN, "\u2212": "-", "\u3002": ". ", "\u3001": ", ", "\u3000": " "})
 
 
 def visible(response: str, *, opens_thought: bool = False) -> str:

@@ -32,7 +32,8 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     Final is what the last <answer> tags hold, else the last \boxed{}, else the last expression that is named the
     answer, else the last one found. Thoughts do not count; a thought that does not end, or with `opens_thought` (the
     chat template opens it) a response without the end of one, gives 0. Answer and response may have plain numbers,
-    fractions, percentages or LaTeX: 1/2, 0.5 and \frac{1}{2} are equal, and so are 3 1/2 and 3.5, 1.2e3 and 1200.
+    fractions, percentages or LaTeX: 1/2, 0.5 and \frac{1}{2} are equal, and so are 3 1/2 and 3.5, 1.2e3,
+    1.2 × 10^3 and 1200.
 
     Raises:
         ValueError: no answer is a mathematical expression.
@@ -70,6 +71,18 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     # 3½ and 2³
     (re.compile("[¼-¾⅐-⅞]"), lambda found: f" {_ascii(found[0])}"),
     (re.compile(r"(?<=[\w)])[⁻⁰¹²³⁴-⁹]+"), lambda found: f"^{{{_ascii(found[0])}}}"),
+    # 3 × 10^8 and 3·10^{-8}
+    (
+        re.compile(
+            r"(?<![\w.,^/*×·}])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s?(?:[×·x*]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?"
+            r"(?:\{([-+]?[0-9]{1,2})\}|([-+]?[0-9]{1,2}))(?![\w.]*[0-9])"
+        ),
+        lambda found: format(Decimal(f"{found[1]}e{found[2] or found[3]}"), "f"),
+    ),
+    # US$7, ~7 and \textbf{7}
+    (re.compile(r"\b(?:US|AU|NZ|CA|HK|SG)\\?\$\s?(?=[0-9])"), ""),
+    (re.compile(r"(?:^|(?<=\s))~(?=\.?[0-9])"), ""),
+    (re.compile(r"\\(?:math(?:bf|rm|it|sf)|text(?:bf|it)|bm)\{\s*(-?[0-9][0-9.,/]*)\s*\}"), r"\1"),
     # +7 and minus 7, where nothing stands before them that they are added to or taken from
     (
         re.compile(

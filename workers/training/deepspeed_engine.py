@@ -138,8 +138,10 @@ class TrainEngine:
             # DeepSpeed has stepped it once with gradients of 0. Counted, that step would make the moments of the next
             # steps too small, because AdamW corrects them by the number of steps.
             self._engine.optimizer.optimizer.state.clear()
-        summed = self._stage == 0 or (self._stage == 1 and dtype == torch.bfloat16)
-        if summed and dist.get_world_size() == 1:
+        # BF16_Optimizer and training without ZeRO find the sums where the backward pass left them. DeepSpeed's other
+        # optimizers get them from the reduction, that of ZeRO-1 with offload_optimizer, too.
+        in_place = self._stage == 0 or hasattr(self._engine.optimizer, "fp32_groups_gradients_flat")
+        if in_place and dist.get_world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it would copy all gradients twice
         self.module: nn.Module = self._engine.module
         # Each rank averages what it holds: its partitions under ZeRO-3, otherwise the whole parameters.

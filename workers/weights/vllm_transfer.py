@@ -1,8 +1,8 @@
 """Weights into vLLM: engines for its weight-transfer interface that load a file or receive from device to device.
 
 vLLM imports this module in each of its worker processes before it loads the model, because `EngineExtension` is the
-`worker_extension_cls`. The import registers the engines, makes a child of a rollout worker exit with that worker, and
-lets it write its stacks on SIGUSR1.
+`worker_extension_cls`. The import registers the engines, makes a child of a rollout worker exit with that worker, lets
+it write its stacks on SIGUSR1, and speeds up the output head on the CPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from troupe.workers.engine.settings import receiver_name
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.buckets import Bucket, buckets_of, checksums, unpack, weights_digest
+from troupe.workers.weights.cpu_head import logits_in_blocks
 from troupe.workers.weights.file import DTYPES, WeightDigestMismatch, open_weights
 from troupe.workers.weights.gpu_handles import gpu_id, open_handle
 from troupe.workers.weights.reload import ModelReload
@@ -339,4 +340,5 @@ for _row in BACKENDS.values():
     WeightTransferEngineFactory.register_engine(receiver_name(_row.name), *_row.receiver.split(":"))
 die_with_owner()
 write_stacks_on_signal()
+logits_in_blocks()
 _announce_activities()

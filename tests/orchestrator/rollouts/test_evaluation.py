@@ -7,10 +7,12 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from tests.clock import on_virtual_time
 from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool, fake_spec
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.data.prompts import PromptPick
@@ -18,6 +20,7 @@ from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.rollouts import evaluation
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, engine_sampler, levels_of
 from troupe.orchestrator.rollouts.scoring import RewardPool
+from troupe.workers.contract.messages import GroupRequest
 
 
 def evaluate(
@@ -47,6 +50,36 @@ def test_accuracy_and_pass_at_k() -> None:
     assert metrics["eval/pass@2"] == pytest.approx(5 / 6)
     assert metrics["eval/pass@4"] == 1.0
     assert metrics["eval/response_tokens"] == 6.5
+
+
+def test_each_set_is_evaluated_on_its_own_prompts() -> None:
+    """With its sampling; sets of one, two and three prompts in tables of these sizes."""
+
+    async def run() -> dict[str, int]:
+        names = ("one", "two", "three")
+        sets = {
+            n: {"kind": "jsonl", "path": n, "sampling": {"temperature": 1.0, "samples": i}}
+            for i, n in enumerate(names, 2)
+        }
+        spec = fake_spec(evaluation={}, data={"train": {"kind": "jsonl", "path": "train"}, "eval": sets})
+        held_out = [
+            HeldOutSet(settings, [PromptPick(f"{settings.name}-r{row}", row) for row in range(size)], settings.name)
+            for size, settings in enumerate(spec.held_out_sets(), 1)
+        ]
+        rewards = RewardPool([FaultyWorker("reward-0", FakeReward())], 1.0)
+        asked: list[tuple[str, Any, int]] = []
+        inner = engine_sampler(fake_pool([FaultyEngine("rollout-0", random.Random(0))]))
+
+        async def sample(request: GroupRequest, prompts: Any) -> Any:
+            asked.append((request.prompt_uid, prompts, request.samples))
+            return await inner(request, prompts)
+
+        results = await Evaluator(7, held_out, sample, rewards).results(0)
+        expected = [(f"{n}-r{row}", n, size + 1) for size, n in enumerate(names, 1) for row in range(size)]
+        assert sorted(asked) == sorted(expected)
+        return {name: result.prompts for name, result in results.items()}
+
+    assert on_virtual_time(run()) == {"one": 1, "two": 2, "three": 3}
 
 
 def test_failed_and_refused_samples_are_counted_and_never_scored() -> None:

@@ -65,6 +65,11 @@ class PoolRun(RolloutRun):
         self.during: Callable[[Controller], Awaitable[None]] | None = None
         """Runs beside the run."""
 
+    def slow(self, seconds: float) -> None:
+        """Held-out prompts take so long, for what has to happen meanwhile on a busy machine too."""
+        for engine in self.recording:
+            engine.wait = lambda uid: seconds if uid.startswith("eval") else 0.001
+
     def beside(self) -> EvaluationBeside:
         (settings,) = self.spec.held_out_sets()
         picks = [PromptPick(f"eval-r{row}", row) for row in range(PROMPTS)]
@@ -116,7 +121,8 @@ def test_one_engine_keeps_the_version_while_others_get_newer_ones(tmp_path: Path
     engines = sampled_at(run)
     assert sorted(engines) == [2, 4, 6, 8]
     assert [list(engines[step].values()) for step in (2, 4, 6)] == [[PROMPTS]] * 3
-    assert len(engines[8]) == 3  # training is over
+    # Training is over, and no engine has it alone; one may still take the newest weights.
+    assert len(engines[8]) > 1 and sum(engines[8].values()) == PROMPTS
     assert max(line["staleness/max"] for line in run.lines() if "staleness/max" in line) <= staleness
     # Nothing was lost, and the last version is everywhere.
     assert all(engine.name in {"rollout-0", "rollout-1", "rollout-2"} for engine in run.pool.engines)
@@ -125,6 +131,7 @@ def test_one_engine_keeps_the_version_while_others_get_newer_ones(tmp_path: Path
 
 def test_the_evaluating_engine_gets_no_groups_and_then_catches_up(tmp_path: Path) -> None:
     run, seen = PoolRun(tmp_path, engines=2), list[tuple[int, int, list[str]]]()
+    run.slow(0.3)
 
     async def watch(controller: Controller) -> None:
         while controller.version < 8:
@@ -150,7 +157,8 @@ async def until(condition: Callable[[], object]) -> None:
 def test_a_lost_engine_s_evaluation_begins_again_where_the_version_still_is(tmp_path: Path) -> None:
     """The updates wait until then: no newer version has been sent."""
     run = PoolRun(tmp_path, schedule={"steps": 3})
-    run.policies[0].update_s = 0.2
+    run.policies[0].update_s = 0.4
+    run.slow(0.3)
 
     async def kill(controller: Controller) -> None:
         await until(lambda: run.held() and controller.version == 2)
@@ -168,6 +176,7 @@ def test_an_evaluation_whose_version_is_nowhere_is_made_up_for(
 ) -> None:
     """The engine dies after newer versions were sent: no result of it is used, and the next step is evaluated."""
     run = PoolRun(tmp_path, evaluation={"every_steps": 3, "beside": True, "at_start": False, "at_end": False})
+    run.slow(0.5)
 
     async def kill(controller: Controller) -> None:
         await until(lambda: run.held() and run.pool.version > 3)
@@ -182,7 +191,8 @@ def test_an_evaluation_whose_version_is_nowhere_is_made_up_for(
 
 def test_an_engine_that_leaves_hands_its_evaluation_over(tmp_path: Path) -> None:
     run = PoolRun(tmp_path, schedule={"steps": 3})
-    run.policies[0].update_s = 0.2
+    run.policies[0].update_s = 0.4
+    run.slow(0.3)
 
     async def retire(controller: Controller) -> None:
         await until(lambda: run.held() and controller.version == 2)
@@ -196,6 +206,7 @@ def test_an_engine_that_leaves_hands_its_evaluation_over(tmp_path: Path) -> None
 def test_the_last_engine_takes_new_weights_and_the_evaluation_is_not_used(tmp_path: Path) -> None:
     """All others die, and cannot be replaced: training goes before the evaluation, which would be of two versions."""
     run = PoolRun(tmp_path, engines=2, failures={"engine_restarts": 0, "health_interval_s": 9.0})
+    run.slow(0.3)
 
     async def kill(controller: Controller) -> None:
         await until(lambda: run.held() and controller.version == 2)
@@ -254,6 +265,7 @@ def test_a_token_of_another_version_is_found(tmp_path: Path) -> None:
 
     async def run() -> None:
         built = PoolRun(tmp_path)
+        built.slow(0.5)
         built.build()
         pool: EnginePool = built.pool
         evaluation = await built.beside().begin(0)
@@ -261,7 +273,7 @@ def test_a_token_of_another_version_is_found(tmp_path: Path) -> None:
         (engine,) = [engine for engine in pool.engines if engine.held]
         pool.version = 1
         task = asyncio.create_task(evaluation)
-        await asyncio.sleep(EVAL_S / 2)
+        await asyncio.sleep(0.1)
         next(one for one in built.recording if one.name == engine.name).version = 1
         with pytest.raises(EvaluationLost, match="has received other weights"):
             await task

@@ -83,7 +83,7 @@ def test_a_group_that_waits_for_others_of_its_worker_is_no_loss() -> None:
         scored = await asyncio.gather(*(pool.score(TABLE) for _ in range(8)))
         assert len(scored) == 8 and not worker.dead
 
-    asyncio.run(run())
+    on_virtual_time(run())
 
 
 def test_groups_of_a_lost_worker_do_not_wait_for_its_replacement() -> None:
