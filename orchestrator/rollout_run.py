@@ -296,6 +296,5 @@ class RolloutRun:
         """Loads the checkpoint of policy and critic."""
         groups = [group for group in (self._workers.policy, self._workers.critic) if group is not None]
         async with nullcontext() if self._handover is None else self._handover.training():
-            lines = await load_checkpoint(found, groups, self._spec.schedule.train_timeout_s)
-        for line in lines:
-            self._context.console.message(line)
+            for line in await load_checkpoint(found, groups, self._spec.schedule.train_timeout_s):
+                self._context.console.message(line)
