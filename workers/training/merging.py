@@ -29,7 +29,7 @@ def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     adapter, target = read_adapter(request["adapter"]), Path(request["target"])
-    base = request.get("base", str(adapter.config["base_model_name_or_path"]))
+    base = request.get("base") or str(adapter.config["base_model_name_or_path"])
     adapter.require_base(base)
     dtype = next(iter(adapter.tensors.values())).dtype  # of the run: what the adapter was added to
     arguments: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
