@@ -37,6 +37,11 @@ def temporary_folder() -> str:
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
+def cluster_to_join(address: str | None) -> str | None:
+    """The address of the cluster that a run joins, as it is given or by Ray's variable; None: it starts one."""
+    return address or os.environ.get(ADDRESS_VARIABLE) or None
+
+
 def address_problem(address: str) -> str:
     """Why this is no address of a Ray head; empty where it may be one."""
     _, colon, port = address.rpartition(":")

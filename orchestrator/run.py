@@ -258,7 +258,7 @@ async def open_run(
     """
     console.phase("start Ray", 0, 1)
     engines = not request.classes and (roles is None or "rollout" in roles)
-    server = server_of(request.spec) if engines else None
+    server = server_of(request.spec, request.address) if engines else None
     cluster = Cluster.connect(room(request.spec), request.address, server)
     if resume_at is not None:
         cluster.events.open(request.out, resume_at)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from troupe.orchestrator.ray_environment import LOCAL_SETTINGS, SETTINGS, TABLE_SETTINGS
+from troupe.orchestrator.ray_environment import LOCAL_SETTINGS, SETTINGS, TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.roles.table import settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.config import EngineProcess
@@ -65,9 +65,9 @@ class WorkerServer:
 
 
 @contextmanager
-def started_ahead(spec: RunSpec) -> Iterator[None]:
+def started_ahead(spec: RunSpec, address: str | None) -> Iterator[None]:
     """Start the server of a run that the block will start, as its imports take longer than all before the workers."""
-    engine = _engine(spec)
+    engine = _engine(spec, address)
     if engine is not None:
         _ahead[engine] = WorkerServer(engine)
     try:
@@ -77,11 +77,13 @@ def started_ahead(spec: RunSpec) -> Iterator[None]:
             unused.close()
 
 
-def server_of(spec: RunSpec) -> WorkerServer | None:
-    """The server of a run, which closes it; None where no engine runs on the CPU."""
-    engine = _engine(spec)
+def server_of(spec: RunSpec, address: str | None = None) -> WorkerServer | None:
+    """The server of a run, which closes it; None where no engine runs on the CPU, or a cluster is joined."""
+    engine = _engine(spec, address)
     return None if engine is None else _ahead.pop(engine, None) or WorkerServer(engine)
 
 
-def _engine(spec: RunSpec) -> EngineProcess | None:
-    return settings_of(spec, "rollout").engine if "rollout" in spec.roles.present() else None
+def _engine(spec: RunSpec, address: str | None) -> EngineProcess | None:
+    if cluster_to_join(address) is not None or "rollout" not in spec.roles.present():
+        return None
+    return settings_of(spec, "rollout").engine

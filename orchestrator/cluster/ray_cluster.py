@@ -37,7 +37,7 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.processes.inspection import NodeReport
-from troupe.orchestrator.ray_environment import TABLE_SETTINGS
+from troupe.orchestrator.ray_environment import TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
@@ -324,24 +324,26 @@ class Cluster:
         Args:
             needed: Resources of the run; only `CPU` is used.
             address: HOST:PORT of a Ray head, or `auto`.
-            server: From which workers on this node are forked, closed with the connection; None: Ray starts them all.
+            server: From which the workers of a cluster that is started here are forked, closed with the connection. In
+                another cluster, Ray starts them all: with the environment of their node, and not below this process,
+                which a job of Ray ends with all that is below it. None: Ray starts them all, too.
 
         Raises:
             ClusterUnreachable: The cluster cannot be joined or started.
         """
-        joined = address or os.environ.get("RAY_ADDRESS")
+        started = False
         try:
             if (connected := ray_nodes.connected()) is not None:
                 session = connected
-            elif joined:
+            elif (joined := cluster_to_join(address)) is not None:
                 session = ray_nodes.join(joined)
             else:
                 session = ray_nodes.start(max(os.cpu_count() or 1, int(-(-needed["CPU"] // 1))))
-        except BaseException:
-            if server is not None:
+                started = True
+        finally:
+            if server is not None and not started:
                 server.close()
-            raise
-        return cls(owned=connected is None and not joined, session=session, server=server)
+        return cls(owned=started, session=session, server=server if started else None)
 
     @classmethod
     def list_nodes(cls, address: str) -> list[Node]:

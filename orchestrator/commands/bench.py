@@ -23,6 +23,7 @@ from troupe.orchestrator.commands.options import (
 from troupe.orchestrator.commands.runs import create_models
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.prepare import checked, single
+from troupe.orchestrator.ray_environment import cluster_to_join
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks import is_url
@@ -85,7 +86,7 @@ def bench(
     from troupe.orchestrator.reporting.console import Console
 
     console = Console(sys.stderr)
-    cores = None if address or os.environ.get("RAY_ADDRESS") else os.cpu_count()
+    cores = None if cluster_to_join(address) is not None else os.cpu_count()
     measured = _Measured(output or points[0].spec.run_folder / PAGE, cores)
     try:
         measure(BenchRequest(points, batches, address, baseline == "vllm"), console, measured.keep_rollouts)

@@ -107,7 +107,7 @@ def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | N
 
     Also where a run is stopped or fails after its first step: these are the runs that need the report most.
     """
-    with started_ahead(runs[0].spec):
+    with started_ahead(runs[0].spec, address):
         _train(spec, runs, resume, address)
 
 

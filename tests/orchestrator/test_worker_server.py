@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.worker_server import WorkerServer
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.worker_server import WorkerServer, _ahead, server_of, started_ahead
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, SERVER_VARIABLE
@@ -82,6 +83,19 @@ def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
     yield server
     server._process.kill()
     server._process.wait()
+
+
+@pytest.mark.parametrize(("address", "variable"), [("host:6379", None), (None, "host:6379")])
+def test_the_workers_of_a_cluster_that_is_joined_are_started_by_ray(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, variable: str | None
+) -> None:
+    """They have the environment of their node, and do not end with what a job's command has started."""
+    spec = load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml")
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert server_of(spec, address) is None
+    with started_ahead(spec, address):
+        assert _ahead == {}
 
 
 @pytest.mark.real
