@@ -64,7 +64,8 @@ def test_every_process_of_an_update_dies_within_one_and_the_next_versions_are_wh
     driver = deadly_environment(("troupe.orchestrator.rollouts.weight_sync:FileSync._change", 6, marks["driver"]))
     port, dashboard = free_port(), free_port()
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    head = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2")
+    client = f"--ray-client-server-port={free_port()}"  # fixed otherwise; heads of other tests start at the same time
+    head = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", client, "--num-cpus=2")
     with node(tmp_path, "near", near | token, *head) as first:
         first.wait_until(lambda: answers(f"http://127.0.0.1:{dashboard}"), "the head", START_S)
         joined = f"--address=127.0.0.1:{port}"

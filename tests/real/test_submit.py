@@ -53,7 +53,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Comman
         arguments = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
         arguments += [f"--dashboard-port={dashboard}", "--num-cpus=4", f"--temp-dir={scratch}", "--disable-usage-stats"]
         # The agent that accepts jobs has a fixed default port, which an agent of another head may still hold.
-        arguments += [f"--dashboard-agent-listen-port={free_port()}"]
+        arguments += [f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}"]
         with running(Command(tmp_path_factory.mktemp("head"), arguments)) as command:
             url = f"http://127.0.0.1:{dashboard}"
             command.wait_until(lambda: answers(url), "an answer of the job server", HEAD_TIMEOUT_S)
