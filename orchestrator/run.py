@@ -31,6 +31,7 @@ from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
+from troupe.orchestrator.roles.table import SAMPLERS
 from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.run_checkpoints import RunCheckpoints, open_checkpoints
@@ -257,7 +258,7 @@ async def open_run(
         checks: Checks the data meanwhile. Where they fail, the start ends; otherwise they may still run in the block.
     """
     console.phase("start Ray", 0, 1)
-    engines = not request.classes and (roles is None or "rollout" in roles)
+    engines = not request.classes and (roles is None or any(name in roles for name in SAMPLERS))
     server = server_of(request.spec, request.address) if engines else None
     cluster = Cluster.connect(room(request.spec), request.address, server)
     if resume_at is not None:

@@ -7,22 +7,18 @@ deletions, asks for no credentials, and fails on demand.
 from __future__ import annotations
 
 import re
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.parser import BytesParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
+from tests.store_server import LocalStore, StoreHandler, StoreServer, serving
+
 ACCOUNT, CONTAINER = "local", "weights"
 _WRITTEN = "Thu, 01 Jan 2026 00:00:00 GMT"
-_FAIL = "/-/fail"
-_START_S = 60.0
 _STATE = {
     "Last-Modified": _WRITTEN,
     "ETag": '"1"',
@@ -44,48 +40,39 @@ _CONTAINER = {
 """And of a container."""
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(StoreServer):
     """The container, and what goes wrong with the next requests."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.blobs: dict[str, bytes] = {}
         self.metadata: dict[str, dict[str, str]] = {}
         self.blocks: dict[tuple[str, str], bytes] = {}
         """Uploaded parts by blob and name."""
-        self.failing: dict[str, int] = {}
-        """How many of the next requests with this method are answered with 503."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(StoreHandler):
     """Answers one request."""
 
-    protocol_version = "HTTP/1.1"
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle_request(self) -> None:
         """Fail, or do what is asked."""
         url, body = urlsplit(self.path), self.rfile.read(int(self.headers.get("Content-Length") or 0))
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
-        if url.path == _FAIL:
-            ((method, times),) = query.items()
-            left = self.server.failing.get(method, 0)
-            self.server.failing[method] = int(times)
-            return self._answer(200, str(left).encode())
-        if self.server.failing.get(self.command, 0) > 0:
-            self.server.failing[self.command] -= 1
-            return self._answer(503)
+        if self.failed(url.path, query):
+            return None
         if query.get("action") == "getAccessControl":
-            return self._answer(409, headers={"x-ms-error-code": "HierarchicalNamespaceNotEnabled"})
+            return self.answer(409, headers={"x-ms-error-code": "HierarchicalNamespaceNotEnabled"})
         container, _, name = url.path.removeprefix(f"/{ACCOUNT}/").partition("/")
         if container != CONTAINER:
-            return self._answer(404, headers={"x-ms-error-code": "ContainerNotFound"})
+            return self.answer(404, headers={"x-ms-error-code": "ContainerNotFound"})
         if query.get("comp") == "batch":
             return self._batch(body)
         if query.get("comp") == "list":
-            return self._answer(200, self._listing(query).encode(), {"Content-Type": "application/xml"})
+            return self.answer(200, self._listing(query).encode(), {"Content-Type": "application/xml"})
         if not name:
-            return self._answer(200, headers=_STATE | _CONTAINER)
+            return self.answer(200, headers=_STATE | _CONTAINER)
         return self._put(unquote(name), query, body) if self.command == "PUT" else self._blob(unquote(name))
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request
@@ -93,33 +80,33 @@ class _Handler(BaseHTTPRequestHandler):
     def _blob(self, name: str) -> None:
         content = self.server.blobs.get(name)
         if content is None:
-            return self._answer(404, headers={"x-ms-error-code": "BlobNotFound"})
+            return self.answer(404, headers={"x-ms-error-code": "BlobNotFound"})
         if self.command == "DELETE":
             del self.server.blobs[name]
-            return self._answer(202, headers={"x-ms-delete-type-permanent": "true"})
+            return self.answer(202, headers={"x-ms-delete-type-permanent": "true"})
         own = {f"x-ms-meta-{key}": value for key, value in self.server.metadata.get(name, {}).items()}
         if self.command == "HEAD":
-            return self._answer(200, content, _STATE | own)
+            return self.answer(200, content, _STATE | own)
         asked = self.headers.get("x-ms-range") or self.headers.get("Range") or ""
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked)
         if found is None:
-            return self._answer(200, content, _STATE | own)
+            return self.answer(200, content, _STATE | own)
         start, end = int(found[1]), min(int(found[2] or len(content)), len(content) - 1)
         if start >= len(content):
-            return self._answer(416, headers={"x-ms-error-code": "InvalidRange"})
+            return self.answer(416, headers={"x-ms-error-code": "InvalidRange"})
         place = {"Content-Range": f"bytes {start}-{end}/{len(content)}"}
-        return self._answer(206, content[start : end + 1], _STATE | own | place)
+        return self.answer(206, content[start : end + 1], _STATE | own | place)
 
     def _put(self, name: str, query: dict[str, str], body: bytes) -> None:
         server, kind = self.server, query.get("comp", "")
         if kind == "lease":
             if name not in server.blobs:
-                return self._answer(404, headers={"x-ms-error-code": "BlobNotFound"})
+                return self.answer(404, headers={"x-ms-error-code": "BlobNotFound"})
             status = {"acquire": 201, "release": 200, "break": 202}[self.headers["x-ms-lease-action"]]
-            return self._answer(status, headers=_STATE | {"x-ms-lease-id": "1", "x-ms-lease-time": "0"})
+            return self.answer(status, headers=_STATE | {"x-ms-lease-id": "1", "x-ms-lease-time": "0"})
         if kind == "block":
             server.blocks[name, query["blockid"]] = body
-            return self._answer(201, headers=_STATE)
+            return self.answer(201, headers=_STATE)
         if kind == "blocklist":
             named = [block.text or "" for block in ElementTree.fromstring(body)]
             server.blobs[name] = b"".join(server.blocks.pop((name, block)) for block in named)
@@ -128,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         if kind != "blocklist" or not server.metadata.get(name):
             given = {key[10:]: value for key, value in self.headers.items() if key.lower().startswith("x-ms-meta-")}
             server.metadata[name] = given
-        return self._answer(201, headers=_STATE)
+        return self.answer(201, headers=_STATE)
 
     def _batch(self, body: bytes) -> None:
         """Deletes the blobs of a batch."""
@@ -137,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         for number, part in enumerate(BytesParser().parsebytes(head + body).get_payload()):
             asked = re.match(r"DELETE (\S+) ", part.get_payload())  # pyright: ignore
             if asked is None:
-                return self._answer(400)
+                return self.answer(400)
             name = unquote(urlsplit(asked[1]).path.removeprefix(f"/{ACCOUNT}/{CONTAINER}/"))
             status = "404 Not Found" if self.server.blobs.pop(name, None) is None else "202 Accepted"
             answers.append(
@@ -146,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "x-ms-delete-type-permanent: true\r\n\r\n"
             )
         content = "".join(answers) + "--answer--\r\n"
-        return self._answer(202, content.encode(), {"Content-Type": "multipart/mixed; boundary=answer"})
+        return self.answer(202, content.encode(), {"Content-Type": "multipart/mixed; boundary=answer"})
 
     def _listing(self, query: dict[str, str]) -> str:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
@@ -179,54 +166,22 @@ class _Handler(BaseHTTPRequestHandler):
         metadata = f"<Metadata>{own}</Metadata>" if own else "<Metadata/>"
         return f"<Blob><Name>{escape(name)}</Name><Properties>{known}</Properties>{metadata}</Blob>"
 
-    def _answer(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        shown = {"x-ms-request-id": "1", "x-ms-version": "2020-01-01"} | (headers or {})
-        for name, value in shown.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing."""
+    def answer(self, status: int, content: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
+        """As in the base class, with what Azure always sends."""
+        super().answer(status, content, {"x-ms-request-id": "1", "x-ms-version": "2020-01-01"} | dict(headers or {}))
 
 
 @dataclass(frozen=True)
-class LocalAzure:
-    """A server in another process: Arrow's client holds the interpreter while it waits for an answer."""
-
-    port: int
+class LocalAzure(LocalStore):
+    """A server in another process."""
 
     def url(self, folder: str) -> str:
         """URL of a folder of the container."""
         return f"abfs://{ACCOUNT}@127.0.0.1:{self.port}/{CONTAINER}/{folder}?enable_tls=false&credential_kind=anonymous"
 
-    def fail(self, method: str, times: int) -> int:
-        """Answer the next requests with this method with 503; returns how many of those before were left."""
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{_FAIL}?{method}={times}", method="POST")
-        with urllib.request.urlopen(asked, timeout=_START_S) as answer:
-            return int(answer.read())
-
-
-def _serve(ports: Connection) -> None:
-    with _Server() as server:
-        ports.send(server.server_port)
-        server.serve_forever()
-
 
 @contextmanager
 def azure_server() -> Iterator[LocalAzure]:
     """A server that ends with the block."""
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there,), daemon=True)
-    process.start()
-    try:
-        if not here.poll(_START_S):
-            raise TimeoutError("the local Azure Blob Storage did not start")
-        yield LocalAzure(here.recv())
-    finally:
-        process.kill()
-        process.join()
+    with serving(_Server) as port:
+        yield LocalAzure(port)

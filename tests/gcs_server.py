@@ -8,58 +8,44 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.parser import BytesParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.store_server import LocalStore, StoreHandler, StoreServer, serving
+
 BUCKET = "weights"
 _WRITTEN = "2026-01-01T00:00:00.000Z"
-_FAIL = "/-/fail"
-_START_S = 60.0
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(StoreServer):
     """The bucket, and what goes wrong with the next requests."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.objects: dict[str, bytes] = {}
         self.metadata: dict[str, dict[str, str]] = {}
         self.uploads: dict[str, tuple[str, bytearray]] = {}
-        self.failing: dict[str, int] = {}
-        """How many of the next requests with this method are answered with 503."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(StoreHandler):
     """Answers one request."""
 
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # headers and body are two packets: the second would wait 40 ms for the first
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle_request(self) -> None:
         """Fail, or do what is asked."""
         url, body = urlsplit(self.path), self._body()
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
-        if url.path == _FAIL:
-            ((method, times),) = query.items()
-            left = self.server.failing.get(method, 0)
-            self.server.failing[method] = int(times)
-            return self._answer(200, str(left).encode())
-        if self.server.failing.get(self.command, 0) > 0:
-            self.server.failing[self.command] -= 1
-            return self._answer(503)
+        if self.failed(url.path, query):
+            return None
         bucket, _, name = url.path.partition("/b/")[2].partition("/o")
         if bucket != BUCKET:
-            return self._answer(404)
+            return self.answer(404)
         if url.path.startswith("/upload/"):
             return self._upload(query, body)
         if not name:
@@ -71,17 +57,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _object(self, name: str, query: dict[str, str]) -> None:
         content = self.server.objects.get(name)
         if content is None:
-            return self._answer(404)
+            return self.answer(404)
         if self.command == "DELETE":
             del self.server.objects[name]
-            return self._answer(204)
+            return self.answer(204)
         if query.get("alt") != "media":
             return self._json(self._resource(name))
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if found is None:
-            return self._answer(200, content)
+            return self.answer(200, content)
         start, end = int(found[1]), min(int(found[2] or len(content)), len(content) - 1)
-        return self._answer(206, content[start : end + 1], {"Content-Range": f"bytes {start}-{end}/{len(content)}"})
+        return self.answer(206, content[start : end + 1], {"Content-Range": f"bytes {start}-{end}/{len(content)}"})
 
     def _upload(self, query: dict[str, str], body: bytes) -> None:
         if self.command == "PUT":
@@ -89,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         if query["uploadType"] == "resumable":
             self.server.uploads[name := uuid.uuid4().hex] = query["name"], bytearray()
             place = f"http://{self.headers['Host']}/upload/storage/v1/b/{BUCKET}/o?upload_id={name}"
-            return self._answer(200, headers={"Location": place})
+            return self.answer(200, headers={"Location": place})
         if query["uploadType"] == "multipart":
             head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
             described, content = BytesParser().parsebytes(head + body).get_payload()
@@ -107,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         name, content = self.server.uploads[upload]
         content += body
         if self.headers["Content-Range"].endswith("/*"):
-            return self._answer(308, headers={"Range": f"bytes=0-{len(content) - 1}"} if content else {})
+            return self.answer(308, headers={"Range": f"bytes=0-{len(content) - 1}"} if content else {})
         self.server.objects[name] = bytes(content)
         return self._json(self._resource(name))
 
@@ -135,55 +121,21 @@ class _Handler(BaseHTTPRequestHandler):
         return content
 
     def _json(self, content: dict[str, Any]) -> None:
-        self._answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def _answer(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing."""
+        self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
 
 @dataclass(frozen=True)
-class LocalGcs:
-    """A server in another process: Arrow's client holds the interpreter while it waits for an answer."""
-
-    port: int
+class LocalGcs(LocalStore):
+    """A server in another process."""
 
     @property
     def options(self) -> str:
         """Options of a URL that leads there."""
         return f"endpoint_override=127.0.0.1:{self.port}&scheme=http&retry_limit_seconds=3"
 
-    def fail(self, method: str, times: int) -> int:
-        """Answer the next requests with this method with 503; returns how many of those before were left."""
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{_FAIL}?{method}={times}", method="POST")
-        with urllib.request.urlopen(asked, timeout=_START_S) as answer:
-            return int(answer.read())
-
-
-def _serve(ports: Connection) -> None:
-    with _Server() as server:
-        ports.send(server.server_port)
-        server.serve_forever()
-
 
 @contextmanager
 def gcs_server() -> Iterator[LocalGcs]:
     """A server that ends with the block."""
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there,), daemon=True)
-    process.start()
-    try:
-        if not here.poll(_START_S):
-            raise TimeoutError("the local Google Cloud Storage did not start")
-        yield LocalGcs(here.recv())
-    finally:
-        process.kill()
-        process.join()
+    with serving(_Server) as port:
+        yield LocalGcs(port)

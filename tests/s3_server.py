@@ -19,12 +19,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from hashlib import md5
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from io import BufferedIOBase, BytesIO
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+from tests.store_server import AnsweringHandler
 
 ROOT = Path(__file__).resolve().parents[1]
 _XMLNS = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
@@ -61,11 +63,8 @@ class _Store:
 _STORE = _Store()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(AnsweringHandler):
     """Answers one request."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # headers and body are two packets: the second would wait 40 ms for the first
 
     def handle_request(self) -> None:
         """Inject a fault, or do what is asked."""
@@ -74,15 +73,15 @@ class Handler(BaseHTTPRequestHandler):
         body = self._body()
         if path == "-/faults":
             _STORE.faults = Faults(**json.loads(body))
-            return self._answer(200)
+            return self.answer(200)
         fault = self._fault() if "/" in path or self.command == "POST" else ""
         if fault == "error":
-            return self._answer(500, b"<Error><Code>InternalError</Code><Message>injected</Message></Error>")
+            return self.answer(500, b"<Error><Code>InternalError</Code><Message>injected</Message></Error>")
         if fault == "cut":
             return self._cut(path)
         with _STORE.lock:
             status, content, headers = self._reply(path, query, body, url.path.endswith("/"))
-        self._answer(status, content, headers)
+        self.answer(status, content, headers)
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_request
 
@@ -172,18 +171,6 @@ class Handler(BaseHTTPRequestHandler):
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         encoded = "aws-chunked" in self.headers.get("Content-Encoding", "")
         return b"".join(chunks(BytesIO(content))) if encoded else content
-
-    def _answer(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing."""
 
 
 def chunks(stream: BufferedIOBase) -> Iterator[bytes]:

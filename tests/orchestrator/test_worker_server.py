@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.worker_server import WorkerServer, _ahead, server_of, started_ahead
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.preload import forked_worker
-from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, SERVER_VARIABLE
+from troupe.workers.preload import server as preload
+from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY, SERVER_VARIABLE
 
 ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
 SCRIPT = """
@@ -96,6 +98,23 @@ def test_the_workers_of_a_cluster_that_is_joined_are_started_by_ray(
     assert server_of(spec, address) is None
     with started_ahead(spec, address):
         assert _ahead == {}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_nothing_is_forked_for_a_worker_that_has_waited_too_long(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """It has started without a fork: there would be two of it."""
+    forks: list[int] = []
+    monkeypatch.setattr(os, "fork", lambda: forks.append(1) or 1)
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there:
+        socket.send_fds(there, [b'{"argv": [], "environment": {}, "folder": "/"}'], [0, 1, 2])
+        there.shutdown(socket.SHUT_WR)
+        if not waits:
+            there.close()
+        preload._fork(here)
+        assert forks == [1] * waits
+        if waits:
+            assert there.recv(len(REPLY)) == REPLY
 
 
 @pytest.mark.real

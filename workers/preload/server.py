@@ -30,6 +30,8 @@ from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
 _MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed")
 """pyarrow is missing, as it starts threads."""
 _LOOK_S = 0.5
+_ASK_S = 10.0
+"""Longest wait for a request, which is sent at once."""
 _CHUNK = 2**16
 _STANDARD = (0, 1, 2)
 
@@ -68,7 +70,8 @@ def serve(listener: str, owner: str, engine: str) -> None:
     with socket.socket(fileno=int(listener)) as accepting:
         while int(owner) not in select.select([accepting, int(owner)], [], [])[0]:
             connection, _ = accepting.accept()
-            with connection, suppress(OSError, ValueError):  # of one that has ended meanwhile
+            with connection, suppress(OSError, ValueError):  # of one that has ended meanwhile, or is stopped
+                connection.settimeout(_ASK_S)
                 if _user(connection) == os.getuid():
                     _fork(connection)
     os._exit(0)  # nothing to end in order, and thousands of modules to tear down
@@ -81,9 +84,11 @@ def _user(connection: socket.socket) -> int:
 
 
 def _fork(connection: socket.socket) -> None:
-    """Fork the worker that is asked for, and answer."""
+    """Fork the worker that is asked for, and answer, unless nobody waits: then it has started without a fork."""
     request = _received(connection)
     try:
+        if not _is_waited_for(connection):
+            return
         if not os.fork():
             try:
                 _become(request)
@@ -96,6 +101,13 @@ def _fork(connection: socket.socket) -> None:
         for descriptor in request.descriptors:
             os.close(descriptor)
     connection.sendall(REPLY)
+
+
+def _is_waited_for(connection: socket.socket) -> bool:
+    """Whether the other end, which sends no more, still receives."""
+    polled = select.poll()
+    polled.register(connection, 0)
+    return not any(events & select.POLLHUP for _, events in polled.poll(0))
 
 
 def _received(connection: socket.socket) -> _Request:

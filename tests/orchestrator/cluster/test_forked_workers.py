@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, Cluster
 from troupe.orchestrator.worker_server import WorkerServer
 from troupe.workers.contract.config import EngineProcess
@@ -22,7 +23,10 @@ class IdleServer(WorkerServer):
     """Starts no process."""
 
     def __init__(self) -> None:
-        self.engine, self.path = ENGINE, "/run/workers"
+        self.engine, self.path, self.closed = ENGINE, "/run/workers", False
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def process(
@@ -67,3 +71,12 @@ def test_other_workers_are_started_by_ray(
     monkeypatch.setattr(Cluster, "_is_here", lambda *_: here)
     found = process(tmp_path, engine, server=server, gpus=gpus)
     assert found.keys() == {"env_vars"} and str(found["env_vars"]).count("TROUPE_") == 0
+
+
+def test_a_program_that_is_connected_to_a_cluster_forks_no_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_nodes, "connected", lambda: tmp_path)
+    server = IdleServer()
+    cluster = Cluster.connect({"CPU": 1.0}, server=server)
+    assert server.closed and cluster._server is None
