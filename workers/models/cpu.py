@@ -48,10 +48,13 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of [..., in_features]."""
-        if not input.is_cpu:
-            return super().forward(input)
-        result: torch.Tensor = _Linear.apply(input, self.weight, self.bias)
-        return result
+        return linear(input, self.weight, self.bias) if input.is_cpu else super().forward(input)
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` of float32 on the CPU by oneDNN, with its gradients."""
+    result: torch.Tensor = _Linear.apply(input, weight, bias)
+    return result
 
 
 def use_onednn(model: nn.Module) -> None:
