@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from troupe.workers.models.cpu import linear, onednn_is_faster, product
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _BLOCK_NUMBERS = 2**20
 """Numbers of the weight that `float32_logits` holds in float32 at a time: 4 MiB, which a cache holds."""
@@ -56,6 +59,16 @@ class Float32Logits(nn.Linear):
     def takes_targets(self, input: torch.Tensor) -> bool:
         """Whether `forward` takes the targets of these states."""
         return input.is_cpu and self.bias is None
+
+
+def share_gradient(model: PreTrainedModel) -> None:
+    """Have the gradient of an embedding added, row by row, to that of the head it is tied to.
+
+    By default it is a tensor of the size of the weight, which is 0 but for the tokens of a micro-batch.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and isinstance(head, Float32Logits) and embedding.weight is head.weight:
+        embedding.sparse = True
 
 
 class _Product(torch.autograd.Function):

@@ -24,6 +24,7 @@ from troupe.workers.data.turn_ends import name_end
 from troupe.workers.models.adapter_files import DESCRIPTION, as_bytes, as_text
 from troupe.workers.models.capabilities import check_deterministic
 from troupe.workers.models.cpu import return_large
+from troupe.workers.models.heads import share_gradient
 from troupe.workers.models.modeling import ModelModule
 from troupe.workers.models.partitioned import whole_shape
 from troupe.workers.training import masters
@@ -123,6 +124,7 @@ class TrainEngine:
         check_deterministic(module, model, device)
         if device == "cpu":
             return_large()
+            share_gradient(model)
         numbers = sum(math.prod(whole_shape(parameter)) for parameter in module.parameters() if parameter.requires_grad)
         # One of DeepSpeed's optimizers prints its memory use while it is built.
         with contextlib.redirect_stdout(io.StringIO()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_mo
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.models import heads
-from troupe.workers.models.heads import Float32Logits, token_logprobs
+from troupe.workers.models.heads import Float32Logits, share_gradient, token_logprobs
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score
 from troupe.workers.models.token_batch import TokenTable
 
@@ -138,6 +139,32 @@ def test_a_frozen_head_gets_no_gradient_and_no_states_one_of_zero() -> None:
     logprobs, entropies = layer(none, torch.zeros(0, dtype=torch.int64))
     (logprobs.sum() + entropies.sum()).backward()
     assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma2-softcap"])
+def test_a_tied_weight_gets_the_same_gradient_in_one_tensor(
+    family: str, dtype: Literal["float32", "bfloat16"], tmp_path: Path
+) -> None:
+    """Tokens occur several times, and one is padding. An embedding of its own keeps its gradient."""
+    save_model(FAMILIES[family], tmp_path)
+    batch = TokenTable(train_table([*SAMPLES, ([5, 6, 5], [5, 0])])).batch(range(len(SAMPLES) + 1))
+    found: list[dict[str, torch.Tensor]] = []
+    for shared in (False, True):
+        model = load_causal(ModelConfig(path=str(tmp_path), dtype=dtype))
+        if shared:
+            share_gradient(model)
+        embedding = model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding) and embedding.sparse == (shared and family != "llama")
+        module = CausalLogprobs(model, temperature=0.7, chunks=2).eval()
+        for _ in range(2):  # the second is added to the first
+            module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)[0].sum().backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for name, gradient in found[0].items():
+        assert not found[1][name].is_sparse
+        torch.testing.assert_close(found[1][name], gradient, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "cohere-scale", "gemma2-softcap"])
