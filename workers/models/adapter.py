@@ -171,13 +171,18 @@ def _trained_whole(model: PreTrainedModel) -> tuple[str, ...]:
 def _targets(model: PreTrainedModel, config: LoraConfig) -> tuple[str, ...]:
     """Last part of the names of the layers that have an adapter, sorted. Raises ValueError."""
     excluded = set(_heads(model))
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name not in excluded
-    }
+    blocks = tuple(f"{name.rpartition('.')[0]}." for name, _ in model.named_modules() if name.endswith(".experts"))
+    linear, beside_experts = set[str](), set[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name not in excluded:
+            (beside_experts if blocks and name.startswith(blocks) else linear).add(name.rpartition(".")[2])
     if config.targets == ALL_LINEAR:
         return tuple(sorted(linear))
+    if inside := [name for name in config.targets if name in beside_experts]:
+        raise ValueError(
+            f"roles.policy.lora.targets: {type(model).__name__} has {', '.join(inside)} beside its experts, where "
+            "adapters are not supported"
+        )
     if unknown := [name for name in config.targets if name not in linear]:
         names = ", ".join(sorted(linear))
         raise ValueError(
