@@ -97,7 +97,7 @@ def ray_node(host: Host, head: Host, cpus: int, part: str, environment: Mapping[
     """A Ray node on a host, with the label `part`; it joins the one on `head`. It ends with the block.
 
     Returns:
-        The beginning of a command that runs on the host of the node.
+        The beginning of a command that runs on the host of the node, in this working directory.
 
     Raises:
         NoNetwork: It did not start in time.
@@ -122,7 +122,7 @@ def ray_node(host: Host, head: Host, cpus: int, part: str, environment: Mapping[
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise NoNetwork(f"the Ray node {host.name} did not start:\n{said}")
                 time.sleep(0.2)
-            yield ["nsenter", f"--target={process.pid}", "--net", "--uts", "--mount"]
+            yield ["nsenter", f"--target={process.pid}", "--net", "--uts", "--mount", "--wd"]
         finally:
             end(started)
             process.wait()

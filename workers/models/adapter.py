@@ -27,6 +27,16 @@ _NAME = "default"
 """peft's name of an adapter that is the only one."""
 
 
+class _ScaledInside:
+    """A variant of peft's layer, W x + B (scaling A x): peft itself scales what B returns, which is much larger."""
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Add the adapter's part. `x`: [..., inputs]; `result`: [..., outputs], what the layer returns without it."""
+        inside = module.lora_A[active_adapter](x) * module.scaling[active_adapter]
+        return result + module.lora_B[active_adapter](inside)
+
+
 class Adapter:
     """The adapters of a model. Only they train of it, and the score head of a reward model or critic, whole."""
 
@@ -64,6 +74,8 @@ class Adapter:
         use_onednn(model)
         self._model = model
         self._layers: list[Any] = [module for module in model.modules() if _has_adapter(module)]
+        for layer in self._layers:
+            layer.lora_variant[_NAME] = _ScaledInside
         self._start: dict[str, torch.Tensor] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
