@@ -129,7 +129,7 @@ def measure(given: argparse.Namespace) -> dict[tuple[str, str], list[Sent]]:
 
     Raises:
         NoNetwork: The nodes cannot be made here.
-        NotCorrect: A run failed, or trained other weights with differences than without.
+        NotCorrect: See `train`.
     """
     environment = dict(os.environ) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     found: dict[tuple[str, str], list[Sent]] = {}
@@ -144,10 +144,8 @@ def measure(given: argparse.Namespace) -> dict[tuple[str, str], list[Sent]]:
         for rate in given.rates:
             for mode in MODES:
                 progress(f"learning rate {rate}, weight_sync.delta: {mode}")
-                found[rate, mode] = train(cluster, rate, mode, given.steps)
-            whole, changed = ({sent.version: sent.digest for sent in found[rate, mode]} for mode in MODES)
-            if whole != changed:
-                raise NotCorrect(f"learning rate {rate}: other weights with differences than without")
+                found[rate, mode] = sent = train(cluster, rate, mode, given.steps)
+                progress(", ".join(f"{one.to_nodes / 1e6:.2f} MB in {one.seconds:.2f} s" for one in sent))
     return found
 
 
