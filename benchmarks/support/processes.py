@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,8 +85,10 @@ class RemoteObject:
 def _serve(pipe: Connection, server: type, args: tuple[Any, ...]) -> None:
     """Main loop of the child: answer calls from `pipe` until the parent closes it, then end all descendants.
 
-    A call blocks the loop until its method returns; an exception is sent back as a traceback.
+    A call blocks the loop until its method returns; an exception is sent back as a traceback. SIGTERM ends the process
+    in order: multiprocessing then removes its semaphores, which it would report as leaked at the end of the parent.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     os.nice(max(0, RAY_NICENESS - os.nice(0)))
     built: Any = None
     try:
