@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from troupe.workers.isolation.death_watch import exit_with
+from troupe.workers.preload.forked_worker import serves
 
 _RAYLET = "RAY_RAYLET_PID"
 """Ray's variable with the process that starts workers. Ray looks for its id, which a dead process keeps until it is
@@ -25,6 +26,7 @@ def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any
     module, _, name = path.partition(":")
 
     def create(self: Any, *args: Any) -> None:
+        serves()
         if raylet := int(os.environ.get(_RAYLET, 0)):
             exit_with(raylet)
         self.worker = getattr(importlib.import_module(module), name)(*args)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,7 @@ from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY, SERVER_
 
 ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
 SCRIPT = """
-import json, os, sys
+import json, os, signal, sys
 from pathlib import Path
 from troupe.workers.engine import process
 
@@ -34,6 +35,8 @@ def told(pipe):
 
 if __name__ == "__main__":
     found = {"argv": sys.argv[1:], "imported": "vllm.v1.engine.async_llm" in sys.modules}
+    if found["imported"] and "killed" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
     found |= {"group": os.getpgid(0) == os.getpid(), "descriptors": sorted(os.listdir("/proc/self/fd"))[:3]}
     if found["imported"]:
         found |= {"threads": sys.modules["torch"].get_num_threads(), "left": "TROUPE_ONLY_HERE" in os.environ}
@@ -117,10 +120,35 @@ def test_nothing_is_forked_for_a_worker_that_has_waited_too_long(monkeypatch: py
             assert there.recv(len(REPLY)) == REPLY
 
 
+@pytest.mark.parametrize(("forks", "serves"), [(True, True), (True, False), (False, False)])
+def test_who_asks_for_a_worker_waits_until_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool, serves: bool
+) -> None:
+    """The server answers when it has forked it, and the fork when it serves; one that is killed before closes."""
+    monkeypatch.setenv(SERVER_VARIABLE, str(tmp_path / "workers"))
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as threads:
+        listener.bind(str(tmp_path / "workers"))
+        listener.listen()
+        asking = threads.submit(forked_worker._fork, ["script.py"])
+        connection, _ = listener.accept()
+        request = preload._received(connection)
+        for descriptor in request.descriptors:
+            os.close(descriptor)
+        assert request.argv == ["script.py"]
+        if forks:
+            connection.sendall(REPLY)
+        if serves:
+            monkeypatch.setattr(forked_worker, "waiting", [connection])
+            forked_worker.serves()
+        connection.close()
+        assert asking.result(60) is serves
+
+
 @pytest.mark.real
 def test_workers_are_forks_that_have_imported_everything_and_an_engine_is_a_fork_of_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that is killed before it serves is started without a fork, at once."""
     monkeypatch.setenv("TROUPE_ONLY_HERE", "1")
     server = WorkerServer(ENGINE)
     monkeypatch.delenv("TROUPE_ONLY_HERE")
@@ -139,6 +167,10 @@ def test_workers_are_forks_that_have_imported_everything_and_an_engine_is_a_fork
                 "threads": 1 if engine else 2,
                 "left": False,
             }
+        killed = tmp_path / "killed"
+        killed.mkdir()
+        assert start(server, killed, None, "killed").wait(240) == 0
+        assert result(killed)["imported"] is False  # the process that asked has become the worker
         assert server._process.poll() is None
     finally:
         server.close()

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
@@ -61,16 +61,21 @@ def _fork(_: object, command: Sequence[str], descriptors: Sequence[int]) -> int:
     if pid := os.fork():
         return pid
     try:
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > sys.stderr.fileno() and descriptor not in descriptors:
-                with suppress(OSError):  # that of the listing itself
-                    os.close(descriptor)
+        close_descriptors(but=descriptors)
         _serve(command[-1])
     except SystemExit:
         os._exit(0)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
+
+
+def close_descriptors(but: Collection[int]) -> None:
+    """Close all descriptors except the standard streams and these."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > sys.stderr.fileno() and descriptor not in but:
+            with suppress(OSError):  # that of the listing itself
+                os.close(descriptor)
 
 
 def _serve(code: str) -> None:

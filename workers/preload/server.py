@@ -23,8 +23,9 @@ from importlib import import_module
 from typing import Any
 
 from troupe.workers.contract.config import EngineProcess
-from troupe.workers.engine.process import FRONT_END, IMPORTED_AHEAD, fork_server
+from troupe.workers.engine.process import FRONT_END, IMPORTED_AHEAD, close_descriptors, fork_server
 from troupe.workers.engine.settings import set_environment, set_import_environment
+from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
 
 _MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed")
@@ -90,13 +91,15 @@ def _fork(connection: socket.socket) -> None:
         if not _is_waited_for(connection):
             return
         if not os.fork():
+            code = 1
             try:
-                _become(request)
+                _become(request, connection)
             except SystemExit as ended:
-                os._exit(ended.code if isinstance(ended.code, int) else 1)
+                code = ended.code if isinstance(ended.code, int) else 1
             except BaseException:
                 traceback.print_exc()
-            os._exit(1)
+            forked_worker.serves()  # it ends for a reason: a worker without a fork would end, too
+            os._exit(code)
     finally:
         for descriptor in request.descriptors:
             os.close(descriptor)
@@ -119,13 +122,16 @@ def _received(connection: socket.socket) -> _Request:
     return _Request(found["argv"], found["environment"], found["folder"], descriptors)
 
 
-def _become(request: _Request) -> None:
-    """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would."""
+def _become(request: _Request, connection: socket.socket) -> None:
+    """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would.
+
+    The connection is open until the fork serves: its end tells the process at the other end that it was killed.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # Ray may end a worker with its group
     for target, descriptor in zip(_STANDARD, request.descriptors, strict=True):
         os.dup2(descriptor, target)
-    os.closerange(len(_STANDARD), max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    close_descriptors(but=(connection.fileno(),))
     os.chdir(request.folder)
     for name in os.environ.keys() - request.environment.keys():
         del os.environ[name]
@@ -137,6 +143,7 @@ def _become(request: _Request) -> None:
     torch, threads = import_module("torch"), int(os.environ["OMP_NUM_THREADS"])
     if torch.get_num_threads() != threads:  # OpenMP has read the variable of the server
         torch.set_num_threads(threads)
+    forked_worker.waiting.append(connection)
     sys.argv = [*request.argv]
     runpy.run_path(request.argv[0], run_name="__main__")
 
