@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -103,6 +104,8 @@ def _serve(pipe: Connection, server: type, args: tuple[Any, ...]) -> None:
     except (EOFError, OSError):
         pass
     finally:
+        built = None
+        gc.collect()  # an engine is part of cycles, and cannot end itself when the interpreter ends
         end(psutil.Process().children())
 
 

@@ -24,14 +24,16 @@ from troupe.workers.preload import forked_worker
 from troupe.workers.preload import server as preload
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY, SERVER_VARIABLE
 
-ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
+ENGINE = EngineProcess(device="cpu", threads=2, enforce_eager=True)
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
 from troupe.workers.engine import process
 
 def told(pipe):
-    pipe.send("vllm.v1.worker.cpu_worker" in sys.modules)
+    torch = sys.modules["torch"]
+    openmp = [line for line in torch.__config__.parallel_info().splitlines() if "omp_get_max_threads" in line]
+    pipe.send(["vllm.v1.worker.cpu_worker" in sys.modules, torch.get_num_threads(), openmp[0].split()[-1]])
 
 if __name__ == "__main__":
     found = {"argv": sys.argv[1:], "imported": "vllm.v1.engine.async_llm" in sys.modules}
@@ -62,7 +64,7 @@ def start(server: WorkerServer, folder: Path, engine: EngineProcess | None, *arg
     """Ray's node starts a worker, whose result will be in `folder / "result"`."""
     (folder / "script.py").write_text(SCRIPT)
     asked = {SERVER_VARIABLE: server.path, ENGINE_VARIABLE: "" if engine is None else engine.model_dump_json()}
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if engine is None else "1"} | asked
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1" if engine is None else "2"} | asked
     command = [sys.executable, forked_worker.__file__, str(folder / "script.py"), *arguments, str(folder / "result")]
     return subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
@@ -158,13 +160,13 @@ def test_workers_are_forks_that_have_imported_everything_and_an_engine_is_a_fork
             folder.mkdir()
             assert start(server, folder, engine, name).wait(240) == 0
             found = result(folder)
-            assert found.pop("engine", None) is (True if engine else None)
+            assert found.pop("engine", None) == ([True, 2, "2"] if engine else None)
             assert found == {
                 "argv": [name, str(folder / "result")],
                 "imported": True,
                 "group": True,
                 "descriptors": ["0", "1", "2"],
-                "threads": 1 if engine else 2,
+                "threads": 2 if engine else 1,
                 "left": False,
             }
         killed = tmp_path / "killed"

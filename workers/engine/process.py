@@ -27,6 +27,8 @@ from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, die_with_owner, t
 IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 FRONT_END = "vllm.v1.engine.async_llm"
 """What the worker of an engine imports besides."""
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+"""Environment variable with the compute threads of a process."""
 
 
 def import_ahead() -> None:
@@ -126,9 +128,18 @@ def engine_processes(device: Device) -> Iterator[None]:
         utils.get_mp_context = original
 
 
+def use_threads() -> None:
+    """Compute with the threads of the environment: in a fork, OpenMP has read that of the process it is a fork of."""
+    torch: Any = import_module("torch")
+    threads = os.environ.get(THREADS_VARIABLE, "")
+    if threads.isdecimal() and torch.get_num_threads() != int(threads):
+        torch.set_num_threads(int(threads))
+
+
 def _run(target: Callable[[], None]) -> None:
     """Run an engine so that no process and no temporary file of it outlives the worker."""
     die_with_owner()  # vLLM waits minutes for a worker that has ended, before it imports anything of ours
+    use_threads()
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imports torch, which the worker does not
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # later runs use what this one compiles

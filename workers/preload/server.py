@@ -23,7 +23,14 @@ from importlib import import_module
 from typing import Any
 
 from troupe.workers.contract.config import EngineProcess
-from troupe.workers.engine.process import FRONT_END, IMPORTED_AHEAD, close_descriptors, fork_server
+from troupe.workers.engine.process import (
+    FRONT_END,
+    IMPORTED_AHEAD,
+    THREADS_VARIABLE,
+    close_descriptors,
+    fork_server,
+    use_threads,
+)
 from troupe.workers.engine.settings import set_environment, set_import_environment
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
@@ -58,6 +65,7 @@ def serve(listener: str, owner: str, engine: str) -> None:
         engine: An `EngineProcess` on the CPU, as JSON.
     """
     set_import_environment(EngineProcess.model_validate_json(engine))
+    os.environ[THREADS_VARIABLE] = "1"  # numpy starts as many when it is imported; forks set the number of their own
     # Collections while thousands of modules are created take a third of the time and find next to nothing.
     gc.disable()
     with _ending_with(int(owner)), _without_ray():
@@ -140,9 +148,7 @@ def _become(request: _Request, connection: socket.socket) -> None:
     if engine := os.environ.pop(ENGINE_VARIABLE):
         set_environment(EngineProcess.model_validate_json(engine))
         fork_server()
-    torch, threads = import_module("torch"), int(os.environ["OMP_NUM_THREADS"])
-    if torch.get_num_threads() != threads:  # OpenMP has read the variable of the server
-        torch.set_num_threads(threads)
+    use_threads()
     forked_worker.waiting.append(connection)
     sys.argv = [*request.argv]
     runpy.run_path(request.argv[0], run_name="__main__")
