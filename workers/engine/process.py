@@ -9,6 +9,7 @@ same time as the worker.
 from __future__ import annotations
 
 import ast
+import gc
 import multiprocessing
 import os
 import sys
@@ -27,13 +28,14 @@ from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, die_with_owner, t
 IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 FRONT_END = "vllm.v1.engine.async_llm"
 """What the worker of an engine imports besides."""
+_NO_COLLECTIONS = "troupe.workers.engine.no_collections"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Environment variable with the compute threads of a process."""
 
 
 def import_ahead() -> None:
     """Start a fork server that imports vLLM, if there is none. Set the environment that vLLM reads first."""
-    multiprocessing.set_forkserver_preload(IMPORTED_AHEAD)
+    multiprocessing.set_forkserver_preload([_NO_COLLECTIONS, *IMPORTED_AHEAD])
     with _temporary_files_in(temporary_folder()):  # its socket
         forkserver.ensure_running()
 
@@ -139,6 +141,8 @@ def use_threads() -> None:
 def _run(target: Callable[[], None]) -> None:
     """Run an engine so that no process and no temporary file of it outlives the worker."""
     die_with_owner()  # vLLM waits minutes for a worker that has ended, before it imports anything of ours
+    gc.freeze()  # a collection neither walks nor copies what the engine shares with the fork server
+    gc.enable()
     use_threads()
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imports torch, which the worker does not
 

@@ -32,6 +32,7 @@ from troupe.workers.engine.process import (
     use_threads,
 )
 from troupe.workers.engine.settings import set_environment, set_import_environment
+from troupe.workers.isolation.imports import without_collections
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
 
@@ -65,14 +66,11 @@ def serve(listener: str, owner: str, engine: str) -> None:
         engine: An `EngineProcess` on the CPU, as JSON.
     """
     set_import_environment(EngineProcess.model_validate_json(engine))
-    os.environ[THREADS_VARIABLE] = "1"  # numpy starts as many when it is imported; forks set the number of their own
-    # Collections while thousands of modules are created take a third of the time and find next to nothing.
-    gc.disable()
-    with _ending_with(int(owner)), _without_ray():
+    os.environ[THREADS_VARIABLE] = "1"  # numpy starts as many when it is imported; each fork sets its number
+    with _ending_with(int(owner)), _without_ray(), without_collections():
         for module in _MODULES:
             import_module(module)
-    gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
-    gc.enable()
+        gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
     if threads := len(os.listdir("/proc/self/task")) - 1:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
