@@ -219,7 +219,7 @@ def start_bare(spec: RolloutSpec, group: Group) -> Turn:
 async def measure(path: Path, changes: Sequence[str], turns: int, running: bool = False) -> Report:
     """Alternate the starts of the product and of a bare engine; `running`: on a cluster. Raises NotCorrect."""
     if load_rollout_spec(path, changes).evaluation is not None:
-        changes = [*changes, "evaluation.at_start=false", "evaluation.at_end=false"]
+        changes = [*changes, "evaluation.at_start=false"]
     spec = load_rollout_spec(path, ["schedule.steps=1", *changes])
     pool, _ = load_pools(spec.data)
     (ids,) = encode_prompts(Path(spec.model.path), pool.table, range(1), _LONGEST_PROMPT)
