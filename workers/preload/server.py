@@ -36,8 +36,11 @@ from troupe.workers.isolation.imports import without_collections
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
 
-_MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed")
-"""pyarrow is missing, as it starts threads."""
+_MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed", "pandas")
+"""pyarrow imports pandas when it first makes an array, and pandas imports pyarrow."""
+_WITHOUT_THREADS = {THREADS_VARIABLE: "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Environment in which imports start no threads: numpy starts as many as OpenMP has, and one of pyarrow's allocators,
+which it does not use by default, one for itself. Each fork sets its number."""
 _LOOK_S = 0.5
 _ASK_S = 10.0
 """Longest wait for a request, which is sent at once."""
@@ -66,7 +69,7 @@ def serve(listener: str, owner: str, engine: str) -> None:
         engine: An `EngineProcess` on the CPU, as JSON.
     """
     set_import_environment(EngineProcess.model_validate_json(engine))
-    os.environ[THREADS_VARIABLE] = "1"  # numpy starts as many when it is imported; each fork sets its number
+    os.environ |= _WITHOUT_THREADS
     with _ending_with(int(owner)), _without_ray(), without_collections():
         for module in _MODULES:
             import_module(module)
