@@ -214,7 +214,7 @@ class Controller:
                 await unless_stopped(self.stop, unless_failed(trial, self._evaluations.before_training()))
             elif self.state.unevaluated:
                 await unless_stopped(self.stop, unless_failed(trial, self._evaluations.again(self.version)))
-            await self.components.step_recorder.begin(self.version)
+            self.components.step_recorder.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
