@@ -197,6 +197,18 @@ def test_a_worker_starts_alone_when_the_server_is_gone(importing: WorkerServer, 
     assert result(tmp_path)["imported"] is False
 
 
+def test_a_server_that_has_failed_says_so_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers start without it, and nothing else shows that they took longer."""
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('it is broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    server = WorkerServer(ENGINE)
+    assert server._process.wait(60) == 1
+    server.close()
+    assert "workers were not forked, and started more slowly: RuntimeError: it is broken" in caplog.text
+
+
 def test_a_server_that_imports_ends_with_the_command_that_has_started_it(tmp_path: Path) -> None:
     """Also by kill -9, and its folder goes."""
     (tmp_path / "vllm").mkdir()
