@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -104,9 +104,11 @@ def _serve(pipe: Connection, server: type, args: tuple[Any, ...]) -> None:
     except (EOFError, OSError):
         pass
     finally:
-        built = None
-        gc.collect()  # an engine is part of cycles, and cannot end itself when the interpreter ends
         end(psutil.Process().children())
+        util: Any = multiprocessing.util
+        util._exit_function()
+        util._flush_std_streams()
+        os._exit(0)  # the destructor of an engine fails while the interpreter ends
 
 
 def end(processes: Iterable[psutil.Process]) -> None:
