@@ -155,9 +155,9 @@ SUITE = (
     ),
     Benchmark(
         "pipeline_bubble",
-        (),
+        ("--turns", "3"),
         (Goal("max(R, T)/step at staleness 4", "staleness 4", "ratio", 0.97),),
-        estimate_s=370,
+        estimate_s=240,
     ),
     Benchmark(
         "controller_scale",
@@ -179,9 +179,9 @@ SUITE = (
     ),
     Benchmark(
         "recording_cost",
-        (*_FLOAT, *_FOUR_GROUPS, "--turns", "10"),
+        (*_FLOAT, *_FOUR_GROUPS, "--turns", "6"),
         (Goal("CPU time of recording, % of the step's", _TROUPE, RECORDING, 1.0, most=True, digits=2),),
-        estimate_s=260,
+        estimate_s=190,
     ),
     Benchmark(
         "recovery",
@@ -235,12 +235,16 @@ SUITE = (
     ),
     Benchmark(
         "time_to_reward",
-        (),
-        (
-            Goal("runs to a reward of 0.8 a second, of the bare loop", _TROUPE, "ratio", 1.0, digits=2),
-            Goal("runs to a reward of 0.8 a second, of TRL", _TROUPE, "ratio", 1.0, over="TRL", digits=2),
-        ),
-        estimate_s=4500,
+        ("--no-trl",),
+        (Goal("runs to a reward of 0.8 a second, of the bare loop", _TROUPE, "ratio", 1.0, digits=2),),
+        estimate_s=1100,
+    ),
+    Benchmark(
+        "time_to_reward",
+        ("--seeds", "19", "--steps", "10"),
+        (Goal("the same, of TRL, cut after ten steps", _TROUPE, "ratio", 1.0, over="TRL", digits=2),),
+        "trl",
+        estimate_s=1100,
     ),
 )  # fmt: skip
 
