@@ -270,14 +270,16 @@ def command_parser(module: str, description: str | None) -> argparse.ArgumentPar
 def run_benchmark(measure: Callable[[], Report], path: Path | None) -> None:
     """Run a benchmark's command: measure, print the table, write the results file (see `Report.write`).
 
-    SIGTERM raises SystemExit, so that no process is left behind. Code that changes meanwhile counts as changed.
+    SIGTERM raises SystemExit, so that no process is left behind. Where the code changes meanwhile, the results are those
+    of no state of the code.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began, code = time.monotonic(), code_state()
     report = measure()
     elapsed_s = time.monotonic() - began
     report.show()
-    code = replace(code, dirty=code.dirty or code_state() != code)
+    if code_state() != code:
+        code = replace(code, digest="", dirty=True)
     print(f"wrote {report.write(path, code, elapsed_s)} after {elapsed_s:.0f} s")
 
 
