@@ -20,13 +20,14 @@ from troupe.orchestrator.roles.worker_memory import (
     adapter_numbers,
     bucket_bytes,
     engine,
+    in_engine,
     scoring,
     training,
 )
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import ALL_LINEAR, LoraConfig, ModelConfig
+from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.contract.weight_backends import BACKENDS
@@ -131,9 +132,8 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
         return (), None
     transfer = BACKENDS[config.transfer_backend].engine_buckets * bucket_bytes(size, config.model.dtype)
     adapters = 0
-    if config.lora is not None:  # every layer has memory for an adapter of its kind
-        every = config.lora.model_copy(update={"targets": ALL_LINEAR})
-        adapters = WIDTHS[config.model.dtype] * adapter_numbers(size, every, config.lora.reserved_rank)
+    if config.lora is not None:
+        adapters = WIDTHS[config.model.dtype] * adapter_numbers(size, in_engine(config.lora), config.lora.reserved_rank)
     on_gpu = gpu if config.device == "cuda" else None
     shared = spec.roles.rollout.colocate_with == "policy"
 

@@ -508,6 +508,7 @@ _LAYERS: Mapping[str, Callable[[ModelSize], tuple[int, int]]] = {
     "down_proj": lambda size: (size.intermediate, size.hidden),
 }
 """Inputs and outputs of the linear layers by their most frequent names."""
+_AT_ONCE = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 
 
 def adapter_numbers(size: ModelSize, lora: LoraConfig, rank: int | None = None) -> int:
@@ -521,6 +522,14 @@ def adapter_numbers(size: ModelSize, lora: LoraConfig, rank: int | None = None) 
     names = tuple(_LAYERS) if lora.targets == ALL_LINEAR else lora.targets
     sides = (_LAYERS[name](size) if name in _LAYERS else (size.hidden, size.intermediate) for name in names)
     return size.layers * (rank or lora.rank) * sum(map(sum, sides))
+
+
+def in_engine(lora: LoraConfig) -> LoraConfig:
+    """The adapters that an engine has memory for: of layers that it computes at once, all or none have some."""
+    if lora.targets == ALL_LINEAR:
+        return lora
+    together = (layers for layers in _AT_ONCE if not layers.isdisjoint(lora.targets))
+    return lora.model_copy(update={"targets": tuple(frozenset(lora.targets).union(*together))})
 
 
 def bucket_bytes(size: ModelSize, dtype: Dtype) -> int:

@@ -30,7 +30,7 @@ from troupe.orchestrator.spec.sections import (
 )
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
-from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConfig, ReferenceConfig
+from troupe.workers.contract.config import ALL_LINEAR, Device, Frozen, LoraConfig, ModelConfig, ReferenceConfig
 
 _EVALUATED: Any = {
     "data": {"eval"},
@@ -248,10 +248,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
                 yield f"roles.{name}.lora", own if own in self.models() else "model", role.lora
 
     def _adapted_experts(self, models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-        """Adapters in models with experts."""
-        for path, section, _ in self.trained_adapters():
-            if section in models and preflight.has_experts(models[section]):
-                yield path, "is not supported for models with experts; train all weights"
+        """Adapters of experts."""
+        for path, section, lora in self.trained_adapters():
+            if lora.targets == ALL_LINEAR and section in models and preflight.has_experts(models[section]):
+                layers = ", ".join(preflight.ATTENTION)
+                yield f"{path}.targets", f"adapters of experts are not supported; name other layers: [{layers}]"
 
     def _shared_models(self) -> Iterator[tuple[str, str, int]]:
         """(section, field, `sequence_parallel_size`) of every model that workers run on parts of the same rows."""

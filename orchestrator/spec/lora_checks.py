@@ -40,9 +40,6 @@ def adapter_problems(spec: RunSpec) -> Iterator[Finding]:
             yield f"{field}.bias", "must be none: vLLM loads no biases with an adapter"
         if role.lora.modules_to_save:
             yield f"{field}.modules_to_save", "must be empty: vLLM loads no whole modules with an adapter"
-        if role.sequence_parallel_size > 1:
-            why = "adapters are not supported with workers that share rows; use 1"
-            yield f"roles.{name}.sequence_parallel_size", why
 
 
 def _given_adapters(spec: RunSpec) -> Iterator[Finding]:

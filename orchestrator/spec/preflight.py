@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.errors import nearest
-from troupe.orchestrator.model_facts.families import FieldUnknown, shape_of, undivided
+from troupe.orchestrator.model_facts.families import FieldUnknown, ModelShape, shape_of, undivided
 from troupe.orchestrator.model_facts.model_size import (
     CONFIG_BYTES,
     SizeUnknown,
@@ -272,12 +272,28 @@ def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tupl
             yield field, f"{size} {why}"
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The linear layers of attention, by their most frequent names."""
+
+
 def has_experts(model: ModelConfig) -> bool:
     """Whether layers of a model have experts, by its config.json; False where that does not say."""
+    shape = _shape(model)
+    return shape is not None and shape.experts > 0
+
+
+def has_latent_attention(model: ModelConfig) -> bool:
+    """Whether a model caches compressed keys and values, by its config.json; False where that does not say."""
+    shape = _shape(model)
+    return shape is not None and shape.latent > 0
+
+
+def _shape(model: ModelConfig) -> ModelShape | None:
+    """None: an architecture without the fields of others, or a folder that is not there."""
     try:
-        return shape_of(read_config(Path(model.path))).experts > 0
-    except (SizeUnknown, FieldUnknown):  # an architecture without these fields, or a folder that is not there
-        return False
+        return shape_of(read_config(Path(model.path)))
+    except (SizeUnknown, FieldUnknown):
+        return None
 
 
 def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[str, str, int]]) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.load import plan_runs
-from troupe.orchestrator.spec.preflight import has_experts
+from troupe.orchestrator.spec.preflight import ATTENTION, has_experts, has_latent_attention
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.choices import Choices, Data
 from troupe.orchestrator.starter.environments import TURNS, environment_section, reward_of
@@ -162,9 +162,9 @@ def candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
 
 def adapted_candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
     """The candidates that adapters support, with them."""
-    unfit = not choices.offline and ALGORITHMS[choices.algorithm].trust_region is not None
-    if unfit or has_experts(ModelConfig(path=choices.model)):
-        return
+    model = ModelConfig(path=choices.model)
+    if has_experts(model) and has_latent_attention(model):
+        return  # its layers outside of the experts have other names in every family
     for settings in candidates(choices, tokens):
         if not settings.offload_optimizer:  # the adapters' is small
             yield replace(settings, adapters=True)
@@ -219,6 +219,8 @@ def _trainer(choices: Choices, settings: Sizing, workers: int) -> dict[str, Any]
     rate = learning_rate(choices)
     if settings.adapters:
         memory["lora"] = {"rank": 16, "alpha": 32}
+        if has_experts(ModelConfig(path=choices.model)):
+            memory["lora"]["targets"] = [*ATTENTION]
         rate["learning_rate"] *= _ADAPTER_RATE
     return {
         "workers": workers,

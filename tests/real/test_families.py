@@ -20,8 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, PreT
 
 from tests.real.audit_faults import EXTENSION, Stack, audit_spec
 from tests.real.loop_link import LoopLink
+from tests.real.rollout_helpers import rollout_config
+from tests.real.test_lora_engine import Policy, agrees, rows
+from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.engine import settings
+from troupe.workers.models.adapter import Adapter
+from troupe.workers.rollout import RolloutWorker
+from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.weights.device_sender import device_sender
+from troupe.workers.weights.file import WeightPublisher
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
@@ -104,6 +111,30 @@ async def test_log_probs_are_the_same_on_both_sides_after_every_update(stack: St
         assert report.passed, "\n".join(report.lines())
         assert report.between < TIGHT
         assert all(gap.mean < TIGHT for gap in report.gaps)
+
+
+async def test_adapters_beside_experts_are_what_the_engine_samples_from(tiny_model: Path, tmp_path: Path) -> None:
+    lora = LoraConfig(rank=3, alpha=4.5, targets=("q_proj", "v_proj", "o_proj"))
+    folder = save_model(FAMILIES["qwen3-moe"], tmp_path / "model", tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    adapter = ModelAdapter(model, lora, ModelConfig(path=str(folder), dtype="float32"))
+    policy = Policy(model, adapter, None, {}, {})  # pyright: ignore[reportArgumentType]
+    policy.publisher = WeightPublisher(policy.published, tmp_path, "experts")
+    worker = RolloutWorker(rollout_config(folder).model_copy(update={"lora": lora}), "rollout-0")
+    await worker.start()
+    try:
+        for _ in range(2):
+            policy.train()
+            await worker.update_weights(policy.publish())
+            found = await rows(worker)
+            assert all(agrees(row, policy.expected(row)) for row in found)
+            with adapter.off():
+                assert not any(agrees(row, policy.expected(row)) for row in found)
+    finally:
+        await worker.close()
+        policy.publisher.close()
+    with pytest.raises(ValueError, match="has no linear layer gate_proj"):  # those of experts are in one tensor
+        Adapter(model, lora.model_copy(update={"targets": ("gate_proj",)}))
 
 
 async def test_an_update_that_is_not_loaded_is_named(stack: Stack) -> None:

@@ -45,7 +45,14 @@ from tests.real.test_trainer import (
 from tests.workers.models.test_capabilities import LLAMA4
 from tests.workers.models.test_modeling import SIZES, save_model
 from troupe.orchestrator.reporting.metrics import merge_update_metrics
-from troupe.workers.contract.config import CriticConfig, CriticLossConfig, ModelConfig, Rendezvous, TrainerConfig
+from troupe.workers.contract.config import (
+    CriticConfig,
+    CriticLossConfig,
+    LoraConfig,
+    ModelConfig,
+    Rendezvous,
+    TrainerConfig,
+)
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics
 from troupe.workers.contract.offline_config import (
     DpoLossConfig,
@@ -98,6 +105,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 STAGES = (0, 1, 2, 3)
 CRITICS = (1, 3)
 RESUMED = (1, 3)
+LORA = LoraConfig(rank=3, alpha=6)
 OFFLINE: dict[str, tuple[int, OfflineLossConfig]] = {
     "sft": (0, SftLossConfig()),
     "sft with ZeRO 3": (3, SftLossConfig()),
@@ -229,16 +237,27 @@ class Scenarios:
         found = {"metrics": [metrics], "weights": weights_of(resumed), "divergence": (total, states)}
         self.found[f"resumed {stage}"] = found
 
-    def policy_worker(self, stage: int, size: int) -> PolicyWorker:
-        config = policy_config(self.model, stage, "float32")
-        worker = PolicyWorker(config.model_copy(update={"trainer": self.settings(stage, size)}), "policy")
+    def policy_worker(self, stage: int, size: int, lora: LoraConfig | None = None) -> PolicyWorker:
+        changes = {"trainer": self.settings(stage, size), "lora": lora}
+        worker = PolicyWorker(policy_config(self.model, stage, "float32").model_copy(update=changes), "policy")
         worker.build()
         return worker
 
+    def adapters(self, stage: int) -> None:
+        """`policy` with adapters, which the reference of stage 1 is without."""
+        rows = (grouped(), GROUPS, True) if stage in (0, 3) else (batch(), ROWS, False)
+        self.found[f"adapters {stage}"] = [self.updates(stage, size, *rows, LORA) for size in (1, 2)]
+
     def updates(
-        self, stage: int, size: int, table: pa.Table, rows: Sequence[tuple[int, ...]], shared: bool
+        self,
+        stage: int,
+        size: int,
+        table: pa.Table,
+        rows: Sequence[tuple[int, ...]],
+        shared: bool,
+        lora: LoraConfig | None = None,
     ) -> dict[str, Any]:
-        worker, plan = self.policy_worker(stage, size), self.plan(rows, size, shared)
+        worker, plan = self.policy_worker(stage, size, lora), self.plan(rows, size, shared)
         found: dict[str, Any] = {"before": by_uid(worker.compute_logprobs(plan, table)[1], "old_logprobs")}
         if stage == 1:
             found["reference"] = by_uid(worker.reference_logprobs(plan, table)[1], "ref_logprobs")
@@ -300,6 +319,8 @@ class Scenarios:
             self.policy(stage)
         for stage in CRITICS:
             self.critic(stage)
+        for stage in STAGES if self.world == 2 else ():
+            self.adapters(stage)
         if self.world == 2:
             for name, (stage, loss) in OFFLINE.items():
                 self.offline(name, stage, loss)
@@ -417,7 +438,10 @@ def test_a_model_that_cannot_divide_its_rows_is_refused(name: str, found: list[d
         assert REFUSED[name][1] in rank[name]
 
 
-@pytest.mark.parametrize("scenario", [*(f"policy {stage}" for stage in STAGES), *(f"critic {s}" for s in CRITICS)])
+@pytest.mark.parametrize(
+    "scenario",
+    [*(f"{what} {stage}" for what in ("policy", "adapters") for stage in STAGES), *(f"critic {s}" for s in CRITICS)],
+)
 def test_updates_on_divided_rows_are_those_of_one_rank(scenario: str, found: list[dict[str, Any]]) -> None:
     equal_updates(found, scenario)
 

@@ -286,7 +286,7 @@ class LoraConfig(Frozen):
     """Numerator of the scaling, alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = ALL_LINEAR
     """Layers that have an adapter, by the last part of their name, such as `[q_proj, v_proj]`; `all-linear`: every
-    linear layer but the output head."""
+    linear layer but the output head. In a model with experts, name layers outside of their blocks."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of an adapter's inputs that is dropped in training. Only 0 is supported: with dropout, an update would not
     compute what the sampler and an evaluation compute."""

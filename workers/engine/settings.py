@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import (
+    ALL_LINEAR,
     GPU_BATCH_TOKENS,
     EngineProcess,
     LoraConfig,
@@ -127,10 +128,15 @@ def adapter_request(version: int, digest: str) -> LoRARequest:
 
 
 def _adapter_args(lora: LoraConfig | None) -> dict[str, Any]:
-    """Arguments of an engine that samples with adapters."""
+    """Arguments of an engine that samples with adapters.
+
+    Only the layers that are named get memory for adapters: vLLM would also prepare experts for them otherwise.
+    """
     if lora is None:
         return {}
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.reserved_rank}
+    targets = None if lora.targets == ALL_LINEAR else list(lora.targets)
+    arguments = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.reserved_rank}
+    return arguments | {"lora_target_modules": targets}
 
 
 def structured_outputs(config: StructuredConfig | None) -> StructuredOutputsParams | None:

@@ -27,6 +27,16 @@ _NAME = "default"
 """peft's name of an adapter that is the only one."""
 
 
+class _ScaledInside:
+    """A variant of peft's layer, W x + B (scaling A x): peft itself scales what B returns, which is much larger."""
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Add the adapter's part. `x`: [..., inputs]; `result`: [..., outputs], what the layer returns without it."""
+        inside = module.lora_A[active_adapter](x) * module.scaling[active_adapter]
+        return result + module.lora_B[active_adapter](inside)
+
+
 class Adapter:
     """The adapters of a model. Only they train of it, and the score head of a reward model or critic, whole."""
 
@@ -64,6 +74,8 @@ class Adapter:
         use_onednn(model)
         self._model = model
         self._layers: list[Any] = [module for module in model.modules() if _has_adapter(module)]
+        for layer in self._layers:
+            layer.lora_variant[_NAME] = _ScaledInside
         self._start: dict[str, torch.Tensor] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -171,13 +183,18 @@ def _trained_whole(model: PreTrainedModel) -> tuple[str, ...]:
 def _targets(model: PreTrainedModel, config: LoraConfig) -> tuple[str, ...]:
     """Last part of the names of the layers that have an adapter, sorted. Raises ValueError."""
     excluded = set(_heads(model))
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name not in excluded
-    }
+    blocks = tuple(f"{name.rpartition('.')[0]}." for name, _ in model.named_modules() if name.endswith(".experts"))
+    linear, beside_experts = set[str](), set[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name not in excluded:
+            (beside_experts if blocks and name.startswith(blocks) else linear).add(name.rpartition(".")[2])
     if config.targets == ALL_LINEAR:
         return tuple(sorted(linear))
+    if inside := [name for name in config.targets if name in beside_experts]:
+        raise ValueError(
+            f"roles.policy.lora.targets: {type(model).__name__} has {', '.join(inside)} beside its experts, where "
+            "adapters are not supported"
+        )
     if unknown := [name for name in config.targets if name not in linear]:
         names = ", ".join(sorted(linear))
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Adapters on vLLM's CPU build: one product for all tokens of a batch.
+"""Adapters on vLLM's CPU build: one product for all tokens of a batch, and experts with the CPU's own kernel.
 
 Its kernels copy the matrices of each token's adapter before they multiply, which takes several times as long as the
 model below. An engine of Troupe has memory for one adapter, so that all of these copies are the same.
@@ -7,12 +7,14 @@ model below. An engine of Troupe has memory for one adapter, so that all of thes
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 
 
 def _shrink(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, scaling: float = 1.0) -> None:
@@ -51,6 +53,21 @@ def multiply_at_once() -> None:
         replaced = _with_one_adapter(vars(lora_ops)[name], product)
         for module in (lora_ops, punica_cpu):
             setattr(module, name, replaced)
+
+
+def multiply_experts_without_adapters() -> None:
+    """Let vLLM choose the kernel of experts in this process as without adapters; before it loads a model.
+
+    With adapters it chooses one for experts that have some, which needs Triton. Those of Troupe have none.
+    """
+    module: Any = unquantized_fused_moe_method
+    chosen = module.select_unquantized_moe_backend
+
+    @wraps(chosen)
+    def choose(moe_config: Any) -> Any:
+        return chosen(replace(moe_config, is_lora_enabled=False))
+
+    module.select_unquantized_moe_backend = choose
 
 
 def _with_one_adapter(kernel: Callable[..., None], product: Callable[..., None]) -> Callable[..., None]:

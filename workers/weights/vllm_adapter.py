@@ -17,12 +17,13 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.platforms import current_platform
 
 from troupe.workers.engine.settings import ADAPTER_BACKEND, ADAPTER_ID
 from troupe.workers.models.adapter_files import DESCRIPTION, Description
 from troupe.workers.models.base_files import base_digest
 from troupe.workers.weights.adapter_slots import LayerAdapter, missing_parts, slot_problem
-from troupe.workers.weights.cpu_adapters import multiply_at_once
+from troupe.workers.weights.cpu_adapters import multiply_at_once, multiply_experts_without_adapters
 from troupe.workers.weights.file import WeightDigestMismatch, open_weights
 from troupe.workers.weights.shared_memory import FileMapping
 from troupe.workers.weights.vllm_transfer import (
@@ -211,4 +212,6 @@ class AdapterExtension(EngineExtension):
         return self.weight_transfer_engine
 
 
+if current_platform.is_cpu():
+    multiply_experts_without_adapters()
 WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, AdapterTransferEngine)

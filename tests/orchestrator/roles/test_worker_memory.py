@@ -35,6 +35,7 @@ from troupe.orchestrator.roles.worker_memory import (
     adapter_numbers,
     engine,
     head,
+    in_engine,
     kv_bytes,
     layer_bytes,
     save_copy,
@@ -272,6 +273,9 @@ def test_adapters_train_in_place_of_the_weights() -> None:
     numbers = adapter_numbers(SEVEN_B, lora)
     assert numbers == SEVEN_B.layers * 4 * (hidden + queries + inner + hidden)
     assert adapter_numbers(SEVEN_B, LoraConfig(rank=4)) > numbers == adapter_numbers(SEVEN_B, lora, 8) // 2
+    packed = {"q_proj", "k_proj", "v_proj"}
+    assert set(in_engine(LoraConfig(targets=("q_proj", "o_proj"))).targets) == packed | {"o_proj"}
+    assert in_engine(LoraConfig()) == LoraConfig()
     whole = told(zero_stage=2, ema_decay=0.5)
     parts = {part.name: part.bytes for part in training("policy-0", replace(whole, adapters=numbers))[0].parts}
     assert parts["base model"] == 2 * SEVEN_B.parameters
@@ -486,14 +490,14 @@ def test_a_gpu_that_is_too_small_is_reported_with_a_change_that_helps() -> None:
 
 @pytest.mark.parametrize("sleep", ["none", "kv_cache"])
 def test_an_engine_on_a_shared_gpu_always_holds_memory_for_adapters(sleep: str) -> None:
-    """Of every linear layer and the reserved rank; the file that brings adapters takes no buffer."""
+    """Of the layers that are computed with the target, at the reserved rank; the file with adapters takes no buffer."""
     lora = ("roles.policy.lora={rank: 12, targets: [q_proj]}", "weight_sync.backend=auto")
     shared = colocated(sleep, 0.5)
     memories = [planned(SEVEN_B, described_nodes("1x8xH100", 128), *shared, *more).memory for more in ((), lora)]
     whole, adapted = (
         next(m for m in memory.workers if (m.worker, m.where) == ("rollout-0", "gpu")) for memory in memories
     )
-    numbers = adapter_numbers(SEVEN_B, LoraConfig(rank=16))
+    numbers = adapter_numbers(SEVEN_B, LoraConfig(rank=16, targets=("q_proj", "k_proj", "v_proj")))
     for period in PERIODS:
         held = {part.name: part.bytes for part in adapted.parts if period in part.periods}
         assert held["adapters"] == 2 * numbers and not held.get("transfer")

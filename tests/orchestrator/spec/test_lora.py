@@ -71,11 +71,6 @@ def test_what_cannot_work_is_refused_at_its_field(override: str, expected: str) 
     assert expected in refusals(override)
 
 
-def test_workers_that_share_rows_are_refused() -> None:
-    found = refusals("roles.policy.workers=2", "roles.policy.sequence_parallel_size=2")
-    assert "roles.policy.sequence_parallel_size: adapters are not supported" in found
-
-
 def test_the_steps_of_trpo_are_those_of_the_adapters() -> None:
     spec = load_rollout_spec(SPECS / "algorithms" / "trpo.yaml", [f"{FIELD}={{}}"])
     assert spec.trains_adapters
@@ -133,7 +128,7 @@ def test_a_model_in_few_bits_below_adapters_is_refused_with_the_reason(field: st
         loaded(f"{FIELD}.rank=8", f"{field}=4")
 
 
-def test_models_with_experts_are_refused(tmp_path: Path) -> None:
+def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
     config: dict[str, Any] = json.loads((ROOT / ".cache/models/tiny-llama/config.json").read_text())
     for experts, said in ((0, False), (4, True)):
         (tmp_path / "config.json").write_text(
@@ -141,7 +136,10 @@ def test_models_with_experts_are_refused(tmp_path: Path) -> None:
         )
         spec = loaded(f"{FIELD}={{}}", f"model.path={tmp_path}")
         found = dict(spec.model_problems({"model": spec.model}))
-        assert (found.get(FIELD) == "is not supported for models with experts; train all weights") is said
+        refused = "adapters of experts are not supported; name other layers: [q_proj, k_proj, v_proj, o_proj]"
+        assert (found.get(f"{FIELD}.targets") == refused) is said
+    named = loaded(f"{FIELD}={{targets: [q_proj, k_proj, v_proj, o_proj]}}", f"model.path={tmp_path}")
+    assert not named.model_problems({"model": named.model})
 
 
 def chain(folder: Path, second: dict[str, Any]) -> Path:

@@ -181,6 +181,24 @@ def test_on_one_gpu_adapters_train_beside_the_engine(tmp_path: Path) -> None:
     assert document["roles"]["rollout"]["colocate_with"] == "policy"
 
 
+@pytest.mark.parametrize("latent", [False, True])
+def test_in_a_model_with_experts_only_attention_has_adapters(latent: bool, tmp_path: Path) -> None:
+    """Latent attention has layers of other names."""
+    model = llama(tmp_path / "model", 5120, 24, 13824)
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "qwen3_moe"}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1728}
+    if latent:
+        config |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    (model / "config.json").write_text(json.dumps(config))
+    choices = chosen(model, gpus=1, gpu_type="A100-40G", cpus=16)
+    if latent:
+        with pytest.raises(DoesNotFit):
+            fitting_document(choices, read_data(choices))
+        return
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["roles"]["policy"]["lora"]["targets"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
 def test_an_algorithm_with_a_critic_needs_two_gpus(tiny_model: Path) -> None:
     choices = chosen(tiny_model, algorithm="ppo", gpus=1)
     with pytest.raises(UsageError, match="--gpus: ppo needs at least 2 GPUs"):

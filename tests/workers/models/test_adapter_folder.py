@@ -10,9 +10,10 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
 
 from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.models.adapter import Adapter
 from troupe.workers.models.adapter_folder import read_adapter
 from troupe.workers.models.modeling import load_causal, load_value
 from troupe.workers.training.model_adapter import ModelAdapter
@@ -160,3 +161,15 @@ def test_settings_of_peft_that_are_more_than_b_a_are_refused(trained: Path, tmp_
     (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ValueError, match="dora: it has use_dora, which is not supported"):
         read_adapter(folder)
+
+
+def test_layers_beside_experts_have_no_adapters() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 50}
+    shared: dict[str, Any] = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "num_experts": 4}
+    config = Qwen2MoeConfig(**sizes, **shared, num_attention_heads=4, num_key_value_heads=2)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="Qwen2MoeForCausalLM has up_proj beside its experts"):
+        Adapter(model, LoraConfig(rank=2, targets=("q_proj", "up_proj")))
+    adapter = Adapter(model, LoraConfig(rank=2))
+    assert adapter.targets == ("k_proj", "o_proj", "q_proj", "v_proj")
+    assert len(list(adapter.named_parameters())) == 8
