@@ -270,8 +270,8 @@ def command_parser(module: str, description: str | None) -> argparse.ArgumentPar
 def run_benchmark(measure: Callable[[], Report], path: Path | None) -> None:
     """Run a benchmark's command: measure, print the table, write the results file (see `Report.write`).
 
-    SIGTERM raises SystemExit, so that no process is left behind. Where the code changes meanwhile, the results are those
-    of no state of the code.
+    SIGTERM raises SystemExit, so that no process is left behind. If the code changes meanwhile, the results are of no
+    state of it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began, code = time.monotonic(), code_state()
