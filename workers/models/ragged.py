@@ -38,11 +38,15 @@ class Ragged:
         return [self.take(part) for part in rows.tensor_split(parts)]
 
     def take(self, rows: torch.Tensor) -> Ragged:
-        """A copy of the given rows (int64, may repeat), in order. Integers become int64."""
+        """A copy of the given rows (int64, may repeat), in order."""
         lengths = self.lengths[rows]
         offset = self.starts[rows] - (lengths.cumsum(0) - lengths)
-        values = self.values[torch.arange(int(lengths.sum())) + torch.repeat_interleave(offset, lengths)]
-        return Ragged(values.long() if values.dtype is torch.int32 else values, lengths)
+        return Ragged(self.values[torch.arange(int(lengths.sum())) + torch.repeat_interleave(offset, lengths)], lengths)
+
+    def take_ids(self, rows: torch.Tensor) -> Ragged:
+        """As `take`, with token ids as int64, however wide they are here."""
+        taken = self.take(rows)
+        return Ragged(taken.values.long(), taken.lengths)
 
 
 def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
@@ -60,7 +64,7 @@ def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
 def ragged_view(column: pa.ChunkedArray | pa.Array) -> Ragged:
     """As `ragged`, but int32 and float32 values stay where they are, which may be the object store: read them only.
 
-    A batch of gigabytes is not copied to take a few of its rows. int32 values become int64 in `Ragged.take`.
+    A batch of gigabytes is not copied to take a few of its rows.
 
     Raises:
         ValueError: as `ragged`.

@@ -145,7 +145,7 @@ class TokenTable:
         if not rows:
             return filler_batch()
         index = torch.tensor(rows, dtype=torch.int64)
-        prompts, responses = self.prompts.take(index), self.responses.take(index)
+        prompts, responses = self.prompts.take_ids(index), self.responses.take_ids(index)
         width = int((prompts.lengths + responses.lengths).max())
         input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
         sequence = responses.sequence()
@@ -178,7 +178,7 @@ class TokenTable:
         index = torch.tensor(rows, dtype=torch.int64)
         unit, counts = self._units(index, shared)
         firsts = counts.cumsum(0) - counts
-        prompts, responses = self.prompts.take(index[firsts]), self.responses.take(index)
+        prompts, responses = self.prompts.take_ids(index[firsts]), self.responses.take_ids(index)
         widths = prompts.lengths.index_add(0, unit, responses.lengths)
         starts = widths.cumsum(0) - widths
         # Where the responses start: behind the prompt, and behind earlier responses of their unit.
