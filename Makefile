@@ -62,7 +62,7 @@ docs: $(STAMP) ## build the documentation into site/, with its generated pages b
 	$(RUN) "$(BIN)/python" -m docs.tooling.write_reference
 	$(RUN) NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict
 
-bench: models ## run all benchmarks and write their table in the docs (hours); ARGS="--only data_plane" runs some
+bench: models ## run the benchmarks that are not recorded for this code, and write their table in the docs (hours); ARGS="--minutes 30" runs a piece
 	$(RUN) "$(BIN)/python" -m benchmarks.suite $(ARGS)
 
 bench-quick: models ## run small benchmarks and compare them with the recorded ratios of this kind of machine

@@ -2,11 +2,16 @@
 
     python -m benchmarks.data_plane --table train
     python -m benchmarks.data_plane --table rollouts
+    python -m benchmarks.data_plane --samples 62000 --repeat 1   # 4 GB
 
 `put` is `Cluster.put`, which the product uses; it returns when the bytes are in shared memory. `get` copies nothing: it
 maps the table in a time that does not depend on its size, so GB/s of `get` alone would be meaningless. The benchmark
-therefore reads every byte after `get`, and also times the same reading of a table in private memory. Baseline: `memcpy`
-between two warm buffers of the same size.
+therefore reads every byte after `get`, and also times the same reading of a table in private memory. What a trainer
+waits for is another contender: `get`, decode, and the tensors of the first micro-batch. Baseline: `memcpy` from the
+table to a warm buffer.
+
+Above 1 GB only what fits in a machine of 24 GiB is measured: no torch tensors and no pickle, which hold several copies,
+and one table in the store.
 """
 
 from __future__ import annotations
@@ -23,17 +28,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import ray
 import torch
 
-from benchmarks.support.harness import GIGABYTES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
+from benchmarks.support.harness import (
+    GIGABYTES,
+    SKIPPED,
+    NotCorrect,
+    Report,
+    Turn,
+    command_parser,
+    run_benchmark,
+    take_turns,
+)
 from benchmarks.support.processes import Meter
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.workers.contract.messages import ROLLOUTS, TRAIN
 from troupe.workers.models.ragged import Ragged, list_column, ragged
+from troupe.workers.models.token_batch import TokenTable
 
 MEMCPY, PUT, GET, TORCH = "memcpy", "troupe put", "troupe get, then read", "ray.put of torch tensors"
+BATCH, TORCH_BATCH = "troupe get to first batch", "ray.get of torch tensors to first batch"
 BUFFER = "ray.put of one buffer"
 """As many unstructured bytes as the table has: the cost of Ray itself."""
 PROMPT_TOKENS = 256
@@ -41,6 +58,14 @@ CHARACTERS = 4
 """Characters of text per response token."""
 HELD_BYTES = 2**26
 """Bytes that a turn keeps in the store before it drops them, so that the store reuses memory, as in a long run."""
+BIG_BYTES = 2**30
+"""A table from this size on is alone in the store, and has no contenders that hold several copies of it."""
+MEMCPY_BYTES = 2**30
+"""Size of the warm buffer that `memcpy` copies to, again and again."""
+BIG_COPIES = 2.5
+"""Memory that a big table needs, in multiples of its size: itself, its place in the store, what it is built from."""
+FIRST_ROWS = 2
+"""Rows of the first micro-batch."""
 FREE_S = 0.02
 """Unmeasured wait for the store to free dropped objects."""
 
@@ -193,26 +218,34 @@ class TransferContenders:
         self._repeat = repeat
         self._size = sum(buffer.size for buffer in buffers(table))
         self._tensors = tensors_of(table)
-        self._source = np.frombuffer(np.random.default_rng(0).bytes(self._size), np.uint8)
-        self._target = np.ones_like(self._source)
+        self._big = self._size >= BIG_BYTES
+        self._tensors = {} if self._big else tensors_of(table)
+        self._target = np.ones(min(self._size, MEMCPY_BYTES), np.uint8)
         self._ref = Cluster.put(table)
+        self._tensors_ref = Cluster.put(self._tensors)
         self.copies = self._checked()
 
     def all(self) -> dict[str, Callable[[], Iterator[float]]]:
         """By contender, a function that yields the seconds of each repetition."""
-        return {
+        contenders: dict[str, Callable[[], Iterator[float]]] = {
             MEMCPY: self._memcpy,
-            PUT: lambda: self._put(self._table),
-            BUFFER: lambda: self._put(self._source),
+            PUT: self._replace if self._big else lambda: self._put(self._table),
+            BATCH: lambda: self._timed(lambda: first_batch(ray.get(self._ref))),
+            "read where it is": lambda: self._timed(lambda: read(self._table)),
+            GET: lambda: self._timed(lambda: read(ray.get(self._ref))),
+        }
+        if self._big:
+            return contenders
+        return contenders | {
+            BUFFER: lambda: self._put(self._target),
             TORCH: lambda: self._put(self._tensors),
-            "pickle and unpickle": self._pickle,
-            "read where it is": lambda: self._read(lambda: self._table),
-            GET: lambda: self._read(lambda: ray.get(self._ref)),
+            TORCH_BATCH: lambda: self._timed(lambda: first_rows(ray.get(self._tensors_ref))),
+            "pickle and unpickle": lambda: self._timed(lambda: pickle.loads(pickle.dumps(self._table))),  # noqa: S301
         }
 
     def turn(self, name: str) -> Turn:
         """Run one turn of a contender."""
-        size = tensor_bytes(self._tensors) if name == TORCH else self._size
+        size = tensor_bytes(self._tensors) if name in (TORCH, TORCH_BATCH) else self._size
         copies = {PUT: self.copies.put, GET: self.copies.get}
         figures = {"copies per byte": copies[name]} if name in copies else {}
         if name == GET:
@@ -231,6 +264,11 @@ class TransferContenders:
             raise NotCorrect("the table from the store differs from the one that was put")
         if read(got) != read(self._table):
             raise NotCorrect("the table from the store has another digest than the one that was put")
+        batch, tokens = first_batch(got), first_rows(tensors_of(self._table.slice(0, FIRST_ROWS)))
+        if batch != tokens:
+            raise NotCorrect(f"the first batch sums to {batch}, its rows in the table to {tokens}")
+        if self._big:
+            return Copies.of(self._table, got)
         if not pickle.loads(pickle.dumps(self._table)).equals(self._table):  # noqa: S301 (its own bytes)
             raise NotCorrect("the unpickled table differs from the one that was pickled")
         tensors = ray.get(ray.put(self._tensors))
@@ -240,9 +278,23 @@ class TransferContenders:
         return Copies.of(self._table, got)
 
     def _memcpy(self) -> Iterator[float]:
+        sources = [np.frombuffer(one, np.uint8) for one in buffers(self._table)]
+        pieces = [own[at : at + MEMCPY_BYTES] for own in sources for at in range(0, own.size, MEMCPY_BYTES)]
         for _ in range(self._repeat):
+            began, at = time.perf_counter(), 0
+            for piece in pieces:
+                at = at if at + piece.size <= self._target.size else 0
+                np.copyto(self._target[at : at + piece.size], piece)
+                at += piece.size
+            yield time.perf_counter() - began
+
+    def _replace(self) -> Iterator[float]:
+        """Puts the only table of the store, once the one before has left it."""
+        for _ in range(self._repeat):
+            del self._ref
+            time.sleep(1.0)  # a table of gigabytes leaves the store later
             began = time.perf_counter()
-            np.copyto(self._target, self._source)
+            self._ref = Cluster.put(self._table)
             yield time.perf_counter() - began
 
     def _put(self, what: Any) -> Iterator[float]:
@@ -255,17 +307,32 @@ class TransferContenders:
                 held.clear()
                 time.sleep(FREE_S)
 
-    def _pickle(self) -> Iterator[float]:
+    def _timed(self, work: Callable[[], object]) -> Iterator[float]:
         for _ in range(self._repeat):
             began = time.perf_counter()
-            pickle.loads(pickle.dumps(self._table))  # noqa: S301
+            work()
             yield time.perf_counter() - began
 
-    def _read(self, table: Callable[[], pa.Table]) -> Iterator[float]:
-        for _ in range(self._repeat):
-            began = time.perf_counter()
-            read(table())
-            yield time.perf_counter() - began
+
+def first_batch(table: pa.Table) -> float:
+    """Decode a TRAIN or ROLLOUTS table as a trainer does; returns the sum of the first micro-batch's tokens."""
+    batch = TokenTable(table).packed_batch(range(FIRST_ROWS))
+    return float(batch.input_ids.sum())
+
+
+def first_rows(tensors: dict[str, Ragged]) -> float:
+    """The sum of the tokens of the first rows."""
+    both = (tensors[name] for name in ("prompt_ids", "response_ids"))
+    return float(sum(int(one.values[: int(one.lengths[:FIRST_ROWS].sum())].sum()) for one in both))
+
+
+def memory_problem(samples: int, tokens: int, available: int) -> str:
+    """Why a TRAIN table does not fit in `available` bytes; empty where it does."""
+    size = samples * 4 * (PROMPT_TOKENS + 4 * tokens)
+    needed = int(BIG_COPIES * size) + MEMCPY_BYTES
+    if size < BIG_BYTES or needed <= available:
+        return ""
+    return f"a table of {size / 1e9:.1f} GB needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} are available"
 
 
 async def measure(kind: str, samples: int, tokens: int, repeat: int, turns: int) -> Report:
@@ -310,10 +377,12 @@ def main() -> None:
     """Measure, print the table, write the results file."""
     given = parse(sys.argv[1:])
     samples, repeat = {"train": (1024, 8), "rollouts": (8, 64)}[given.table]
+    rows = given.samples or samples
+    if problem := memory_problem(rows, given.tokens, psutil.virtual_memory().available):
+        print(f"skipped: {problem}")
+        sys.exit(SKIPPED)
     run_benchmark(
-        lambda: asyncio.run(
-            measure(given.table, given.samples or samples, given.tokens, given.repeat or repeat, given.turns)
-        ),
+        lambda: asyncio.run(measure(given.table, rows, given.tokens, given.repeat or repeat, given.turns)),
         given.json,
     )
 

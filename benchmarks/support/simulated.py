@@ -93,6 +93,8 @@ class Shape:
     restarts: int = 0
     probe_every_s: float = 20.0
     """The spec's default, `failures.health_interval_s`."""
+    timeout_s: float = TIMEOUT_S
+    """Bound on every call."""
 
     @property
     def sequences(self) -> int:
@@ -103,7 +105,7 @@ class Shape:
     def spec(self) -> RolloutSpec:
         """The spec of the run: nothing but engines may fail."""
         timeouts = dict.fromkeys(
-            ("start_timeout_s", "generate_timeout_s", "train_timeout_s", "step_timeout_s"), TIMEOUT_S
+            ("start_timeout_s", "generate_timeout_s", "train_timeout_s", "step_timeout_s"), self.timeout_s
         )
         return fake_spec(
             algorithm={"name": "reinforce", "group_size": self.samples},
@@ -209,7 +211,7 @@ class Simulation:
         pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, spec)
         pool.max_load = shape.slots * shape.samples
         policy = PolicyGroup("policy", [workers.policy], 16384)
-        rewards = RewardPool([workers.reward], TIMEOUT_S)
+        rewards = RewardPool([workers.reward], shape.timeout_s)
         ledger = Ledger()
         prompts = PromptSource(_Pool((shape.steps + shape.staleness + 1) * shape.groups), 17)
         scheduler = RolloutScheduler(spec, pool, Scorer(rewards, ()), ledger, self._drawn(prompts), None)
@@ -217,7 +219,7 @@ class Simulation:
         source = RolloutSource(spec, out, makers, self.clock, self.stop)
         updates = RolloutUpdates(spec, policy, None, self.clock)
         sinks = MetricSinks.open(LoggedRun(out))
-        store, sync = CheckpointStore(out / "checkpoints", 1), FileSync(policy, pool, TIMEOUT_S)
+        store, sync = CheckpointStore(out / "checkpoints", 1), FileSync(policy, pool, shape.timeout_s)
         recovery = TrainerRecovery(spec, updates, sync.push, store, _restart, self.clock)
         recorder = StepRecorder(spec, out, updates.trainers)
         components = RunComponents(source, updates, recovery, sync, None, ledger, recorder)

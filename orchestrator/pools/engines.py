@@ -255,17 +255,16 @@ class EnginePool(ReplicaPool[Engine]):
 
     async def finished_samples(self, timeout_s: float) -> list[tuple[tuple[FinishedSamples, ...], TableRef]]:
         """The finished samples of groups that run, by engine. An engine that does not answer in time has none."""
-        asked = (engine.finished_samples(timeout_s) for engine in self.engines if engine.outstanding)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        found: list[tuple[tuple[FinishedSamples, ...], TableRef]] = []
-        for answer in answers:
-            if isinstance(answer, WorkerError):
-                logger.warning("its finished samples are not kept: %s", answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                found.append(answer)
-        return found
+
+        async def ask(engine: Engine) -> tuple[tuple[FinishedSamples, ...], TableRef] | None:
+            try:
+                return await engine.finished_samples(timeout_s)
+            except WorkerError as error:
+                logger.warning("its finished samples are not kept: %s", error)
+                return None
+
+        answers = await gather_all(ask(engine) for engine in list(self.engines) if engine.outstanding)
+        return [answer for answer in answers if answer is not None]
 
     async def acquire(self, samples: int) -> Engine:
         """Waits for a serving engine with room for `samples` and reserves them on the least-loaded one.

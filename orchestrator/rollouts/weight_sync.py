@@ -156,9 +156,16 @@ class FileSync:
         # Suspect engines too: one that recovers must not serve the previous version.
         engines = self._pool.receivers
         await self._write_to_hosts(update, engines)
-        applied = await asyncio.gather(*(self._apply(update, engine) for engine in engines), return_exceptions=True)
+
+        async def apply(engine: Engine) -> WeightAck | Exception | None:
+            try:
+                return await self._apply(update, engine)
+            except Exception as error:
+                return error  # raised once every engine has answered
+
+        applied = await gather_all(apply(engine) for engine in engines)
         for outcome in applied:
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, Exception):
                 raise outcome
         return {ack.engine: ack.digest for ack in applied if isinstance(ack, WeightAck)}
 

@@ -33,3 +33,17 @@ def test_reading_sees_every_byte() -> None:
         "advantages",
     }
     assert data_plane.tensor_bytes(tensors) == 8 * (6 * 8 + data_plane.PROMPT_TOKENS * 8 + 37 * (8 + 1 + 3 * 4))
+
+
+def test_the_first_batch_has_the_tokens_of_the_first_rows() -> None:
+    table = data_plane.train_table(8, 37, 1)
+    rows = table.slice(0, data_plane.FIRST_ROWS).to_pylist()
+    expected = sum(sum(row["prompt_ids"]) + sum(row["response_ids"]) for row in rows)
+    assert data_plane.first_batch(table) == expected == data_plane.first_rows(data_plane.tensors_of(table))
+
+
+def test_a_table_of_gigabytes_is_skipped_where_memory_is_short() -> None:
+    assert data_plane.memory_problem(1024, 4096, 0) == ""
+    assert data_plane.memory_problem(62_000, 4096, 20 * 10**9) == ""
+    problem = data_plane.memory_problem(62_000, 4096, 10**9)
+    assert "4.1 GB needs 11.4 GB" in problem and "1.0 are available" in problem

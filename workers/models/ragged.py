@@ -38,10 +38,15 @@ class Ragged:
         return [self.take(part) for part in rows.tensor_split(parts)]
 
     def take(self, rows: torch.Tensor) -> Ragged:
-        """The given rows (int64, may repeat), in order."""
+        """A copy of the given rows (int64, may repeat), in order."""
         lengths = self.lengths[rows]
         offset = self.starts[rows] - (lengths.cumsum(0) - lengths)
         return Ragged(self.values[torch.arange(int(lengths.sum())) + torch.repeat_interleave(offset, lengths)], lengths)
+
+    def take_ids(self, rows: torch.Tensor) -> Ragged:
+        """As `take`, with token ids as int64, however wide they are here."""
+        taken = self.take(rows)
+        return Ragged(taken.values.long(), taken.lengths)
 
 
 def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
@@ -50,16 +55,38 @@ def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
     Raises:
         ValueError: it is not a list column, or a row or an entry is null.
     """
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    flat, lengths = _flattened(column)
+    values = flat.to_numpy(zero_copy_only=False)
+    kind = {"i": np.int64, "f": np.float32, "b": np.bool_}[values.dtype.kind]
+    return Ragged(torch.from_numpy(np.array(values, dtype=kind)), lengths)
+
+
+def ragged_view(column: pa.ChunkedArray | pa.Array) -> Ragged:
+    """As `ragged`, but int32 and float32 values stay where they are, which may be the object store: read them only.
+
+    A batch of gigabytes is not copied to take a few of its rows.
+
+    Raises:
+        ValueError: as `ragged`.
+    """
+    flat, lengths = _flattened(column)
+    if len(flat) == 0 or not (pa.types.is_int32(flat.type) or pa.types.is_float32(flat.type)):
+        return ragged(column)
+    return Ragged(torch.from_dlpack(flat), lengths)
+
+
+def _flattened(column: pa.ChunkedArray | pa.Array) -> tuple[pa.Array, torch.Tensor]:
+    """The values of a list column, and int64 lengths. Raises ValueError: it is no list column or has nulls."""
+    if isinstance(column, pa.ChunkedArray):  # `combine_chunks` copies even a single one
+        array: pa.Array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    else:
+        array = column
     if not isinstance(array, pa.ListArray):
         raise ValueError(f"expected a column of lists, got {array.type}")
     flat = array.flatten()
     if array.null_count or flat.null_count:
         raise ValueError("the list column has nulls; expected numbers")
-    values = flat.to_numpy(zero_copy_only=False)
-    kind = {"i": np.int64, "f": np.float32, "b": np.bool_}[values.dtype.kind]
-    lengths = np.diff(array.offsets.to_numpy()).astype(np.int64)
-    return Ragged(torch.from_numpy(np.array(values, dtype=kind)), torch.from_numpy(lengths))
+    return flat, torch.from_numpy(np.diff(array.offsets.to_numpy()).astype(np.int64))
 
 
 def list_column(values: torch.Tensor, lengths: torch.Tensor, dtype: pa.DataType) -> pa.Array:

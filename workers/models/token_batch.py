@@ -22,7 +22,7 @@ from troupe.workers.contract.messages import (
     identities,
 )
 from troupe.workers.models.kept_tokens import read_kept
-from troupe.workers.models.ragged import Ragged, list_column, ragged
+from troupe.workers.models.ragged import Ragged, list_column, ragged, ragged_view
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
@@ -115,8 +115,8 @@ class TokenTable:
             ValueError: a prompt is empty, or a column's row lengths differ from those of the responses.
         """
         self.table = table
-        self.prompts = ragged(table.column("prompt_ids"))
-        self.responses = ragged(table.column("response_ids"))
+        self.prompts = ragged_view(table.column("prompt_ids"))
+        self.responses = ragged_view(table.column("response_ids"))
         self.loss_mask = ragged(table.column("loss_mask"))
         if len(self.prompts.lengths) and int(self.prompts.lengths.min()) == 0:
             raise ValueError(f"{_name(table, int(self.prompts.lengths.argmin()))} has an empty prompt")
@@ -129,7 +129,7 @@ class TokenTable:
         self._floats: dict[str, Ragged] = {}
         for name in FLOAT_COLUMNS:
             if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
-                self._floats[name] = ragged(table.column(name))
+                self._floats[name] = ragged_view(table.column(name))
                 _same_lengths(table, name, self._floats[name], self.responses)
 
     @classmethod
@@ -145,7 +145,7 @@ class TokenTable:
         if not rows:
             return filler_batch()
         index = torch.tensor(rows, dtype=torch.int64)
-        prompts, responses = self.prompts.take(index), self.responses.take(index)
+        prompts, responses = self.prompts.take_ids(index), self.responses.take_ids(index)
         width = int((prompts.lengths + responses.lengths).max())
         input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
         sequence = responses.sequence()
@@ -178,7 +178,7 @@ class TokenTable:
         index = torch.tensor(rows, dtype=torch.int64)
         unit, counts = self._units(index, shared)
         firsts = counts.cumsum(0) - counts
-        prompts, responses = self.prompts.take(index[firsts]), self.responses.take(index)
+        prompts, responses = self.prompts.take_ids(index[firsts]), self.responses.take_ids(index)
         widths = prompts.lengths.index_add(0, unit, responses.lengths)
         starts = widths.cumsum(0) - widths
         # Where the responses start: behind the prompt, and behind earlier responses of their unit.

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.support import harness
+from benchmarks.support.code_state import CodeState
 from benchmarks.support.harness import (
     GIGABYTES,
     SEQUENCES,
@@ -18,6 +20,7 @@ from benchmarks.support.harness import (
     best,
     ratios,
     rotated,
+    run_benchmark,
     take_turns,
 )
 
@@ -90,3 +93,16 @@ def test_report_counts_in_the_benchmarks_unit() -> None:
     report.show(console)
     text = console.export_text()
     assert "GB/s" in text and "4.00 (4.00 .. 4.00)" in text and "1.250 (1.250 .. 1.250)" in text
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_results_of_code_that_changed_meanwhile_are_of_no_state_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    before, after = CodeState("one", "1a2b", dirty=False), CodeState("two", "1a2b", dirty=True)
+    states = iter([before, after if changes else before])
+    monkeypatch.setattr(harness, "code_state", lambda: next(states))
+    run_benchmark(lambda: Report("name", {}, {"bare": [turn(1)]}, "bare", {}), tmp_path / "one.json")
+    written = json.loads((tmp_path / "one.json").read_text())
+    assert CodeState(**written["code"]) == (CodeState("", "1a2b", dirty=True) if changes else before)
+    assert written["elapsed_s"] >= 0.0

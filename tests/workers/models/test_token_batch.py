@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.workers.contract.messages import TRAIN, token_scores
-from troupe.workers.models.ragged import list_column, ragged
+from troupe.workers.models.ragged import list_column, ragged, ragged_view
 from troupe.workers.models.token_batch import TokenTable, filler_batch, score_table
 
 lists = st.lists(st.lists(st.integers(0, 1000), max_size=6), min_size=1, max_size=8)
@@ -62,6 +62,30 @@ def test_ragged_types() -> None:
     for bad in (pa.array([[1], None]), pa.array([[1, None]]), pa.array([1, 2])):
         with pytest.raises(ValueError, match="list"):
             ragged(bad)
+
+
+@pytest.mark.parametrize("dtype", [pa.int32(), pa.float32()])
+def test_a_view_is_where_its_column_is_and_gives_rows_as_a_copy_does(dtype: pa.DataType) -> None:
+    array = pa.array([[1], [2, 3], [], [4, 5, 6]], pa.list_(dtype))
+    for column in (array, pa.chunked_array([array]), array.slice(1, 3)):
+        view, copy = ragged_view(column), ragged(column)
+        own = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+        assert view.values.data_ptr() == own.flatten().buffers()[1].address + 4 * own.flatten().offset
+        assert torch.equal(view.values, copy.values.to(view.values.dtype)) and torch.equal(view.lengths, copy.lengths)
+        rows = torch.tensor([2, 0, 2])
+        taken, expected = view.take(rows), copy.take(rows)
+        assert taken.values.dtype == view.values.dtype and taken.values.tolist() == expected.values.tolist()
+        assert torch.equal(view.take_ids(rows).values, expected.values.long())
+        taken.values.zero_()  # rows are copies
+        assert torch.equal(ragged(column).values, copy.values)
+
+
+def test_a_view_of_other_values_is_a_copy() -> None:
+    assert ragged_view(pa.array([[True, False]])).values.tolist() == [True, False]
+    assert ragged_view(pa.array([[1.5]], pa.list_(pa.float64()))).values.dtype == torch.float32
+    assert ragged_view(pa.array([[]], pa.list_(pa.int32()))).values.dtype == torch.int64
+    with pytest.raises(ValueError, match="nulls"):
+        ragged_view(pa.array([[1, None]], pa.list_(pa.int32())))
 
 
 def test_list_column_refuses_lengths_that_do_not_fit() -> None:
