@@ -9,6 +9,8 @@ that the run itself records: the command until Ray is up, from there until each 
 worker to the first token. CPU seconds are those that each kind of process has used until that token. The baseline is a
 new process in which a bare `AsyncLLM` starts with the engine's settings and samples a first token: no run starts
 sooner than its engine. With `--running` the runs join a Ray head on this machine that is up before the first turn.
+A spec's evaluations before and after training are left out: the first one would begin with the first token, but its
+samples are written without their times.
 """
 
 from __future__ import annotations
@@ -216,6 +218,8 @@ def start_bare(spec: RolloutSpec, group: Group) -> Turn:
 
 async def measure(path: Path, changes: Sequence[str], turns: int, running: bool = False) -> Report:
     """Alternate the starts of the product and of a bare engine; `running`: on a cluster. Raises NotCorrect."""
+    if load_rollout_spec(path, changes).evaluation is not None:
+        changes = [*changes, "evaluation.at_start=false"]
     spec = load_rollout_spec(path, ["schedule.steps=1", *changes])
     pool, _ = load_pools(spec.data)
     (ids,) = encode_prompts(Path(spec.model.path), pool.table, range(1), _LONGEST_PROMPT)

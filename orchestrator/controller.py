@@ -206,22 +206,22 @@ class Controller:
         spec, source = self._spec, self.components.source
         heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self._watch_trainers())
         try:
-            await self._saves.try_all()
+            trial = self._saves.begin_trial()  # the trainers have nothing else to do until there is a batch
             if self.version:
                 await self._push(self.version)
             evaluation = spec.evaluation
             if evaluation is not None and evaluation.at_start and not self.version:
-                await unless_stopped(self.stop, self._evaluations.before_training())
+                await unless_stopped(self.stop, unless_failed(trial, self._evaluations.before_training()))
             elif self.state.unevaluated:
-                await unless_stopped(self.stop, self._evaluations.again(self.version))
-            await self.components.step_recorder.begin(self.version)
+                await unless_stopped(self.stop, unless_failed(trial, self._evaluations.again(self.version)))
+            self.components.step_recorder.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
             self._timers = self._new_timers()
             while self.version < spec.schedule.steps and not self._alarm_stops() and not self._has_no_gain():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
-                    await unless_failed(watch, self.step(self.version))
+                    await unless_failed(trial, unless_failed(watch, self.step(self.version)))
             snapshot = await self._settle()
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
@@ -311,6 +311,7 @@ class Controller:
         batch = await source.next_batch(self.version, timers)
         # 2. Policy and critic learn from it.
         with timers.phase("update"):
+            await self._saves.end_trial()
             await self.components.step_recorder.settle()
             before = self.state
             updates, self.state = await self.components.recovery.train(step, batch, before)

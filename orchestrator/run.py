@@ -258,7 +258,7 @@ async def open_run(
         checks: Checks the data meanwhile. Where they fail, the start ends; otherwise they may still run in the block.
     """
     console.phase("start Ray", 0, 1)
-    engines = not request.classes and (roles is None or any(name in roles for name in SAMPLERS))
+    engines = roles is None or any(name in roles for name in SAMPLERS)
     server = server_of(request.spec, request.address) if engines else None
     cluster = Cluster.connect(room(request.spec), request.address, server)
     if resume_at is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -17,6 +18,8 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.isolation.child import python_command
 from troupe.workers.isolation.removal import remove_at_death
+
+logger = logging.getLogger(__name__)
 
 _ENTRY = "troupe.workers.preload.server:serve"
 _END_S = 5.0
@@ -38,15 +41,16 @@ class WorkerServer:
         remove_at_death(self._folder)
         self.path = str(Path(self._folder) / "workers")
         """Of its socket, which accepts connections already."""
+        self._errors = Path(self._folder) / "errors"
         theirs, self._owner = os.pipe()
-        with socket.socket(socket.AF_UNIX) as listener:
+        with socket.socket(socket.AF_UNIX) as listener, self._errors.open("w") as errors:
             listener.bind(self.path)
             listener.listen()
             self._process = subprocess.Popen(
                 python_command(_ENTRY, str(listener.fileno()), str(theirs), engine.model_dump_json()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a worker that it does not fork imports the same, and reports what is wrong
+                stderr=errors,
                 env=SETTINGS | LOCAL_SETTINGS | os.environ | TABLE_SETTINGS | worker_env(engine.threads, "cpu"),
                 pass_fds=(listener.fileno(), theirs),
                 start_new_session=True,  # it does not receive the terminal's Ctrl-C
@@ -55,6 +59,9 @@ class WorkerServer:
 
     def close(self) -> None:
         """End the process, but not the workers that it has forked."""
+        if self._process.poll():  # a worker that it does not fork starts all the same
+            lines = self._errors.read_text(errors="replace").splitlines() or ["no message"]
+            logger.warning("workers were not forked, and started more slowly: %s", lines[-1])
         os.close(self._owner)
         try:
             self._process.wait(_END_S)

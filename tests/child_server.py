@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import psutil
 
@@ -28,6 +30,10 @@ class Server:
         until = time.process_time() + seconds
         while time.process_time() < until:
             pass
+
+    def make_semaphore(self) -> Path:
+        self._lock = multiprocessing.get_context("spawn").Lock()
+        return Path("/dev/shm", "sem." + vars(self._lock)["_semlock"].name.removeprefix("/"))
 
     def leave_child(self) -> int:
         return psutil.Popen(["sleep", "1000"]).pid

@@ -22,7 +22,7 @@ PACKAGES = ("orchestrator", "workers")
 PURE = (
     *("workers.contract", "workers.algorithms"),
     *("workers.models.token_batch", "workers.models.ragged", "workers.models.kept_tokens"),
-    *("workers.telemetry", "workers.isolation", "workers.preload.forked_worker"),
+    *("workers.telemetry", "workers.isolation", "workers.preload.forked_worker", "workers.preload.setup_worker"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
     *("orchestrator.bench.points", "orchestrator.bench.results", "orchestrator.bench.bounds"),
     *("orchestrator.bench.sequences", "orchestrator.bench.training"),

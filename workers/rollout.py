@@ -55,6 +55,7 @@ from troupe.workers.engine.tool_calls import tool_parser
 from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
 from troupe.workers.episodes.reader import TurnReader, read_row
 from troupe.workers.episodes.turns import SampledTurn, TurnLimits
+from troupe.workers.isolation.imports import without_collections
 from troupe.workers.isolation.removal import remove_at_death, retire
 from troupe.workers.telemetry.peak_memory import FamilyPeak
 from troupe.workers.telemetry.start_activity import Activity, announce
@@ -158,7 +159,8 @@ class RolloutWorker:
         # Blocked from here on, the event loop would hold back the answer to the call before this one, by which the
         # node's watch finds this process.
         await asyncio.sleep(_TURN_S)
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with without_collections():
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         check_structured(self._config.sampling.structured)
         self._tokenizer = load_chat_tokenizer(self._config.model)

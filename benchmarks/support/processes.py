@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,8 +86,10 @@ class RemoteObject:
 def _serve(pipe: Connection, server: type, args: tuple[Any, ...]) -> None:
     """Main loop of the child: answer calls from `pipe` until the parent closes it, then end all descendants.
 
-    A call blocks the loop until its method returns; an exception is sent back as a traceback.
+    A call blocks the loop until its method returns; an exception is sent back as a traceback. SIGTERM ends the process
+    in order: multiprocessing then removes its semaphores, which it would report as leaked at the end of the parent.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     os.nice(max(0, RAY_NICENESS - os.nice(0)))
     built: Any = None
     try:
@@ -100,6 +105,10 @@ def _serve(pipe: Connection, server: type, args: tuple[Any, ...]) -> None:
         pass
     finally:
         end(psutil.Process().children())
+        util: Any = multiprocessing.util
+        util._exit_function()
+        util._flush_std_streams()
+        os._exit(0)  # the destructor of an engine fails while the interpreter ends
 
 
 def end(processes: Iterable[psutil.Process]) -> None:

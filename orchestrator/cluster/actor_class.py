@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from troupe.workers.isolation.death_watch import exit_with
+from troupe.workers.isolation.imports import without_collections
+from troupe.workers.preload.forked_worker import serves
 
 _RAYLET = "RAY_RAYLET_PID"
 """Ray's variable with the process that starts workers. Ray looks for its id, which a dead process keeps until it is
@@ -25,9 +27,12 @@ def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any
     module, _, name = path.partition(":")
 
     def create(self: Any, *args: Any) -> None:
+        serves()
         if raylet := int(os.environ.get(_RAYLET, 0)):
             exit_with(raylet)
-        self.worker = getattr(importlib.import_module(module), name)(*args)
+        with without_collections():
+            worker_class = getattr(importlib.import_module(module), name)
+        self.worker = worker_class(*args)
 
     forward = _forward_coroutine if concurrent else _forward
     methods = {method: forward(method) for method in dir(protocol) if not method.startswith("_")}

@@ -34,6 +34,7 @@ from troupe.orchestrator.ray_environment import (
 from troupe.orchestrator.signals import held_back
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
+from troupe.workers.preload import setup_worker
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def _configure(settings: Mapping[str, str]) -> None:
 def _start(cpus: int, tries: int = 3) -> Any:
     """Starts Ray, again if one of its processes was too slow to start, up to `tries` times."""
     try:
-        with _own_process_groups(), _without_unused_processes(), held_back():
+        with _own_process_groups(), _without_unused_processes(), _with_own_setup(), held_back():
             return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
     except Exception as error:  # Ray raises a bare Exception if one of its processes does not start
         if _SLOW_START in str(error) and tries > 1:
@@ -178,6 +179,23 @@ def _without_unused_processes() -> Iterator[None]:
     finally:
         for name, method in before.items():
             setattr(RayNode, name, method)
+
+
+@contextmanager
+def _with_own_setup() -> Iterator[None]:
+    """Ray's node starts its workers by `workers/preload/setup_worker.py`."""
+    ray_node: Any = RayNode
+    before = ray_node.start_raylet
+
+    def start_raylet(node: Any, *args: Any, **kwargs: Any) -> None:
+        node._ray_params.setup_worker_path = setup_worker.__file__
+        before(node, *args, **kwargs)
+
+    ray_node.start_raylet = start_raylet
+    try:
+        yield
+    finally:
+        ray_node.start_raylet = before
 
 
 def _let_agents_end(session: Path) -> None:

@@ -28,10 +28,12 @@ from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks import is_url
 from troupe.orchestrator.spec.load import read_document
+from troupe.orchestrator.worker_server import started_ahead
 
 if TYPE_CHECKING:
     from troupe.orchestrator.bench.results import Result
     from troupe.orchestrator.bench.training import TrainResult, TransferResult
+    from troupe.orchestrator.bench_run import BenchRequest
 
 PAGE = "bench.html"
 
@@ -79,19 +81,29 @@ def bench(
     if output is not None and output.suffix == ".json":
         raise UsageError(f"--output {output}: name the page; its results are written beside it as JSON")
     points = _points(spec, [parse_sweep(text) for text in sweep], set_, prompts)
+    page = output or points[0].spec.run_folder / PAGE
+    with started_ahead(points[0].spec, address):  # it imports while this process does
+        from troupe.orchestrator.bench_run import BenchRequest
+
+        complete = _measure(BenchRequest(points, batches, address, baseline == "vllm"), page, train, weights, as_json)
+    if not complete:
+        sys.exit(FAILURE)
+
+
+def _measure(rollouts: BenchRequest, page: Path, train: bool, weights: bool, as_json: bool) -> bool:
+    """Measure, write the page after every point, and print everything; whether all could be measured."""
     from troupe.orchestrator.bench.bounds import best_of
-    from troupe.orchestrator.bench_run import BenchRequest
     from troupe.orchestrator.bench_run import bench as measure
     from troupe.orchestrator.bench_training import TrainingRequest, measure_trainers, measure_transfers
     from troupe.orchestrator.reporting.console import Console
 
     console = Console(sys.stderr)
-    cores = None if cluster_to_join(address) is not None else os.cpu_count()
-    measured = _Measured(output or points[0].spec.run_folder / PAGE, cores)
+    cores = None if cluster_to_join(rollouts.address) is not None else os.cpu_count()
+    measured = _Measured(page, cores)
     try:
-        measure(BenchRequest(points, batches, address, baseline == "vllm"), console, measured.keep_rollouts)
+        measure(rollouts, console, measured.keep_rollouts)
         if (fastest := best_of(measured.rollouts)) is not None:
-            request = TrainingRequest(fastest, batches, address)
+            request = TrainingRequest(fastest, rollouts.batches, rollouts.address)
             if train:
                 measured.keep_trainers(measure_trainers(request, console))
             for transfer in measure_transfers(request, console) if weights else ():
@@ -99,8 +111,7 @@ def bench(
     finally:
         if measured.rollouts:
             measured.show(as_json=as_json)
-    if measured.is_incomplete:
-        sys.exit(FAILURE)
+    return not measured.is_incomplete
 
 
 class _Measured:

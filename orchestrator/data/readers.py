@@ -29,6 +29,7 @@ from troupe.orchestrator.spec.sections import (
     RecipeConfig,
     TableFile,
 )
+from troupe.workers.isolation.imports import without_collections
 
 MAX_LINE_BYTES = 16 << 20
 
@@ -312,7 +313,8 @@ def file_format(name: str) -> str:
 def _library(name: str, label: str) -> Any:
     """An optional library, imported where it is used."""
     try:
-        return importlib.import_module(name)
+        with without_collections():
+            return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0].replace("_", "-")
         raise DataError(f"{label}.kind: needs the package {package} ({error})") from None

@@ -64,10 +64,15 @@ class StepRecorder:
         self._writing: asyncio.Task[None] | None = None
         self._failed = False
 
-    async def begin(self, done: int) -> None:
-        """Removes what was kept after step `done`, which the run repeats, and takes the digest of the weights."""
-        if not self._keeps:
-            return
+    def begin(self, done: int) -> None:
+        """Removes what was kept after step `done`, which the run repeats, and takes the digest of the weights.
+
+        In the background, as the trainers may have something else to do: `settle` before the weights change.
+        """
+        if self._keeps:
+            self._writing = asyncio.create_task(self._begin(done), name=f"begin to keep steps after {done}")
+
+    async def _begin(self, done: int) -> None:
         try:
             await asyncio.to_thread(_prepare, self._folder, done)
             self._digests = await self._take_digests()
@@ -90,7 +95,7 @@ class StepRecorder:
             self._writing = asyncio.create_task(keeping, name=f"keep step {step}")
 
     async def settle(self) -> None:
-        """Waits until the last step is kept."""
+        """Waits until what was begun is done: the last step is kept."""
         if self._writing is not None:
             await self._writing
             self._writing = None

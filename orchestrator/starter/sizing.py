@@ -218,9 +218,8 @@ def _trainer(choices: Choices, settings: Sizing, workers: int) -> dict[str, Any]
         memory["gradient_checkpointing"] = True
     rate = learning_rate(choices)
     if settings.adapters:
-        memory["lora"] = {"rank": 16, "alpha": 32}
-        if has_experts(ModelConfig(path=choices.model)):
-            memory["lora"]["targets"] = [*ATTENTION]
+        targets = {"targets": [*ATTENTION]} if has_experts(ModelConfig(path=choices.model)) else {}
+        memory["lora"] = {"rank": 16, "alpha": 32, **targets}
         rate["learning_rate"] *= _ADAPTER_RATE
     return {
         "workers": workers,

@@ -82,14 +82,23 @@ class RunSaves:
         """Step of the last complete checkpoint."""
         self._failed = 0
         """Checkpoints in a row that were not written."""
+        self._trial: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
         self._overdue = False
         """Whether a checkpoint was given up with its trainers: the next step is saved."""
         self._times: dict[str, float] = {}
 
-    async def try_all(self) -> None:
-        """Has every trainer write a small part of a checkpoint (`TrainerSaves.try_all`). Raises TroupeError."""
-        await self._recovery.retry(self._trainers.try_all)
+    def begin_trial(self) -> asyncio.Task[None]:
+        """Begins to have every trainer write a small part of a checkpoint (`TrainerSaves.try_all`), beside the first
+        samples. The task raises TroupeError."""
+        self._trial = asyncio.create_task(self._recovery.retry(self._trainers.try_all))
+        return self._trial
+
+    async def end_trial(self) -> None:
+        """Waits until the trainers have written it. Raises TroupeError."""
+        if self._trial is not None:
+            await asyncio.wait({self._trial})
+            self._trial.result()
 
     async def save_if_due(self, now: Moment) -> None:
         """Saves the step if it is due, and reports the checkpoint that has been written meanwhile.
@@ -129,15 +138,17 @@ class RunSaves:
 
     async def last(self, snapshot: SourceSnapshot, now: Moment) -> None:
         """Saves the end of the run, and waits until it is uploaded. Raises TroupeError, OSError."""
+        await self.end_trial()
         await self.settle()
         await self._save(snapshot, now)
         await self._uploads.settle(last=True)
 
     async def cancel(self) -> None:
-        """Gives up the checkpoint that is being written, of a run that has failed."""
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        """Gives up what is being written, of a run that has failed."""
+        for task in (self._trial, self._running):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     def metrics(self) -> dict[str, float]:
         """Seconds of copies, waits and writes since the last call."""

@@ -628,18 +628,18 @@ def test_an_export_that_fails_counts_as_a_save_that_fails(tmp_path: Path) -> Non
     assert CheckpointStore(tmp_path / "checkpoints", 2).steps() == [2]
 
 
-def test_what_cannot_be_saved_ends_the_run_before_it_samples(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_ends_the_run_before_it_trains(tmp_path: Path) -> None:
     run = RolloutRun(tmp_path)
     policy = _Unexportable()
     policy.broken_at_start = True
     run.policies = [policy]
     with pytest.raises(WorkerRaised, match="no tokenizer"):
         run.run()
-    assert run.controller.components.ledger.counts()["dispatched"] == 0
+    assert policy.updates == [] and run.lines() == []
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_workers_that_write_to_another_disk_end_the_run_before_it_samples(tmp_path: Path) -> None:
+def test_workers_that_write_to_another_disk_end_the_run_before_it_trains(tmp_path: Path) -> None:
     class Elsewhere(FakePolicy):
         async def try_save(self, directory: str) -> None:
             await super().try_save(str(tmp_path / "elsewhere"))

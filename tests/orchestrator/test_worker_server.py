@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -23,17 +24,21 @@ from troupe.workers.preload import forked_worker
 from troupe.workers.preload import server as preload
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY, SERVER_VARIABLE
 
-ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
+ENGINE = EngineProcess(device="cpu", threads=2, enforce_eager=True)
 SCRIPT = """
-import json, os, sys
+import json, os, signal, sys
 from pathlib import Path
 from troupe.workers.engine import process
 
 def told(pipe):
-    pipe.send("vllm.v1.worker.cpu_worker" in sys.modules)
+    torch = sys.modules["torch"]
+    openmp = [line for line in torch.__config__.parallel_info().splitlines() if "omp_get_max_threads" in line]
+    pipe.send(["vllm.v1.worker.cpu_worker" in sys.modules, torch.get_num_threads(), openmp[0].split()[-1]])
 
 if __name__ == "__main__":
     found = {"argv": sys.argv[1:], "imported": "vllm.v1.engine.async_llm" in sys.modules}
+    if found["imported"] and "killed" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
     found |= {"group": os.getpgid(0) == os.getpid(), "descriptors": sorted(os.listdir("/proc/self/fd"))[:3]}
     if found["imported"]:
         found |= {"threads": sys.modules["torch"].get_num_threads(), "left": "TROUPE_ONLY_HERE" in os.environ}
@@ -59,7 +64,7 @@ def start(server: WorkerServer, folder: Path, engine: EngineProcess | None, *arg
     """Ray's node starts a worker, whose result will be in `folder / "result"`."""
     (folder / "script.py").write_text(SCRIPT)
     asked = {SERVER_VARIABLE: server.path, ENGINE_VARIABLE: "" if engine is None else engine.model_dump_json()}
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if engine is None else "1"} | asked
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1" if engine is None else "2"} | asked
     command = [sys.executable, forked_worker.__file__, str(folder / "script.py"), *arguments, str(folder / "result")]
     return subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
@@ -117,10 +122,35 @@ def test_nothing_is_forked_for_a_worker_that_has_waited_too_long(monkeypatch: py
             assert there.recv(len(REPLY)) == REPLY
 
 
+@pytest.mark.parametrize(("forks", "serves"), [(True, True), (True, False), (False, False)])
+def test_who_asks_for_a_worker_waits_until_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool, serves: bool
+) -> None:
+    """The server answers when it has forked it, and the fork when it serves; one that is killed before closes."""
+    monkeypatch.setenv(SERVER_VARIABLE, str(tmp_path / "workers"))
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as threads:
+        listener.bind(str(tmp_path / "workers"))
+        listener.listen()
+        asking = threads.submit(forked_worker._fork, ["script.py"])
+        connection, _ = listener.accept()
+        request = preload._received(connection)
+        for descriptor in request.descriptors:
+            os.close(descriptor)
+        assert request.argv == ["script.py"]
+        if forks:
+            connection.sendall(REPLY)
+        if serves:
+            monkeypatch.setattr(forked_worker, "waiting", [connection])
+            forked_worker.serves()
+        connection.close()
+        assert asking.result(60) is serves
+
+
 @pytest.mark.real
 def test_workers_are_forks_that_have_imported_everything_and_an_engine_is_a_fork_of_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that is killed before it serves is started without a fork, at once."""
     monkeypatch.setenv("TROUPE_ONLY_HERE", "1")
     server = WorkerServer(ENGINE)
     monkeypatch.delenv("TROUPE_ONLY_HERE")
@@ -130,15 +160,19 @@ def test_workers_are_forks_that_have_imported_everything_and_an_engine_is_a_fork
             folder.mkdir()
             assert start(server, folder, engine, name).wait(240) == 0
             found = result(folder)
-            assert found.pop("engine", None) is (True if engine else None)
+            assert found.pop("engine", None) == ([True, 2, "2"] if engine else None)
             assert found == {
                 "argv": [name, str(folder / "result")],
                 "imported": True,
                 "group": True,
                 "descriptors": ["0", "1", "2"],
-                "threads": 1 if engine else 2,
+                "threads": 2 if engine else 1,
                 "left": False,
             }
+        killed = tmp_path / "killed"
+        killed.mkdir()
+        assert start(server, killed, None, "killed").wait(240) == 0
+        assert result(killed)["imported"] is False  # the process that asked has become the worker
         assert server._process.poll() is None
     finally:
         server.close()
@@ -161,6 +195,18 @@ def test_a_worker_starts_alone_when_the_server_is_gone(importing: WorkerServer, 
     assert worker.wait(60) == 0 and worker.stderr is not None
     assert "the worker is not forked: " in worker.stderr.read()
     assert result(tmp_path)["imported"] is False
+
+
+def test_a_server_that_has_failed_says_so_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers start without it, and nothing else shows that they took longer."""
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('it is broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    server = WorkerServer(ENGINE)
+    assert server._process.wait(60) == 1
+    server.close()
+    assert "workers were not forked, and started more slowly: RuntimeError: it is broken" in caplog.text
 
 
 def test_a_server_that_imports_ends_with_the_command_that_has_started_it(tmp_path: Path) -> None:

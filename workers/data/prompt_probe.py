@@ -14,6 +14,7 @@ from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import as_text, special_tokens
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.data.turn_ends import turn_ends
+from troupe.workers.isolation.imports import without_collections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,8 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     if not model.trust_remote_code:
         # transformers then works without torch, whose import takes two thirds of the time. Run this in its own process.
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]: this is how an import is blocked
-    tokenizer = load_chat_tokenizer(model)
+    with without_collections():
+        tokenizer = load_chat_tokenizer(model)
     yield turn_ends(tokenizer).unnamed
     yield turn_ends(tokenizer).spelled
     for texts in (request["messages"], request["answers"]):

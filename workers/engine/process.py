@@ -9,12 +9,13 @@ same time as the worker.
 from __future__ import annotations
 
 import ast
+import gc
 import multiprocessing
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
@@ -27,11 +28,14 @@ from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, die_with_owner, t
 IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 FRONT_END = "vllm.v1.engine.async_llm"
 """What the worker of an engine imports besides."""
+_NO_COLLECTIONS = "troupe.workers.engine.no_collections"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+"""Environment variable with the compute threads of a process."""
 
 
 def import_ahead() -> None:
     """Start a fork server that imports vLLM, if there is none. Set the environment that vLLM reads first."""
-    multiprocessing.set_forkserver_preload(IMPORTED_AHEAD)
+    multiprocessing.set_forkserver_preload([_NO_COLLECTIONS, *IMPORTED_AHEAD])
     with _temporary_files_in(temporary_folder()):  # its socket
         forkserver.ensure_running()
 
@@ -61,16 +65,21 @@ def _fork(_: object, command: Sequence[str], descriptors: Sequence[int]) -> int:
     if pid := os.fork():
         return pid
     try:
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > sys.stderr.fileno() and descriptor not in descriptors:
-                with suppress(OSError):  # that of the listing itself
-                    os.close(descriptor)
+        close_descriptors(but=descriptors)
         _serve(command[-1])
     except SystemExit:
         os._exit(0)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
+
+
+def close_descriptors(but: Collection[int]) -> None:
+    """Close all descriptors except the standard streams and these."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > sys.stderr.fileno() and descriptor not in but:
+            with suppress(OSError):  # that of the listing itself
+                os.close(descriptor)
 
 
 def _serve(code: str) -> None:
@@ -121,9 +130,20 @@ def engine_processes(device: Device) -> Iterator[None]:
         utils.get_mp_context = original
 
 
+def use_threads() -> None:
+    """Compute with the threads of the environment: in a fork, OpenMP has read that of the process it is a fork of."""
+    torch: Any = import_module("torch")
+    threads = os.environ.get(THREADS_VARIABLE, "")
+    if threads.isdecimal() and torch.get_num_threads() != int(threads):
+        torch.set_num_threads(int(threads))
+
+
 def _run(target: Callable[[], None]) -> None:
     """Run an engine so that no process and no temporary file of it outlives the worker."""
     die_with_owner()  # vLLM waits minutes for a worker that has ended, before it imports anything of ours
+    gc.freeze()  # a collection neither walks nor copies what the engine shares with the fork server
+    gc.enable()
+    use_threads()
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imports torch, which the worker does not
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # later runs use what this one compiles

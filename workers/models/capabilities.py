@@ -319,10 +319,11 @@ def _noise(module: ModelModule, model: PreTrainedModel) -> float:
         return float((one - other).abs().max())
 
     trained, again = states(), states()
+    noise = largest(trained, again)
     with evaluating(module):
-        evaluated, floor = states(), largest(states(), states())
-    rounding = _TOLERANCE[model.dtype] * float(evaluated.abs().max())
-    noise, gap = largest(trained, again), largest(trained, evaluated)
+        evaluated = states()
+        floor = largest(states(), states()) if noise else 0.0
+    rounding, gap = _TOLERANCE[model.dtype] * float(evaluated.abs().max()), largest(trained, evaluated)
     if noise > min(4.0 * floor, rounding):
         return noise
     return gap if gap > rounding else 0.0

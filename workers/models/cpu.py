@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,13 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of [..., in_features]."""
-        if not input.is_cpu:
-            return super().forward(input)
-        result: torch.Tensor = _Linear.apply(input, self.weight, self.bias)
-        return result
+        return linear(input, self.weight, self.bias) if input.is_cpu else super().forward(input)
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` of float32 on the CPU by oneDNN, with its gradients."""
+    result: torch.Tensor = _Linear.apply(input, weight, bias)
+    return result
 
 
 def use_onednn(model: nn.Module) -> None:
@@ -65,6 +69,7 @@ def use_onednn(model: nn.Module) -> None:
             module.__class__ = OneDnnLinear
 
 
+@cache
 def onednn_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
     """Whether torch uses MKL for float32 on a processor whose AVX-512 MKL does not use."""
     return (
@@ -83,17 +88,21 @@ def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 
-_M_MMAP_THRESHOLD = -3
-"""Parameter of glibc's mallopt: blocks of at least this size are allocated with mmap."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt: how much may be free at the end of the heap, and from which size on blocks are
+allocated with mmap, and returned when they are freed."""
+_KEPT_END, _LARGE = 2**25, 2**23
 
 
-def return_freed() -> None:
-    """Make the C library return the memory of freed tensors to the system at once (glibc only).
+def return_large() -> None:
+    """Make the C library return the memory of freed tensors of 8 MiB or more at once, and keep that of others (glibc).
 
-    By default it keeps blocks below 32 MiB, most of them as fragments between blocks in use: of SmolLM2's updates,
-    15 % of the peak (`python -m benchmarks.plan_memory`), under ZeRO-3 more. Obtaining them again costs an update
-    less than can be measured, because most of its memory is obtained again anyway. Keeping everything, the opposite
-    setting, lets a process grow without limit where batches differ in shape (docs/explanation/profiles.md).
+    A kept block is used again as it is; a new one is zeroed page by page by the kernel, which costs more than most
+    operations on it. By default the C library returns what is free at the end of its heap sooner, and keeps blocks of
+    up to 32 MiB, which leave gaps. Keeping everything lets a process grow without limit where batches differ in shape
+    (docs/explanation/profiles.md).
     """
     with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_END)

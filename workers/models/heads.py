@@ -1,19 +1,26 @@
-"""Output heads that compute in float32 with weights in bfloat16: of values, and of logits over a vocabulary."""
+"""Output heads that compute in float32 whatever the type of their weights: of values, and of vocabulary logits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from troupe.workers.models.cpu import linear, onednn_is_faster, product
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _BLOCK_NUMBERS = 2**20
 """Numbers of the weight that `float32_logits` holds in float32 at a time: 4 MiB, which a cache holds."""
 _TILE_NUMBERS = 2**21
 """Logits that `token_logprobs` holds at a time: 8 MiB, which a cache holds from one operation to the next."""
+_FLOAT32_TILE_NUMBERS = 2**19
+"""The same of a float32 weight, of which every product is new memory: 2 MiB, which the C library has at hand."""
 _LOWEST = -1e30
 """Below every logit, and finite: its product with 0 is 0."""
 
@@ -27,27 +34,41 @@ class Float32Head(nn.Linear):
 
 
 class Float32Logits(nn.Linear):
-    """An output head in bfloat16 whose products are summed and kept in float32.
+    """An output head with float32 logits, which never exist all at once where only targets are asked for.
 
-    A logit of 16 to 32 has neighbours 0.125 apart in bfloat16. The head's weight is the largest of a model: in float32
-    it exists in blocks only. Gradients are multiplied in bfloat16, like those of every other layer.
+    A logit of 16 to 32 has neighbours 0.125 apart in bfloat16, so those of bfloat16 factors are summed and kept in
+    float32. The head's weight is the largest of a model: it is converted in blocks only. Gradients are multiplied in
+    the type of the weight, like those of every other layer.
     """
 
     def forward(
         self, input: torch.Tensor, targets: torch.Tensor | None = None, factor: float = 1.0, entropy_grad: bool = False
     ) -> Any:
-        """float32 [..., out_features] of bfloat16 [..., in_features]; with `targets`, `token_logprobs` instead.
+        """float32 [..., out_features] of [..., in_features]; with `targets`, `token_logprobs` instead.
 
         Both are a call of the module: under ZeRO-3 its hooks gather the weight.
         """
         if targets is not None:
             return token_logprobs(input, self.weight, targets, factor, entropy_grad)
+        if self.weight.dtype == torch.float32:
+            by_onednn = input.is_cpu and onednn_is_faster()
+            return (linear if by_onednn else F.linear)(input, self.weight, self.bias)
         logits: torch.Tensor = _Product.apply(input, self.weight)
         return logits if self.bias is None else logits + self.bias.float()
 
     def takes_targets(self, input: torch.Tensor) -> bool:
         """Whether `forward` takes the targets of these states."""
         return input.is_cpu and self.bias is None
+
+
+def share_gradient(model: PreTrainedModel) -> None:
+    """Have the gradient of an embedding added, row by row, to that of the head it is tied to.
+
+    By default it is a tensor of the size of the weight, which is 0 but for the tokens of a micro-batch.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and isinstance(head, Float32Logits) and embedding.weight is head.weight:
+        embedding.sparse = True
 
 
 class _Product(torch.autograd.Function):
@@ -97,8 +118,8 @@ def token_logprobs(
     has a larger logit than those before (Milakov and Gimelshein, arXiv 1805.02867).
 
     Args:
-        input: bfloat16 [T, in].
-        weight: bfloat16 [V, in].
+        input: bfloat16 or float32 [T, in].
+        weight: [V, in], of the same type.
         targets: int64 [T].
         factor: Multiplies the logits: the inverse temperature.
         entropy_grad: Propagate gradients through the entropies.
@@ -154,15 +175,21 @@ class _TokenLogprobs(torch.autograd.Function):
             logits[rows, columns] += of_logprob[rows, 0]
             grad, part = logits.to(weight.dtype), slice(start, start + logits.shape[1])
             if input_grad is not None:
-                input_grad += grad @ weight[part]
+                input_grad += _product(grad, weight[part])
             if weight_grad is not None:
-                torch.mm(grad.t(), input, out=weight_grad[part])
+                _product(grad.t(), input, out=weight_grad[part])
         return None if input_grad is None else input_grad.to(input.dtype), weight_grad, None, None, None
 
 
 def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first column, float32 [T, columns]) of factor * input @ weight^T; the next tile overwrites the one before."""
+    """(first column, float32 [T, columns]) of factor * input @ weight^T; the next tile may overwrite the one before."""
     rows = input.float()
+    if weight.dtype == torch.float32:
+        size = max(64, _FLOAT32_TILE_NUMBERS // max(len(rows), 1) // 64 * 64)
+        for start in range(0, len(weight), size):
+            tile = _product(rows, weight[start : start + size].t())
+            yield start, tile if factor == 1.0 else tile.mul_(factor)
+        return
     size = min(len(weight), max(64, _TILE_NUMBERS // max(rows.shape) // 64 * 64))
     block, found = rows.new_empty(size, rows.shape[1]), rows.new_empty(len(rows) * size)
     for start in range(0, len(weight), size):
@@ -170,6 +197,14 @@ def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> It
         tile = found[: len(rows) * len(part)].view(len(rows), len(part))
         _multiply_exactly(rows, part, block, tile)
         yield start, tile if factor == 1.0 else tile.mul_(factor)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """left @ right in their type on the CPU, by the faster library; into `out`, if it is given."""
+    if left.dtype == torch.float32 and onednn_is_faster():
+        found = product(left, right.t(), None)
+        return found if out is None else out.copy_(found)
+    return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
 
 def _inside(targets: torch.Tensor, start: int, tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

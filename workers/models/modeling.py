@@ -21,7 +21,7 @@ from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelCon
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.models.adapter_folder import add_folder
 from troupe.workers.models.attention import choose_attention
-from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.cpu import OneDnnLinear, use_onednn
 from troupe.workers.models.dropout import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
 from troupe.workers.models.kept_tokens import left_out
@@ -77,8 +77,8 @@ def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> 
         raise ValueError(f"{config.path}: not a language model: no weights for {', '.join(missing[:5])}")
     _add_adapter(model, config, partitioner)
     _prepared(model, partitioner)
-    if config.computes_float32_logits:
-        _multiply_in_float32(model)
+    if config.computes_float32_logits or config.dtype == "float32":
+        _multiply_in_float32(model, config.computes_float32_logits)
     return model
 
 
@@ -156,12 +156,15 @@ def _prepared(model: PreTrainedModel, partitioner: Partitioner | None) -> PreTra
     return model
 
 
-def _multiply_in_float32(model: PreTrainedModel) -> None:
-    """Make the output head compute float32 logits. It keeps its name and weight, which may be tied."""
+def _multiply_in_float32(model: PreTrainedModel, asked: bool) -> None:
+    """Make the output head compute float32 logits, and log-probs without all of them.
+
+    It keeps its name and weight, which may be tied. `asked`: the configuration says so, and the weight is in bfloat16.
+    """
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear:
+    if isinstance(head, nn.Linear) and type(head) in (nn.Linear, OneDnnLinear):
         head.__class__ = Float32Logits
-    else:
+    elif asked:
         logger.warning("float32_head has no effect: the output head of %s is no linear layer", type(model).__name__)
 
 

@@ -71,6 +71,8 @@ class Segments:
     items: tuple[RowSegment, ...]
     layouts: dict[torch.device, VarlenLayout] = field(default_factory=dict, compare=False)
     """Filled by `varlen`."""
+    masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict, compare=False)
+    """Filled by `seen`."""
 
     @cached_property
     def longest(self) -> int:
@@ -82,6 +84,25 @@ class Segments:
         if device not in self.layouts:
             self.layouts[device] = self._varlen(device)
         return self.layouts[device]
+
+    def seen(self, segment: RowSegment, window: int | None) -> dict[str, Any]:
+        """Arguments of torch's kernel on the CPU for a segment.
+
+        The kernel aligns its causal mask to the first key, so behind a prefix it needs a mask: made once for all layers
+        and all segments of a shape.
+        """
+        tokens = segment.prefix_length + segment.length
+        if window is not None and window >= tokens:
+            window = None
+        if not segment.prefix_length and window is None:
+            return {"is_causal": True}
+        shape = (segment.length, segment.prefix_length, window)
+        if shape not in self.masks:
+            allowed = torch.ones(segment.length, tokens, dtype=torch.bool).tril(segment.prefix_length)
+            if window is not None:
+                allowed = allowed.triu(segment.prefix_length - window + 1)
+            self.masks[shape] = torch.zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
+        return {"is_causal": False, "attn_mask": self.masks[shape]}
 
     def _varlen(self, device: torch.device) -> VarlenLayout:
         queries = [item.length for item in self.items]
@@ -199,11 +220,11 @@ class _SegmentsOnCpu(torch.autograd.Function):
     ) -> torch.Tensor:
         output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
         sums: list[torch.Tensor] = []
-        groups = query.shape[1] // key.shape[1]
+        queries, *states = _by_head(query, key, value)
         for segment in segments.items:
-            keys, values = (_attended(x, segment, groups) for x in (key, value))
+            keys, values = (_attended(x, segment) for x in states)
             attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, segment.queries].float(), keys, values, 0.0, **_seen(segment, window), scale=scale
+                queries[:, :, segment.queries], keys, values, 0.0, **segments.seen(segment, window), scale=scale
             )
             output[:, segment.queries] = attended.transpose(1, 2)
             sums.append(log_sum)
@@ -219,16 +240,17 @@ class _SegmentsOnCpu(torch.autograd.Function):
         query, key, value, output, *sums = ctx.saved_tensors
         heads = key.shape[1]
         groups = query.shape[1] // heads
+        queries, *states = _by_head(query, key, value)
+        grad, outputs = (x.float().transpose(1, 2) for x in (grads[0], output))
         of_query = torch.empty_like(query)
         # Several segments add to the keys of a shared prompt.
         of_key, of_value = (torch.zeros(x.shape) for x in (key, value))
         for segment, log_sum in zip(ctx.segments.items, sums, strict=True):
-            keys, values = (_attended(x, segment, groups) for x in (key, value))
-            gradient, attended = (x[:, segment.queries].transpose(1, 2).float() for x in (grads[0], output))
-            queries = query[:, :, segment.queries].float()
+            keys, values = (_attended(x, segment) for x in states)
+            gradient, own, attended = (x[:, :, segment.queries] for x in (grad, queries, outputs))
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(gradient, queries, keys, values, attended, log_sum, 0.0),
-                **_seen(segment, ctx.window),
+                *(gradient, own, keys, values, attended, log_sum, 0.0),
+                **ctx.segments.seen(segment, ctx.window),
                 scale=ctx.scale,
             )
             of_query[:, :, segment.queries] = parts[0]
@@ -239,25 +261,16 @@ class _SegmentsOnCpu(torch.autograd.Function):
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
-def _attended(states: torch.Tensor, segment: RowSegment, groups: int) -> torch.Tensor:
-    """float32 [1, query heads, prefix and segment, head size] of keys or values."""
+def _by_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """float32 [1, query heads, N, head size] of each; the heads of a group have the same keys and values."""
+    groups = query.shape[1] // key.shape[1]
+    return query.float(), *(x.float().repeat_interleave(groups, 1) for x in (key, value))
+
+
+def _attended(states: torch.Tensor, segment: RowSegment) -> torch.Tensor:
+    """[1, heads, prefix and segment, head size] of keys or values."""
     own = states[:, :, segment.queries]
-    both = torch.cat([states[:, :, segment.prefix], own], 2) if segment.prefix_length else own
-    return both.float().repeat_interleave(groups, 1)
-
-
-def _seen(segment: RowSegment, window: int | None) -> dict[str, Any]:
-    """Arguments of torch's kernel: it aligns its causal mask to the first key, so behind a prefix it needs a mask."""
-    tokens = segment.prefix_length + segment.length
-    if window is not None and window >= tokens:
-        window = None
-    if not segment.prefix_length and window is None:
-        return {"is_causal": True}
-    mask = torch.zeros(segment.length, tokens)
-    allowed = torch.ones_like(mask, dtype=torch.bool).tril(segment.prefix_length)
-    if window is not None:
-        allowed = allowed.triu(segment.prefix_length - window + 1)
-    return {"is_causal": False, "attn_mask": mask.masked_fill_(~allowed, -math.inf)}
+    return torch.cat([states[:, :, segment.prefix], own], 2) if segment.prefix_length else own
 
 
 @cache

@@ -23,12 +23,24 @@ from importlib import import_module
 from typing import Any
 
 from troupe.workers.contract.config import EngineProcess
-from troupe.workers.engine.process import FRONT_END, IMPORTED_AHEAD, fork_server
+from troupe.workers.engine.process import (
+    FRONT_END,
+    IMPORTED_AHEAD,
+    THREADS_VARIABLE,
+    close_descriptors,
+    fork_server,
+    use_threads,
+)
 from troupe.workers.engine.settings import set_environment, set_import_environment
+from troupe.workers.isolation.imports import without_collections
+from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
 
-_MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed")
-"""pyarrow is missing, as it starts threads."""
+_MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed", "pandas")
+"""pyarrow imports pandas when it first makes an array, and pandas imports pyarrow."""
+_WITHOUT_THREADS = {THREADS_VARIABLE: "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Environment in which imports start no threads: numpy starts as many as OpenMP has, and one of pyarrow's allocators,
+which it does not use by default, one for itself. Each fork sets its number."""
 _LOOK_S = 0.5
 _ASK_S = 10.0
 """Longest wait for a request, which is sent at once."""
@@ -57,13 +69,11 @@ def serve(listener: str, owner: str, engine: str) -> None:
         engine: An `EngineProcess` on the CPU, as JSON.
     """
     set_import_environment(EngineProcess.model_validate_json(engine))
-    # Collections while thousands of modules are created take a third of the time and find next to nothing.
-    gc.disable()
-    with _ending_with(int(owner)), _without_ray():
+    os.environ |= _WITHOUT_THREADS
+    with _ending_with(int(owner)), _without_ray(), without_collections():
         for module in _MODULES:
             import_module(module)
-    gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
-    gc.enable()
+        gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
     if threads := len(os.listdir("/proc/self/task")) - 1:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
@@ -90,13 +100,15 @@ def _fork(connection: socket.socket) -> None:
         if not _is_waited_for(connection):
             return
         if not os.fork():
+            code = 1
             try:
-                _become(request)
+                _become(request, connection)
             except SystemExit as ended:
-                os._exit(ended.code if isinstance(ended.code, int) else 1)
+                code = ended.code if isinstance(ended.code, int) else 1
             except BaseException:
                 traceback.print_exc()
-            os._exit(1)
+            forked_worker.serves()  # it ends for a reason: a worker without a fork would end, too
+            os._exit(code)
     finally:
         for descriptor in request.descriptors:
             os.close(descriptor)
@@ -119,13 +131,16 @@ def _received(connection: socket.socket) -> _Request:
     return _Request(found["argv"], found["environment"], found["folder"], descriptors)
 
 
-def _become(request: _Request) -> None:
-    """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would."""
+def _become(request: _Request, connection: socket.socket) -> None:
+    """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would.
+
+    The connection is open until the fork serves: its end tells the process at the other end that it was killed.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # Ray may end a worker with its group
     for target, descriptor in zip(_STANDARD, request.descriptors, strict=True):
         os.dup2(descriptor, target)
-    os.closerange(len(_STANDARD), max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    close_descriptors(but=(connection.fileno(),))
     os.chdir(request.folder)
     for name in os.environ.keys() - request.environment.keys():
         del os.environ[name]
@@ -134,9 +149,8 @@ def _become(request: _Request) -> None:
     if engine := os.environ.pop(ENGINE_VARIABLE):
         set_environment(EngineProcess.model_validate_json(engine))
         fork_server()
-    torch, threads = import_module("torch"), int(os.environ["OMP_NUM_THREADS"])
-    if torch.get_num_threads() != threads:  # OpenMP has read the variable of the server
-        torch.set_num_threads(threads)
+    use_threads()
+    forked_worker.waiting.append(connection)
     sys.argv = [*request.argv]
     runpy.run_path(request.argv[0], run_name="__main__")
 

@@ -23,7 +23,8 @@ from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
 from troupe.workers.data.turn_ends import name_end
 from troupe.workers.models.adapter_files import DESCRIPTION, as_bytes, as_text
 from troupe.workers.models.capabilities import check_deterministic
-from troupe.workers.models.cpu import return_freed
+from troupe.workers.models.cpu import return_large
+from troupe.workers.models.heads import share_gradient
 from troupe.workers.models.modeling import ModelModule
 from troupe.workers.models.partitioned import whole_shape
 from troupe.workers.training import masters
@@ -122,7 +123,8 @@ class TrainEngine:
         module.train()
         check_deterministic(module, model, device)
         if device == "cpu":
-            return_freed()
+            return_large()
+            share_gradient(model)
         numbers = sum(math.prod(whole_shape(parameter)) for parameter in module.parameters() if parameter.requires_grad)
         # One of DeepSpeed's optimizers prints its memory use while it is built.
         with contextlib.redirect_stdout(io.StringIO()):

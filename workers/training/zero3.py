@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from troupe.workers.contract.config import REDUCE_BUCKET, ModelConfig, TrainerConfig
-from troupe.workers.models.cpu import return_freed
+from troupe.workers.models.cpu import return_large
 from troupe.workers.models.mapped_files import WeightMappings
 from troupe.workers.models.modeling import ModelModule, torch_dtype
 from troupe.workers.models.partitioned import is_partitioned
@@ -57,7 +57,7 @@ class ZeroPartitioner:
     @contextlib.contextmanager
     def reading(self, folder: str, vocabulary: int) -> Iterator[None]:
         """See `Partitioner.reading`."""
-        return_freed()
+        return_large()
         files = WeightMappings(folder)
         before = os.environ.get(_ONE_AT_A_TIME)
         os.environ[_ONE_AT_A_TIME] = "1"

@@ -16,11 +16,14 @@ import pytest
 from tests.conftest import ROOT
 
 CODE = """
-import multiprocessing, os, sys
+import gc, multiprocessing, os, sys
 from troupe.workers.engine import process
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, temporary_folder
 
 def told(pipe):
+    assert gc.isenabled()
+    imported_without_collections = process._NO_COLLECTIONS in sys.modules
+    assert imported_without_collections == (sys.argv[1] == "spawned")
     module = sys.modules.get("this_is_imported_once")
     imported = module is not None and not hasattr(module, "served")
     pipe.send((os.environ.get("SET_LATER"), os.environ["SET_BEFORE"], os.getppid(), imported))

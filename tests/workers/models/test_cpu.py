@@ -97,6 +97,7 @@ def test_onednn_is_used_on_processors_without_mkl_avx512(tmp_path: Path, monkeyp
     assert onednn_is_faster(amd) == (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
     assert not onednn_is_faster(intel)
     assert not onednn_is_faster(tmp_path / "nowhere")
+    onednn_is_faster.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not onednn_is_faster(amd)
 
@@ -111,24 +112,35 @@ def test_layers_are_kept_where_torchs_default_is_as_fast(monkeypatch: pytest.Mon
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the calls")
 
 SCRIPT = """
+import resource
 import torch
-from troupe.workers.models.cpu import return_freed
+from troupe.workers.models.cpu import return_large
 
 def resident():
     with open("/proc/self/statm") as lines:
         return int(lines.read().split()[1]) * 4096 / 2**20
 
-return_freed()
+def new_pages(number, times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        torch.ones(number)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+return_large()
 torch.ones(1)  # torch's own threads and buffers
 start = resident()
-tensors = [torch.ones(2**20) for _ in range(16)]
+tensors = [torch.ones(2**22) for _ in range(4)]
 held = resident() - start
 del tensors[:-1]  # the last one is at the top, and would hold up the others
-print(held, resident() - start)
+freed = resident() - start
+new_pages(2**20, 1)
+print(held, freed, new_pages(2**20, 100), new_pages(2**22, 20))
 """
 
 
-def test_freed_memory_is_returned_at_once() -> None:
+def test_large_blocks_are_returned_at_once_and_others_used_again() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
-    held, freed = (float(word) for word in done.stdout.split())
-    assert held > 60 and freed < 12
+    held, freed, small, large = (float(word) for word in done.stdout.split())
+    assert held > 60 and freed < 24
+    assert small < 15 * 4 * 2**20 / 4096, "a hundred blocks of 4 MiB in the memory of a few"
+    assert large >= 20 * 16 / 2, "those of 16 MiB are new each time, maybe in huge pages"

@@ -1,9 +1,10 @@
-"""Output heads in float32 with weights in bfloat16."""
+"""Output heads with float32 logits, of weights in bfloat16 and in float32."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_mo
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.models import heads
-from troupe.workers.models.heads import Float32Logits, token_logprobs
+from troupe.workers.models.heads import Float32Logits, share_gradient, token_logprobs
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score
 from troupe.workers.models.token_batch import TokenTable
 
@@ -84,6 +85,37 @@ def test_log_probs_and_entropies_are_those_of_a_float64_softmax(
         torch.testing.assert_close(found.grad.double(), reference.grad, rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("tile", [1, 2**18])
+def test_a_float32_head_is_exact_with_either_library(
+    tile: int, entropy_grad: bool, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of 64 columns, the last one of 8, and all columns at once, against float64."""
+    monkeypatch.setattr(heads, "_FLOAT32_TILE_NUMBERS", tile)
+    monkeypatch.setattr(heads, "onednn_is_faster", lambda: onednn)
+    torch.manual_seed(8)
+    states, weight = torch.randn(9, 12), torch.randn(200, 12)
+    targets, (of_logprobs, of_entropies) = torch.randint(0, 200, (9,)), torch.randn(2, 9).unbind()
+    layer = nn.Linear(12, 200, bias=False)
+    layer.weight.data.copy_(weight)
+    layer.__class__ = Float32Logits
+    assert isinstance(layer, Float32Logits)
+    ours, theirs = (x.requires_grad_() for x in (states, weight.double()))
+    logprobs, entropies = layer(ours, targets, 1 / 0.7, entropy_grad)
+    exact = states.detach().double().requires_grad_()
+    expected = (exact @ theirs.T / 0.7).log_softmax(-1)
+    own = expected.gather(-1, targets[:, None])[:, 0], -(expected.exp() * expected).sum(-1)
+    for found, reference in zip((logprobs, entropies), own, strict=True):
+        torch.testing.assert_close(found.double(), reference, rtol=1e-6, atol=2e-6)
+    (logprobs * of_logprobs).sum().add((entropies * of_entropies).sum() if entropy_grad else 0.0).backward()
+    (own[0] * of_logprobs).sum().add(entropy_grad * (own[1] * of_entropies).sum()).backward()
+    for found, reference in ((ours.grad, exact.grad), (layer.weight.grad, theirs.grad)):
+        assert found is not None and reference is not None
+        torch.testing.assert_close(found.double(), reference, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(states), states @ weight.T, rtol=1e-5, atol=1e-5)
+
+
 def test_logits_far_apart_and_infinite_ones() -> None:
     """The largest logit of a later tile makes the sums before it vanish; a weight that is not finite shows."""
     weight = torch.zeros(130, 2, dtype=torch.bfloat16)
@@ -107,6 +139,56 @@ def test_a_frozen_head_gets_no_gradient_and_no_states_one_of_zero() -> None:
     logprobs, entropies = layer(none, torch.zeros(0, dtype=torch.int64))
     (logprobs.sum() + entropies.sum()).backward()
     assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma2-softcap"])
+def test_a_tied_weight_gets_the_same_gradient_in_one_tensor(
+    family: str, dtype: Literal["float32", "bfloat16"], tmp_path: Path
+) -> None:
+    """Tokens occur several times, and one is padding. An embedding of its own keeps its gradient."""
+    save_model(FAMILIES[family], tmp_path)
+    batch = TokenTable(train_table([*SAMPLES, ([5, 6, 5], [5, 0])])).batch(range(len(SAMPLES) + 1))
+    found: list[dict[str, torch.Tensor]] = []
+    for shared in (False, True):
+        model = load_causal(ModelConfig(path=str(tmp_path), dtype=dtype))
+        if shared:
+            share_gradient(model)
+        embedding = model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding) and embedding.sparse == (shared and family != "llama")
+        module = CausalLogprobs(model, temperature=0.7, chunks=2).eval()
+        for _ in range(2):  # the second is added to the first
+            module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)[0].sum().backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for name, gradient in found[0].items():
+        assert not found[1][name].is_sparse
+        torch.testing.assert_close(found[1][name], gradient, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "cohere-scale", "gemma2-softcap"])
+def test_gradients_of_a_float32_model_are_those_of_its_whole_logits(family: str, tmp_path: Path) -> None:
+    """Of all weights, a tied one too. A model that caps its logits computes them in chunks."""
+    save_model(FAMILIES[family], tmp_path)
+    batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
+    model = load_causal(ModelConfig(path=str(tmp_path), dtype="float32"))
+    assert isinstance(model.get_output_embeddings(), Float32Logits)
+    module = CausalLogprobs(model, temperature=0.7, chunks=3, entropy_grad=True).eval()
+    logprobs, entropies = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+    (logprobs.sum() + 0.3 * entropies.sum()).backward()
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    logits = plain(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.flatten(0, 1)
+    whole = (logits[batch.positions] / 0.7).log_softmax(-1)
+    chosen = whole.gather(-1, batch.targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, chosen, rtol=1e-4, atol=1e-5)
+    (chosen.sum() - 0.3 * (whole.exp() * whole).sum()).backward()
+    expected = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
+    assert found.keys() == expected.keys() and found
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
