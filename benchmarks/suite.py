@@ -160,6 +160,15 @@ SUITE = (
         estimate_s=240,
     ),
     Benchmark(
+        "async_overlap",
+        (*_FLOAT, "--steps", "10", "--turns", "3"),
+        (
+            Goal("samples/s at staleness 1, of a core each for engine and trainer", "staleness 1", "ratio", 0.9),
+            Goal("the same, of staleness 0", "staleness 1", "ratio", 1.5, over="staleness 0", digits=2),
+        ),
+        estimate_s=600,
+    ),
+    Benchmark(
         "controller_scale",
         ("--engines", "1000", "16000", "--paced-steps", "2"),
         (
