@@ -133,14 +133,18 @@ class LimitsRun:
     """One run, in a process of its own."""
 
     def __init__(self, work: Work, seed: int) -> None:
-        logging.getLogger("troupe").setLevel(logging.CRITICAL)  # the pool logs every death
-        logging.getLogger("orchestrator").setLevel(logging.CRITICAL)
         self._work = work
         self._seed = seed
 
     def run(self) -> Turn:
         """Run it. Raises NotCorrect."""
-        return asyncio.run(self._run())
+        logger = logging.getLogger("troupe")
+        before = logger.level
+        logger.setLevel(logging.CRITICAL)  # the pool logs every death
+        try:
+            return asyncio.run(self._run())
+        finally:
+            logger.setLevel(before)
 
     async def _run(self) -> Turn:
         work, shape, process = self._work, self._work.shape, psutil.Process()

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 _BLOCK_NUMBERS = 2**20
 """Numbers of the weight that `float32_logits` holds in float32 at a time: 4 MiB, which a cache holds."""
 _TILE_NUMBERS = 2**21
-"""Logits that `token_logprobs` holds at a time: 8 MiB, which a cache holds from one operation to the next."""
-_FLOAT32_TILE_NUMBERS = 2**19
-"""The same of a float32 weight, of which every product is new memory: 2 MiB, which the C library has at hand."""
+"""Logits of 1024 tokens that `token_logprobs` holds at a time: 8 MiB, which a cache holds from one operation to the
+next."""
+_FLOAT32_TILE_COLUMNS = 512
+"""Columns of a tile of a float32 weight, of which every product is new memory: for 1024 tokens 2 MiB, which the C
+library has at hand."""
 _LOWEST = -1e30
 """Below every logit, and finite: its product with 0 is 0."""
 
@@ -182,15 +184,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first column, float32 [T, columns]) of factor * input @ weight^T; the next tile may overwrite the one before."""
+    """(first column, float32 [T, columns]) of factor * input @ weight^T; the next tile may overwrite the one before.
+
+    The columns do not depend on T: a token's sums, and so its log-prob, are the same to the last bit among any others.
+    """
     rows = input.float()
     if weight.dtype == torch.float32:
-        size = max(64, _FLOAT32_TILE_NUMBERS // max(len(rows), 1) // 64 * 64)
-        for start in range(0, len(weight), size):
-            tile = _product(rows, weight[start : start + size].t())
+        for start in range(0, len(weight), _FLOAT32_TILE_COLUMNS):
+            tile = _product(rows, weight[start : start + _FLOAT32_TILE_COLUMNS].t())
             yield start, tile if factor == 1.0 else tile.mul_(factor)
         return
-    size = min(len(weight), max(64, _TILE_NUMBERS // max(rows.shape) // 64 * 64))
+    size = min(len(weight), max(64, _TILE_NUMBERS // max(1024, rows.shape[1]) // 64 * 64))
     block, found = rows.new_empty(size, rows.shape[1]), rows.new_empty(len(rows) * size)
     for start in range(0, len(weight), size):
         part = weight[start : start + size]
