@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from troupe.orchestrator.processes.proc import out_of_memory_kills, stat_fields
-from troupe.orchestrator.processes.stack_dumps import Thread, read_stacks, read_stopped, request_stacks
+from troupe.orchestrator.processes.stack_dumps import Thread, read_from_outside, read_stacks, request_stacks
 
 SHARED_MEMORY = Path("/dev/shm")
 _SAMPLE_S = 1.0
@@ -34,8 +34,8 @@ _DISK_S = 0.5
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SERVICES = ("gcs_server", "raylet")
 _LONGEST_TITLE = 60
-_MOST_STOPPED = 3
-"""Stopped processes whose stacks are read."""
+_MOST_OUTSIDE = 3
+"""Processes whose stacks are read from outside, by a process each."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def inspect_node(request: InspectRequest) -> NodeReport:
     seconds = time.monotonic() - began
     used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
     stacks = read_stacks(request.stacks, asked, began + _STACK_S)
-    stopped = [pid for pid, worker in found if _state(pid) == "T" and worker not in _SERVICES]
-    stacks |= {pid: read_stopped(pid) for pid in stopped[:_MOST_STOPPED]}
+    others = [pid for pid, worker in found if pid not in asked and pid != os.getpid() and worker not in _SERVICES]
+    stacks |= {pid: read_from_outside(pid) for pid in others[:_MOST_OUTSIDE]}
     processes = tuple(
         replace(
             _describe(pid, worker),

@@ -71,7 +71,9 @@ class Thread:
 def request_stacks(folder: Path, pids: Iterable[int]) -> dict[int, int]:
     """Asks processes for their stacks.
 
-    Only those are signalled that have installed the handler: SIGUSR1 ends every other process.
+    Only those are signalled that have installed the handler: SIGUSR1 ends every other process. The handler walks the
+    frames of all threads, and can crash a process where another thread changes them meanwhile: one that is stopped, and
+    would run it when it continues, or whose threads compute, is left out (`read_from_outside`).
 
     Returns:
         By process, the length of its file before.
@@ -80,7 +82,7 @@ def request_stacks(folder: Path, pids: Iterable[int]) -> dict[int, int]:
     for pid in pids:
         path = stack_file(folder, pid)
         try:
-            if not _handles(pid):
+            if not _handles(pid) or not _keeps_its_frames(pid):
                 continue
             before = path.stat().st_size
             if before > LARGEST:
@@ -130,8 +132,8 @@ def thread_at(frame: FrameType | None) -> Thread:
     return Thread(tuple(frames))
 
 
-def read_stopped(pid: int) -> tuple[Thread, ...]:
-    """The stacks of a stopped process, which cannot write them: from its memory, where py-spy may read it."""
+def read_from_outside(pid: int) -> tuple[Thread, ...]:
+    """The stacks of a process that does not write them: from its memory, where py-spy may read it."""
     spy = Path(sys.executable).with_name("py-spy")
     if not spy.is_file():
         return ()
@@ -160,6 +162,20 @@ def _handles(pid: int) -> bool:
     masks = dict(line.split(":\t", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigBlk")))
     bit = 1 << (SIGNAL - 1)
     return bool(int(masks["SigCgt"], 16) & bit) and not int(masks["SigBlk"], 16) & bit
+
+
+def _keeps_its_frames(pid: int) -> bool:
+    """Whether no thread of a process runs beside the one that a signal finds, and none is stopped."""
+    states = [_thread_state(Path(f"/proc/{pid}/task"), thread) for thread in os.listdir(f"/proc/{pid}/task")]
+    return "T" not in states and "t" not in states and (len(states) == 1 or "R" not in states)
+
+
+def _thread_state(folder: Path, thread: str) -> str:
+    """State of a thread, as `R`, by its folder in /proc; empty: it has ended."""
+    try:
+        return (folder / thread / "stat").read_bytes().rpartition(b") ")[2][:1].decode()
+    except OSError:
+        return ""
 
 
 def _size(path: Path) -> int:

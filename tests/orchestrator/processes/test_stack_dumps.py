@@ -12,11 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.conftest import ROOT
 from tests.processes import suspend, wait_for_state
 from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
-from troupe.orchestrator.processes.stack_dumps import parse_stacks, read_stacks, request_stacks
+from troupe.orchestrator.processes.stack_dumps import (
+    parse_stacks,
+    read_from_outside,
+    read_stacks,
+    request_stacks,
+)
 from troupe.workers.telemetry.stacks import LARGEST, VARIABLE, stack_file
 
 INSTALL = "from troupe.workers.telemetry.stacks import write_stacks_on_signal; write_stacks_on_signal()\n"
@@ -84,6 +90,21 @@ def test_a_process_without_the_handler_is_not_signalled(tmp_path: Path) -> None:
         stack_file(tmp_path / "stacks", pid).touch()  # even where a file has its number
         assert request_stacks(tmp_path / "stacks", [pid]) == {}
         assert Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_process_whose_threads_may_change_their_frames_is_not_signalled(tmp_path: Path, stopped: bool) -> None:
+    """The handler could crash it: a signal to a stopped process waits until it continues."""
+    beside = "time.sleep(60)" if stopped else "while True: pass"
+    code = f"import threading, time\n{INSTALL}def beside():\n    {beside}\n"
+    code += "threading.Thread(target=beside, daemon=True).start()\nREADY\ntime.sleep(60)\n"
+    with python(tmp_path, code) as pid:
+        if stopped:
+            assert stacks_of(tmp_path, pid) == ["beside", "<module>"]
+            suspend(psutil.Process(pid))
+        assert request_stacks(tmp_path / "stacks", [pid]) == {}
+        found = [thread.frames[0].function for thread in read_from_outside(pid)]
+        assert found in ([], ["beside", "<module>"])  # where py-spy may look
 
 
 def test_a_file_is_emptied_before_it_grows_too_large(tmp_path: Path) -> None:
