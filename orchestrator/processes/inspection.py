@@ -121,6 +121,7 @@ def inspect_node(request: InspectRequest) -> NodeReport:
     used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
     stacks = read_stacks(request.stacks, asked, began + _STACK_S)
     others = [pid for pid, worker in found if pid not in asked and pid != os.getpid() and worker not in _SERVICES]
+    others.sort(key=lambda pid: (_state(pid) != "T", -used[pid]))  # the stopped ones, then those that compute most
     stacks |= {pid: read_from_outside(pid) for pid in others[:_MOST_OUTSIDE]}
     processes = tuple(
         replace(
