@@ -241,7 +241,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Measure, print the table, write the results file."""
     given = parse(sys.argv[1:])
-    logging.getLogger("orchestrator").setLevel(logging.CRITICAL)  # the pool logs every death
+    logging.getLogger("troupe").setLevel(logging.CRITICAL)  # the pool logs every death
     load = Load(
         given.samples,
         given.saturated_groups,

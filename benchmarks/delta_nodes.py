@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.harness import NotCorrect, Spread, command_parser, machine, progress, versions
-from benchmarks.support.network_nodes import PORT, network, ray_node
+from benchmarks.support.harness import SKIPPED, NotCorrect, Spread, command_parser, machine, progress, versions
+from benchmarks.support.network_nodes import PORT, lacking, network, ray_node
 from troupe.orchestrator.reporting.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
@@ -163,6 +163,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Run the benchmark."""
     given = parse(sys.argv[1:])
+    if why := lacking():
+        print(f"skipped: {why}")
+        sys.exit(SKIPPED)
     found = measure(given)
     sys.stdout.write(f"{table(found)}\n")
     if given.json:

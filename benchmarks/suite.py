@@ -166,7 +166,7 @@ SUITE = (
             Goal("samples/s at staleness 1, of a core each for engine and trainer", "staleness 1", "ratio", 0.9),
             Goal("the same, of staleness 0", "staleness 1", "ratio", 1.5, over="staleness 0", digits=2),
         ),
-        estimate_s=600,
+        estimate_s=720,
     ),
     Benchmark(
         "controller_scale",

@@ -56,15 +56,21 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *on_host, *command]
 
 
+def lacking() -> str:
+    """What this user or machine lacks for `network`; empty: nothing."""
+    if os.geteuid():
+        return "it needs root"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    return f"there is no command {', '.join(missing)}" if missing else ""
+
+
 @contextmanager
 def network(names: Sequence[str], gbit: float) -> Iterator[list[Host]]:
     """Hosts with these names, whose links send and receive `gbit` Gbit/s; they are removed with the block.
 
     Raises:
-        NoNetwork: This user or machine cannot make them.
+        NoNetwork: This machine cannot make them.
     """
-    if os.geteuid() or any(shutil.which(tool) is None for tool in TOOLS):
-        raise NoNetwork(f"nodes with networks of their own need root, and the commands {', '.join(TOOLS)}")
     mark, bridge = f"troupe-{os.getpid()}", f"tr{os.getpid()}"
     with ExitStack() as made, tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         addresses = {name: f"{_NETWORK}.{number}" for number, name in enumerate(names, start=1)}

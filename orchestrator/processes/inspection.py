@@ -34,6 +34,8 @@ _DISK_S = 0.5
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SERVICES = ("gcs_server", "raylet")
 _LONGEST_TITLE = 60
+_COMPUTES = 0.1
+"""Cores above which a process computes."""
 _MOST_OUTSIDE = 3
 """Processes whose stacks are read from outside, by a process each."""
 
@@ -120,7 +122,12 @@ def inspect_node(request: InspectRequest) -> NodeReport:
     seconds = time.monotonic() - began
     used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
     stacks = read_stacks(request.stacks, asked, began + _STACK_S)
-    others = [pid for pid, worker in found if pid not in asked and pid != os.getpid() and worker not in _SERVICES]
+    others = [
+        pid
+        for pid, worker in found
+        if pid not in asked and pid != os.getpid() and worker not in _SERVICES
+        if _state(pid) == "T" or used[pid] > _COMPUTES
+    ]
     others.sort(key=lambda pid: (_state(pid) != "T", -used[pid]))  # the stopped ones, then those that compute most
     stacks |= {pid: read_from_outside(pid) for pid in others[:_MOST_OUTSIDE]}
     processes = tuple(

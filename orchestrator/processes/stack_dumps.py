@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from troupe.orchestrator.processes.proc import stat_fields
 from troupe.workers.telemetry.stacks import LARGEST, SIGNAL, stack_file
 
 Origin = Literal["user", "troupe", "library"]
@@ -29,6 +30,9 @@ _READ = 2**17
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _LONGEST_SOURCE = 120
+_STOPPED, _RUNS = ["T"], ["R"]
+_LOOKS, _BETWEEN_S = 5, 0.01
+"""How often, and how far apart, a process is looked at: most that run at one moment only answer something."""
 _SPY_S = 1.0
 """Longest wait for py-spy, which takes a tenth of it."""
 
@@ -165,17 +169,15 @@ def _handles(pid: int) -> bool:
 
 
 def _keeps_its_frames(pid: int) -> bool:
-    """Whether no thread of a process runs beside the one that a signal finds, and none is stopped."""
-    states = [_thread_state(Path(f"/proc/{pid}/task"), thread) for thread in os.listdir(f"/proc/{pid}/task")]
-    return "T" not in states and "t" not in states and (len(states) == 1 or "R" not in states)
-
-
-def _thread_state(folder: Path, thread: str) -> str:
-    """State of a thread, as `R`, by its folder in /proc; empty: it has ended."""
-    try:
-        return (folder / thread / "stat").read_bytes().rpartition(b") ")[2][:1].decode()
-    except OSError:
-        return ""
+    """Whether no thread of a process runs beside the one that a signal finds, soon, and none is stopped."""
+    for _ in range(_LOOKS):
+        states = [stat_fields(int(thread))[:1] for thread in os.listdir(f"/proc/{pid}/task")]
+        if _STOPPED in states:
+            return False
+        if len(states) == 1 or _RUNS not in states:
+            return True
+        time.sleep(_BETWEEN_S)
+    return False
 
 
 def _size(path: Path) -> int:
