@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from troupe.orchestrator.cluster.event_loop import rare_collections
@@ -21,7 +20,8 @@ from troupe.orchestrator.reporting.held_out import held_out_lines
 from troupe.orchestrator.reporting.metrics import PhaseTimers, mean_of
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.rollouts.weight_sync import SyncReport, WeightSync
+from troupe.orchestrator.rollouts.run_weights import RunWeights
+from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
@@ -46,8 +46,6 @@ from troupe.orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 
-_MOST_DIGESTS = 64
-"""Engines whose acknowledgement an event names."""
 _TRAINER_PROBE_S = 5.0
 """Longest interval between two probes of trainers that have no call."""
 _QUIET_METRICS = ("refused", "failed_samples", "truncated")
@@ -167,9 +165,11 @@ class Controller:
         self._recorder.counts("dropped", components.ledger.drop_reasons())
         self._recorder.counts("ledger", components.ledger.counts())
         self._timers = self._new_timers()
+        sync, recovery = components.sync, components.recovery
+        self._weights = None if sync is None else RunWeights(sync, recovery, self._recorder, self._mark_served)
         targets = SaveContext(
             source=components.source,
-            recovery=components.recovery,
+            recovery=recovery,
             store=store,
             uploads=Uploads(remote, spec.failures.failed_saves, spec.schedule.train_timeout_s),
             recorder=self._recorder,
@@ -207,8 +207,8 @@ class Controller:
         heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self._watch_trainers())
         try:
             trial = self._saves.begin_trial()  # the trainers have nothing else to do until there is a batch
-            if self.version:
-                await self._push(self.version)
+            if self.version and self._weights is not None:
+                await self._weights.push(self.version)
             evaluation = spec.evaluation
             if evaluation is not None and evaluation.at_start and not self.version:
                 await unless_stopped(self.stop, unless_failed(trial, self._evaluations.before_training()))
@@ -221,7 +221,9 @@ class Controller:
             self._timers = self._new_timers()
             while self.version < spec.schedule.steps and not self._alarm_stops() and not self._has_no_gain():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
-                    await unless_failed(trial, unless_failed(watch, self.step(self.version)))
+                    step = self.step(self.version)
+                    step = step if self._weights is None else self._weights.guard(step)
+                    await unless_failed(trial, unless_failed(watch, step))
             snapshot = await self._settle()
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
@@ -238,6 +240,8 @@ class Controller:
             heartbeat.cancel()
             watch.cancel()
             await self._evaluations.cancel()
+            if self._weights is not None:
+                await self._weights.cancel()
             await source.close()
             await self.components.recovery.close()
             await self.components.step_recorder.close()
@@ -266,6 +270,8 @@ class Controller:
     async def _settle(self) -> SourceSnapshot:
         """Waits for what runs beside the loop; what to save, before the groups in flight are cancelled."""
         await self._evaluations.leave(self.version)
+        if self._weights is not None:
+            await self._weights.settle()
         await self.components.step_recorder.settle()
         return await self.components.source.snapshot()
 
@@ -315,11 +321,11 @@ class Controller:
             await self.components.step_recorder.settle()
             before = self.state
             updates, self.state = await self.components.recovery.train(step, batch, before)
-        # 3. Every engine loads the new weights and verifies them.
-        if self.components.sync is not None:
+        # 3. Every engine loads the new weights and verifies them, beside the next step where samples may be stale.
+        if self._weights is not None:
             with timers.phase("sync"):
                 self.console.phase("weight sync", 0, 1)
-                await self._push(step + 1)
+                await (self._weights.publish if self._may_overlap(step + 1) else self._weights.push)(step + 1)
             await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
         self.components.step_recorder.keep(step + 1, batch, before, updates)
         # 4. An evaluation beside training takes its engine; these samples are trained; the next ones may start.
@@ -343,17 +349,13 @@ class Controller:
         await source.save_trajectories(self.version)
         await self._recorder.end_step(self.version)
 
-    async def _push(self, version: int) -> None:
-        """Loads the policy's weights into the engines as `version`, if the run has engines."""
-        sync = self.components.sync
-        if sync is not None:
-            self._record_weights(await self.components.recovery.retry(lambda: sync.push(version)))
+    def _may_overlap(self, version: int) -> bool:
+        """Whether the loop may continue before the engines have a version: an evaluation and the end need it."""
+        last = version == self._spec.schedule.steps
+        return self._spec.overlaps_steps and not last and not self._evaluations.is_due(version)
 
-    def _record_weights(self, report: SyncReport) -> None:
-        digests = dict(islice(report.engines.items(), _MOST_DIGESTS))
-        fields = {"version": report.version, "digest": report.digest, "bytes": report.nbytes}
-        fields |= {"to_nodes": report.to_nodes, "seconds": round(report.publish_s + report.apply_s, 4)}
-        self._recorder.events.record("weights", **fields, loaded=len(report.engines), engines=digests)
+    def _mark_served(self, version: int) -> None:
+        self.components.source.mark_served(version)
 
     async def _evaluated(self, evaluated: Evaluated) -> None:
         """Compares an evaluation that has ended with those before it, and shows it."""

@@ -28,8 +28,9 @@ class WorkerError(TroupeError):
         self.detail = detail
 
     def locate(self, step: int, phase: str) -> None:
-        """Adds the step and its phase to the message."""
-        self.args = (f"{self.worker}.{self.method}: {self.detail} [step {step}{phase and f', {phase}'}]",)
+        """Adds the step and its phase to the message, unless that is done already."""
+        if str(self) == (what := f"{self.worker}.{self.method}: {self.detail}"):
+            self.args = (f"{what} [step {step}{phase and f', {phase}'}]",)
 
 
 class WorkerDied(WorkerError):

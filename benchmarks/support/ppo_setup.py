@@ -163,6 +163,7 @@ class PPOSetup:
                 self.alone.start()
             else:
                 self.alone.advance(turn)
+                self.alone.serve(turn)
             groups = await self.alone.next_batch()
         sampled = sum(sample.response_tokens for group in groups for sample in group.summary.samples)
         if sampled != self.tokens:

@@ -122,6 +122,7 @@ class RecoverySetup:
             self._scheduler.start()
         else:
             self._scheduler.advance(turn)
+            self._scheduler.serve(turn)
         samples = sum(group.samples for group in self._work[turn])
         pid = await self._sampling(samples)
 

@@ -74,6 +74,7 @@ class SamplingBatches:
             self._scheduler.start()
         else:
             self._scheduler.advance(self._batch)
+            self._scheduler.serve(self._batch)
         self._batch += 1
         groups = await self._scheduler.next_batch()
         return SampledBatch(time.monotonic() - began, groups)

@@ -1,11 +1,15 @@
 """The rollout scheduler: decides which groups run when, and which groups form the next batch.
 
 Slots bound the staleness. With P groups per step and a staleness limit of k, at most (version + k + 1) * P groups have
-been opened in total when the policy is at `version`; training a batch opens the next P. A batch must include every
+been opened in total when the engines serve `version`; training a batch opens the next P, once the engines serve what
+the policy became by it. A batch must include every
 group that started at version - k or earlier, and for every i < k leave at most i * P groups that started at version -
 k + i or earlier, which the i batches after it can take. So they always fit: no group is ever dropped for its age, and a
 step waits for a straggler only if one would otherwise exceed the limit. With k = 0 this is strictly on-policy training,
 by the same code.
+
+The engines may load a version beside the next update. Until they serve it, groups start at the version before, and no
+more of them were ever opened than the batches that these may be part of can take.
 """
 
 from __future__ import annotations
@@ -90,7 +94,8 @@ class RolloutScheduler:
 
     Every free slot consumes one prompt and starts a task for its group. The task waits for an engine with room
     (`EnginePool.acquire`), for the samples and for the scores, and ends when the group is scored or dropped. Slots
-    become free when a batch is trained (`advance`) and when a group is dropped. `next_batch` waits until enough groups
+    become free when a batch is trained and the engines have its weights (`advance`, `serve`), and when a group is
+    dropped. `next_batch` waits until enough groups
     are scored; every task that ends unblocks it, including one that fails.
     """
 
@@ -115,7 +120,7 @@ class RolloutScheduler:
             ledger: Accounts for samples; its open groups are dispatched first.
             next_prompt: The order of prompts.
             prompt_pool: The table that they are rows of.
-            version: Version of the policy.
+            version: Version of the policy, which the engines serve.
             observe: Called with groups that are replaced although they are scored.
             settings: How groups are sampled, by the row of their prompt; None: all alike.
         """
@@ -131,6 +136,7 @@ class RolloutScheduler:
         """Groups without signal that may be replaced in a step."""
         self._signal = SignalTest(group_filter(spec.algorithm))
         self.version = version
+        self._served = version
         self._pool = pool
         self._scorer = scorer
         self._ledger = ledger
@@ -279,12 +285,21 @@ class RolloutScheduler:
             self._launch(PromptPick(uid, group.row), self._ledger.retry(uid))
 
     def advance(self, version: int) -> None:
-        """Records that the engines serve `version` and opens the slots that this frees."""
+        """Records that the last batch is trained, which made the policy `version`, and opens the slots that this frees.
+
+        They stay closed until `serve` has been called with the version as well.
+        """
         self.version = version
         for group in self._batch:
             del self._groups[group.pick.prompt_uid]
         self._batch = []
         self._dispatch()
+
+    def serve(self, version: int) -> None:
+        """Records that every engine serves `version`, and opens the slots that this frees; see `advance`."""
+        if version > self._served:
+            self._served = version
+            self._dispatch()
 
     async def close(self) -> None:
         """Cancels all running groups; they stay open in the ledger."""
@@ -315,10 +330,8 @@ class RolloutScheduler:
     @property
     def _free(self) -> int:
         """Number of slots that may be opened now."""
-        allowed = (
-            min(self.version + self._schedule.max_staleness + 1, self._schedule.steps) * self._schedule.prompts_per_step
-        )
-        return allowed - self._opened
+        reached = min(self.version, self._served) + self._schedule.max_staleness + 1
+        return min(reached, self._schedule.steps) * self._schedule.prompts_per_step - self._opened
 
     def _dispatch(self) -> None:
         """Opens the free slots in order: a few now, the rest in a background task."""

@@ -122,6 +122,10 @@ class RolloutSource:
             self._components.curriculum.mark_trained()
         self._components.scheduler.advance(version)
 
+    def mark_served(self, version: int) -> None:
+        """Lets the scheduler open the groups that start at this version."""
+        self._components.scheduler.serve(version)
+
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)

@@ -51,10 +51,18 @@ class SyncReport:
 
 
 class WeightSync(Protocol):
-    """How weights reach engines."""
+    """How weights reach engines: `push` does all of it, `publish` and `load` do it in two parts."""
 
     async def push(self, version: int) -> SyncReport:
         """Loads the policy's weights into every engine as `version`."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """Returns once the policy may train again: `load` reads nothing that an update writes."""
+        ...
+
+    async def load(self) -> SyncReport:
+        """Loads the version that was published last into every engine, without the trainers."""
         ...
 
     async def renew(self) -> None:
@@ -83,6 +91,8 @@ class FileSync:
         self._hosts_before: set[str] = set()
         """Hosts that have the version which a delta of the current one starts from."""
         self._sent = 0
+        self._times = 0.0, 0.0
+        """When the current version began to be published, and when it was (time of the event loop, in seconds)."""
         self._damaged: WeightUpdate | None = None
         """What a new engine could not load."""
         self._published = asyncio.Condition()
@@ -98,20 +108,48 @@ class FileSync:
             WeightsNotVerified: An engine acknowledged another version or digest, or did not load the version.
             EnginesLost: No engine is left and none is starting.
         """
-        clock = asyncio.get_running_loop().time
         async with self._pool.transfer_lock:
-            self._pool.version = version
-            started, self._sent = clock(), 0
-            update = await self._publish(version, delta=self._delta)
-            published_at = clock()
+            update = await self._begin(version)
             try:
-                engines = await self._load(update)
+                await self._write_to_hosts(update, self._pool.receivers)
+                return await self._load(update)
             except UpdateDamaged as error:
-                logger.warning("%s; publishing version %d again", error, version)
-                update = await self._publish(version, delta=False)
-                engines = await self._load(update)
-            times = published_at - started, clock() - published_at
-            return SyncReport(version, *times, update.nbytes, engines, update.digest, self._sent)
+                update = await self._publish_again(version, error)
+                return await self._load(update)
+
+    async def publish(self, version: int) -> None:
+        """Publishes the policy's weights as `version`, a file on the node of every engine; `load` reads these alone.
+
+        Raises:
+            UpdateDamaged: A file could not be written the second time either, because the policy is lost.
+        """
+        async with self._pool.transfer_lock:
+            update = await self._begin(version)
+            try:
+                await self._write_to_hosts(update, self._pool.receivers)
+            except UpdateDamaged as error:
+                await self._publish_again(version, error)
+
+    async def load(self) -> SyncReport:
+        """Loads the published version into every engine. It is not published again: the policy may have trained since.
+
+        Raises:
+            UpdateDamaged: It did not arrive as it was published. Engines that did not load it stay closed.
+            WeightsNotVerified: An engine acknowledged another version or digest, or did not load the version.
+            EnginesLost: No engine is left and none is starting.
+        """
+        async with self._pool.transfer_lock:
+            if self._current is None:
+                raise RuntimeError("no version was published")
+            return await self._load(self._current)
+
+    async def _begin(self, version: int) -> WeightUpdate:
+        """Publishes the weights as `version` for the first time."""
+        self._pool.version = version
+        began, self._sent = _now(), 0
+        update = await self._publish(version, delta=self._delta)
+        self._times = began, _now()
+        return update
 
     async def _publish(self, version: int, *, delta: bool) -> WeightUpdate:
         """Writes the policy's weights as `version`; new engines receive them from now on."""
@@ -120,6 +158,13 @@ class FileSync:
         base = before.digest if before is not None and hosts else ""
         update = await self._policy.publish_weights(version, base=base, timeout_s=self._timeout_s)
         await self._serve(update, hosts)
+        return update
+
+    async def _publish_again(self, version: int, error: UpdateDamaged) -> WeightUpdate:
+        """Publishes a version again that did not arrive, and writes all of it to every node."""
+        logger.warning("%s; publishing version %d again", error, version)
+        update = await self._publish(version, delta=False)
+        await self._write_to_hosts(update, self._pool.receivers)
         return update
 
     async def _serve(self, update: WeightUpdate, hosts_before: set[str]) -> None:
@@ -148,14 +193,11 @@ class FileSync:
         async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._published:
             await self._published.wait_for(lambda: self._current is not damaged)
 
-    async def _load(self, update: WeightUpdate) -> dict[str, str]:
+    async def _load(self, update: WeightUpdate) -> SyncReport:
         """Loads an update into every engine, or raises, when none of them reads it any more.
 
-        Returns the digest that each engine acknowledged; engines that were lost meanwhile are left out.
+        Engines that were lost meanwhile are not in the report.
         """
-        # Suspect engines too: one that recovers must not serve the previous version.
-        engines = self._pool.receivers
-        await self._write_to_hosts(update, engines)
 
         async def apply(engine: Engine) -> WeightAck | Exception | None:
             try:
@@ -163,11 +205,15 @@ class FileSync:
             except Exception as error:
                 return error  # raised once every engine has answered
 
-        applied = await gather_all(apply(engine) for engine in engines)
+        # Suspect engines too: one that recovers must not serve the previous version.
+        applied = await gather_all(apply(engine) for engine in self._pool.receivers)
         for outcome in applied:
             if isinstance(outcome, Exception):
                 raise outcome
-        return {ack.engine: ack.digest for ack in applied if isinstance(ack, WeightAck)}
+        engines = {ack.engine: ack.digest for ack in applied if isinstance(ack, WeightAck)}
+        began, published = self._times
+        times = published - began, _now() - published
+        return SyncReport(update.version, *times, update.nbytes, engines, update.digest, self._sent)
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
@@ -272,8 +318,8 @@ class DeviceSync:
         self._connected: tuple[object, ...] = ()
         """Engines and trainers of the last transfer; empty if it failed."""
         self._version = 0
-        self._digest = ""
-        """Of the weights that were sent as `version`."""
+        self._sent: SyncReport | None = None
+        """The last whole transfer."""
         self._pushes = 0
         self._missed = 0
         """How many versions had been sent when an engine was last brought up."""
@@ -300,11 +346,21 @@ class DeviceSync:
                 if not self._pool.engines and not self._pool.starting:
                     raise EnginesLost(f"no rollout engine is left after version {version}: {error}") from error
                 report = await self._send(tuple(self._pool.receivers))
-        self._digest = report.digest
+        self._sent = report
         self._pushes += 1
         async with self._pushed:
             self._pushed.notify_all()
         return report
+
+    async def publish(self, version: int) -> None:
+        """As `push`: trainers send from the memory that an update writes, so that it waits for the engines."""
+        await self.push(version)
+
+    async def load(self) -> SyncReport:
+        """Does nothing: `publish` has loaded the version."""
+        if self._sent is None:
+            raise RuntimeError("no version was published")
+        return self._sent
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`).
@@ -324,7 +380,7 @@ class DeviceSync:
             if error.worker not in {worker.name for worker in self._policy.workers}:
                 raise
             raise UpdateDamaged(error.worker, error.method, error.detail) from error
-        if sent.digest != self._digest:
+        if self._sent is None or sent.digest != self._sent.digest:
             raise UpdateDamaged(engine.name, "bring_up", f"the policy has trained since version {self._version}")
 
     async def renew(self) -> None:
@@ -367,6 +423,10 @@ class DeviceSync:
             await self._pool.lose(engine, error)
         except WorkerError:
             pass
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _verify(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) -> None:

@@ -157,6 +157,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         """Seconds between two rounds of health probes of the workers besides the trainers."""
 
     @property
+    def overlaps_steps(self) -> bool:
+        """Whether a step may begin before the engines have the weights of the step before."""
+        return False
+
+    @property
     def alarm(self) -> AlarmConfig | None:
         """When a rising reward counts as reward hacking; None: never."""
         return None

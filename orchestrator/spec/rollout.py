@@ -491,6 +491,11 @@ class RolloutSpec(RunSpec, frozen=True):
         return self.failures.health_interval_s
 
     @property
+    def overlaps_steps(self) -> bool:
+        """See `RunSpec.overlaps_steps`."""
+        return self.schedule.max_staleness > 0
+
+    @property
     def alarm(self) -> AlarmConfig | None:
         """See `RunSpec.alarm`."""
         return self.failures.alarm

@@ -83,6 +83,10 @@ class BatchSource(Protocol):
         """Records the last batch as trained; the policy now has this version."""
         ...
 
+    def mark_served(self, version: int) -> None:
+        """Records that every engine serves this version, which is trained or being recorded as trained."""
+        ...
+
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
         """Metrics of the batch on which `version` was trained, in a step that took `seconds`."""
         ...

@@ -77,6 +77,14 @@ class RunEvaluations:
         """Whether an evaluation was due that has not been made."""
         return self.pending is not None or self._overdue
 
+    def is_due(self, step: int) -> bool:
+        """Whether the step is to be evaluated."""
+        config = self._config
+        if config is None:
+            return False
+        regular = bool(config.every_steps) and step % config.every_steps == 0
+        return regular or self._overdue or (step == self._steps and config.at_end)
+
     async def before_training(self) -> None:
         """Evaluates the initial model."""
         await self._begin(0)
@@ -91,7 +99,7 @@ class RunEvaluations:
 
     async def begin_if_due(self, step: int) -> None:
         """Begins an evaluation beside training, once the one before has ended; there is none beside the last step."""
-        if not self._is_due(step):
+        if not self.is_due(step):
             return
         await self.settle()
         if step < self._steps:
@@ -162,13 +170,6 @@ class RunEvaluations:
         work = None if beside is None else await beside.begin(step)
         if work is not None:
             self._running, self.pending, self._overdue = asyncio.create_task(work, name=f"evaluate {step}"), step, False
-
-    def _is_due(self, step: int) -> bool:
-        config = self._config
-        if config is None:
-            return False
-        regular = bool(config.every_steps) and step % config.every_steps == 0
-        return regular or self._overdue or (step == self._steps and config.at_end)
 
     async def _take(self, evaluated: Evaluated) -> None:
         self.last = evaluated.metrics

@@ -113,6 +113,9 @@ class OfflineSource:
             self._components.ledger.mark_trained(pick.prompt_uid, 0)
         self._state = self._components.order.state()
 
+    def mark_served(self, version: int) -> None:
+        """Does nothing: there are no engines."""
+
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
         """Number of examples and tokens, throughput (tokens/s over `seconds`), epoch."""
         return {

@@ -89,6 +89,7 @@ class FakeRollouts:
                     if status == "ok":
                         self.ledger.mark_trained(group.summary.prompt_uid, i)
             await self.sync.push(step + 1)
+            self.scheduler.serve(step + 1)
             self.scheduler.advance(step + 1)
             batches.append(batch)
         await self.scheduler.close()
