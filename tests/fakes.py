@@ -340,6 +340,8 @@ class FaultyEngine(FakeEngine):
         """`fail_next` calls of `generate` fail."""
         super().__init__(name, lambda request: rng.expovariate(1 / self.mean_s))
         self.mean_s = mean_s
+        self.load_s = 0.0
+        """Seconds that it takes to load weights."""
         self.refuse_rows = refuse_rows
         self.lie_about_digest = lie_about_digest
         self.fail_next = fail_next
@@ -368,7 +370,9 @@ class FaultyEngine(FakeEngine):
         return answer
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
-        """Serves the version; may acknowledge another digest."""
+        """Serves the version, after the time it takes; may acknowledge another digest."""
+        if self.load_s:
+            await asyncio.sleep(self.load_s)
         ack = await super().update_weights(update)
         return WeightAck(ack.engine, ack.version, "other" if self.lie_about_digest else ack.digest, 0.0)
 

@@ -95,6 +95,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         """With one, prompts come from a pool of 12 instead of an endless one."""
         self.taken_over = 0
         """Finished samples that the run has taken over from its checkpoint."""
+        self.sync_timeout_s = 1.0
         self.mixed_rows: tuple[int, ...] = ()
         """Rows of each source of a mixture."""
 
@@ -147,7 +148,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         )
         self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
         updates = RolloutUpdates(self.spec, policy, self.critics, console)
-        sync = FileSync(policy, pool, 1.0)
+        sync = FileSync(policy, pool, self.sync_timeout_s)
         recovery = self.recovery(updates, sync.push, store, console, done)
         pool.renew = lambda: recovery.retry(sync.renew)
         components = RunComponents(

@@ -9,6 +9,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.clock import on_virtual_time
 from tests.fakes import (
@@ -77,10 +79,11 @@ class FakeRollouts:
             version,
         )
 
-    async def train(self, steps: int, update_s: float = 0.0) -> list[list[ScoredGroup]]:
-        """Run the controller's loop without updates."""
+    async def train(self, steps: int, update_s: float = 0.0, beside: bool = False) -> list[list[ScoredGroup]]:
+        """Run the controller's loop without updates. `beside`: engines load a version beside the next step."""
         self.scheduler.start()
         batches = []
+        loading = asyncio.create_task(asyncio.sleep(0))
         for step in range(self.scheduler.version, steps):
             batch = await asyncio.wait_for(self.scheduler.next_batch(), 10)
             await asyncio.sleep(update_s)
@@ -88,14 +91,22 @@ class FakeRollouts:
                 for i, status in enumerate(group.rewards.statuses):
                     if status == "ok":
                         self.ledger.mark_trained(group.summary.prompt_uid, i)
-            await self.sync.push(step + 1)
-            self.scheduler.serve(step + 1)
+            await loading
+            await self.sync.publish(step + 1)
+            loading = asyncio.create_task(self._load(step + 1))
+            if not beside:
+                await loading
             self.scheduler.advance(step + 1)
             batches.append(batch)
+        await loading
         await self.scheduler.close()
         await self.pool.close()
         self.ledger.check()
         return batches
+
+    async def _load(self, version: int) -> None:
+        await self.sync.load()
+        self.scheduler.serve(version)
 
 
 def oldest(batch: list[ScoredGroup]) -> int:
@@ -125,6 +136,49 @@ def test_staleness_stays_within_its_bound_and_no_group_is_dropped_for_it(stalene
     assert max(ages) > 0
     assert rollouts.ledger.counts()["dropped"] == 0
     assert rollouts.ledger.counts()["trained"] == 20 * 5 * 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    staleness=st.integers(1, 4),
+    engines=st.integers(1, 4),
+    groups=st.integers(1, 5),
+    load_s=st.sampled_from([0.0, 0.001, 0.01, 0.1]),
+    update_s=st.sampled_from([0.0, 0.001, 0.01, 0.1]),
+    means=st.lists(st.sampled_from([0.0002, 0.002, 0.02]), min_size=4, max_size=4),
+)
+def test_staleness_stays_within_its_bound_however_long_engines_take_to_load(
+    staleness: int, engines: int, groups: int, load_s: float, update_s: float, means: list[float]
+) -> None:
+    """Groups that a trained batch makes room for start at its weights: none becomes too old, and none is dropped.
+
+    Engines load one after another here: the first ones serve a version long before the last one.
+    """
+    rollouts = FakeRollouts(engines=engines, staleness=staleness, steps=12, groups=groups)
+    for number, engine in enumerate(rollouts.engines):
+        engine.mean_s, engine.load_s = means[number], load_s * number
+    batches = on_virtual_time(rollouts.train(12, update_s, beside=True))
+    assert all(step - oldest(batch) <= staleness for step, batch in enumerate(batches))
+    counts = rollouts.ledger.counts()
+    assert (counts["trained"], counts["dropped"], counts["retries"]) == (12 * groups * 4, 0, 0)
+
+
+async def test_slots_of_a_trained_batch_open_once_the_engines_serve_its_weights() -> None:
+    """In whatever order the two become known."""
+    rollouts = FakeRollouts(staleness=1, groups=5)
+    opened = rollouts.ledger.counts
+    rollouts.scheduler.start()
+    await rollouts.scheduler.next_batch()
+    rollouts.scheduler.advance(1)
+    await rollouts.scheduler.next_batch()  # it was opened before
+    assert opened()["dispatched"] == 2 * 5 * 4
+    rollouts.scheduler.serve(1)
+    assert opened()["dispatched"] == 3 * 5 * 4
+    rollouts.scheduler.serve(2)
+    assert opened()["dispatched"] == 3 * 5 * 4
+    rollouts.scheduler.advance(2)
+    assert opened()["dispatched"] == 4 * 5 * 4
+    await rollouts.scheduler.close()
 
 
 def test_each_sample_is_trained_once_although_engines_lose_calls() -> None:

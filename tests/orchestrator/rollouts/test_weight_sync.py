@@ -18,6 +18,7 @@ from tests.fakes import (
     FaultyWorker,
     LocalWorker,
     fake_pool,
+    fakes_of,
     policy_group,
     pool_spec,
 )
@@ -32,7 +33,7 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync
+from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, SyncReport
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
 
@@ -185,6 +186,26 @@ def test_weights_are_sent_to_each_node_once() -> None:
     assert publisher.reads == 1
     assert [len(e.written) for e in engines] == [0, 1, 0, 1]
     assert {e.version for e in engines} == {1}
+
+
+def test_engines_load_what_is_published_without_the_policy() -> None:
+    """Publishing ends when every node has its file: from then on the policy may train."""
+    engines = [_RemoteEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+    policy = policy_group(_Publisher())
+
+    async def run() -> SyncReport:
+        pool = fake_pool([])
+        pool.workers = [Engine(FaultyWorker(e.name, e), h) for e, h in zip(engines, ("host", "far"), strict=True)]
+        sync = FileSync(policy, pool, 1.0)
+        await sync.publish(1)
+        assert [len(e.written) for e in engines] == [0, 1] and {e.version for e in engines} == {0}
+        for rank in fakes_of(policy):
+            rank.frozen = True
+        return await sync.load()
+
+    report = on_virtual_time(run())
+    assert (report.version, report.engines) == (1, {"rollout-0": "d1", "rollout-1": "d1"})
+    assert report.to_nodes == report.nbytes
 
 
 class _DeltaPublisher(_Publisher):
@@ -412,6 +433,19 @@ def test_device_transfer_connects_once_and_again_when_engines_change() -> None:
         return [link.processes for link in sender.links], [engine.version for engine in pool.engines]
 
     assert on_virtual_time(run()) == ([2, 1, 3], [3, 3, 3])
+
+
+def test_publishing_from_device_to_device_waits_for_the_engines() -> None:
+    """The trainers send from the memory that their next update writes."""
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+
+    async def run() -> None:
+        sync = _device_sync(engines)[2]
+        await sync.publish(1)
+        assert {engine.version for engine in engines} == {1}
+        assert (await sync.load()).engines == {"rollout-0": "d1", "rollout-1": "d1"}
+
+    on_virtual_time(run())
 
 
 def test_another_digest_after_a_device_transfer_stops_the_run() -> None:
