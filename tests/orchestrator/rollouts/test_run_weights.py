@@ -109,6 +109,11 @@ def loaded(out: Path) -> list[int]:
     return [event["version"] for event in RunFolder(out).events("weights")]
 
 
+def damage(version: int) -> UpdateDamaged:
+    """The error of an engine that did not receive what was published."""
+    return UpdateDamaged("rollout-1", "update_weights", f"version {version} has another digest")
+
+
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_the_next_update_begins_while_engines_load(tmp_path: Path, staleness: int) -> None:
     """A version is published once the engines have loaded the one before; the last one is waited for."""
@@ -149,11 +154,6 @@ def test_an_error_of_a_load_names_the_worker_and_the_step_whose_weights_these_ar
         run.run()
 
 
-def damage(version: int) -> UpdateDamaged:
-    """The error of an engine that did not receive what was published."""
-    return UpdateDamaged("rollout-1", "update_weights", f"version {version} has another digest")
-
-
 def test_weights_damaged_beside_an_update_are_replaced_by_the_next_version(tmp_path: Path) -> None:
     """The policy no longer has what it published. No group starts at a version that it would be too old with."""
     run, order = run_of(tmp_path, patient=(1, 2), schedule=STALE)
@@ -189,8 +189,14 @@ def test_an_engine_that_dies_while_it_loads_is_replaced(tmp_path: Path) -> None:
     assert {engine.version for engine in run.pool.engines} == {4}
 
 
-def test_a_policy_that_is_lost_while_engines_load_is_restarted_and_the_load_repeated(tmp_path: Path) -> None:
-    """The engine hangs in its first load of version 2, until the restart of the policy ends the call."""
+@pytest.mark.parametrize(
+    ("file_lost", "loads_of_2"),
+    [(False, 3), (True, 2)],  # the first one, that of the recovery, and the first one repeated where it had not ended
+)
+def test_a_policy_that_is_lost_while_engines_load_is_restarted_with_the_engines_at_its_version(
+    tmp_path: Path, file_lost: bool, loads_of_2: int
+) -> None:
+    """An engine hangs in its first load of version 2 until the restart ends the call, or finds the file gone."""
     run = RecoveringRun(tmp_path, ("policy-0", "update", 3), schedule=STALE)  # step 3: the critic warms up in step 1
     run.sync_timeout_s = 60.0
     loads: list[int] = []
@@ -199,6 +205,8 @@ def test_a_policy_that_is_lost_while_engines_load_is_restarted_and_the_load_repe
         async def update_weights(self, update: WeightUpdate) -> WeightAck:
             loads.append(update.version)
             if loads.count(2) == 1 and update.version == 2:
+                if file_lost:
+                    raise damage(2)
                 await asyncio.Event().wait()
             return await super().update_weights(update)
 
@@ -206,7 +214,7 @@ def test_a_policy_that_is_lost_while_engines_load_is_restarted_and_the_load_repe
     outcome = run.run()
     assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
     assert run.controller.components.recovery.budget.total == 1
-    assert loads == [1, 2, 2, 2, 3, 4]  # hung, by the recovery, by the repeated load
+    assert loads == [1, *[2] * loads_of_2, 3, 4]
     assert {engine.version for engine in run.engines} == {4}
 
 
