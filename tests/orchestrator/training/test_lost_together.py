@@ -204,6 +204,8 @@ def test_an_engine_waits_for_the_next_version_where_the_policy_has_trained_on(tm
     async def slow(*args: Any, **kwargs: Any) -> Any:
         done = await update(*args, **kwargs)
         if len(policy.updates) == 2:
+            while {engine.version for engine in run.pool.engines} != {1}:
+                await asyncio.sleep(0.001)  # engines load it beside this update
             run.published = None
             killed.append(run.starts)
             run.pool.engines[0].handle.kill()
