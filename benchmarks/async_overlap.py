@@ -6,7 +6,8 @@ Each turn is a run of the product for each staleness, with the same seed and num
 one thread each, and their processes are kept on one core each. With staleness 0 they alternate, which gives the seconds
 of the two stages alone: R to sample and score a step's groups, T to prepare and train them. No schedule takes less than
 max(R, T) for a step; this bound is the baseline. What the driver, the reward worker and weight syncs take from the two
-cores is part of the difference.
+cores is part of the difference. With staleness the phase `sync` is the wait for the publication of the weights alone:
+the engine loads them beside the next update.
 """
 
 from __future__ import annotations
