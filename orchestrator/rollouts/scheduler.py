@@ -1,15 +1,14 @@
 """The rollout scheduler: decides which groups run when, and which groups form the next batch.
 
 Slots bound the staleness. With P groups per step and a staleness limit of k, at most (version + k + 1) * P groups have
-been opened in total when the engines serve `version`; training a batch opens the next P, once the engines serve what
-the policy became by it. A batch must include every
-group that started at version - k or earlier, and for every i < k leave at most i * P groups that started at version -
-k + i or earlier, which the i batches after it can take. So they always fit: no group is ever dropped for its age, and a
-step waits for a straggler only if one would otherwise exceed the limit. With k = 0 this is strictly on-policy training,
-by the same code.
+been opened in total when the engines serve `version`; training a batch opens the next P once the engines serve its
+weights. A batch must include every group that started at version - k or earlier, and for every i < k leave at most i *
+P groups that started at version - k + i or earlier, which the i batches after it can take. So they always fit: no group
+is ever dropped for its age, and a step waits for a straggler only if one would otherwise exceed the limit. With k = 0
+this is strictly on-policy training, by the same code.
 
-The engines may load a version beside the next update. Until they serve it, groups start at the version before, and no
-more of them were ever opened than the batches that these may be part of can take.
+Engines may load a version beside the next update. The policy is one version ahead of them then, and k * P groups are
+open at most: as many as the k batches take in which a group that starts at the engines' version is young enough.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ class RolloutScheduler:
     Every free slot consumes one prompt and starts a task for its group. The task waits for an engine with room
     (`EnginePool.acquire`), for the samples and for the scores, and ends when the group is scored or dropped. Slots
     become free when a batch is trained and the engines have its weights (`advance`, `serve`), and when a group is
-    dropped. `next_batch` waits until enough groups
-    are scored; every task that ends unblocks it, including one that fails.
+    dropped. `next_batch` waits until enough groups are scored; every task that ends unblocks it, including one that
+    fails.
     """
 
     def __init__(
