@@ -52,6 +52,7 @@ from troupe.workers.engine.settings import (
     structured_outputs,
 )
 from troupe.workers.engine.tool_calls import tool_parser
+from troupe.workers.engine.unread_metrics import unread_metrics
 from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
 from troupe.workers.episodes.reader import TurnReader, read_row
 from troupe.workers.episodes.turns import SampledTurn, TurnLimits
@@ -167,7 +168,8 @@ class RolloutWorker:
         self._make_readers(self._tokenizer)
         try:
             with engine_processes(self._config.device):
-                self._engine = AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=self._stat_loggers)
+                loggers = [unread_metrics(), *self._stat_loggers]
+                self._engine = AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=loggers)
         except RuntimeError as error:
             if _PROCESS_FAILED not in str(error):
                 raise
