@@ -85,8 +85,8 @@ _TURN_S = 0.1
 """Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
 _SHORT_PROMPT = 2_000
-"""Characters of messages that are tokenized in less than half a millisecond. Where all cores compute, it takes longer
-until a thread runs, and meanwhile the engine begins without the groups that arrive together."""
+"""Characters of messages that are tokenized in less than a millisecond. Where all cores compute, it takes longer until
+a thread runs, and meanwhile the engine begins without the groups that arrive together."""
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
 
 
