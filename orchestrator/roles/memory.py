@@ -32,9 +32,9 @@ from troupe.workers.contract.offline_config import RewardLossConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.contract.weight_backends import BACKENDS
 
-TRAINER_PROCESS = 700 * MIB
-"""Host memory of a training rank without a model. `benchmarks.plan_memory` measures 461 MiB after the imports and the
-rendezvous, and peaks with 650 to 770 MiB beyond the model once updates have loaded kernels and caches."""
+TRAINER_PROCESS = 600 * MIB
+"""Host memory of a training rank without a model. `benchmarks.plan_memory` measures 351 MiB after the imports and the
+rendezvous, and 550 to 650 MiB beyond the model once updates have loaded kernels and caches."""
 SCORER_PROCESS = 600 * MIB
 """Host memory of a process with torch and transformers (reference, reward model): 437 MiB after the imports, plus
 what the first pass loads, as for a trainer."""
