@@ -115,7 +115,7 @@ SUITE = (
             Goal("the same, of TRL's GRPOTrainer", _TROUPE, "ratio", 5.0, over="TRL", digits=2),
         ),
         "few-shot",
-        estimate_s=330,
+        estimate_s=300,
     ),
     Benchmark(
         "ppo_step",
