@@ -13,7 +13,7 @@ from troupe.orchestrator.bench.points import Point, launch_spec, launches, measu
 from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of, with_efficiency
 from troupe.orchestrator.bench.sequences import GroupLengths
 from troupe.orchestrator.cluster.actor_class import actor_class
-from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.event_loop import gather_all, rare_collections
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.data.mixture import group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
@@ -110,7 +110,7 @@ async def _launch(
     measured = 0
     warm = 0  # engines that have sampled: the first batch of an engine is slower
     try:
-        async with open_run(run, local, console, roles) as context:
+        async with open_run(run, local, console, roles) as context, rare_collections():
             for point in points:
                 prompts, warm_up = pools[_data_key(point)], point.workers > warm
                 bench = _PointBench(request, point, prompts, context, warm_up=warm_up)

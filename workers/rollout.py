@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -52,6 +52,7 @@ from troupe.workers.engine.settings import (
     structured_outputs,
 )
 from troupe.workers.engine.tool_calls import tool_parser
+from troupe.workers.engine.unread_metrics import unread_metrics
 from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
 from troupe.workers.episodes.reader import TurnReader, read_row
 from troupe.workers.episodes.turns import SampledTurn, TurnLimits
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from troupe.workers.weights.store import StoredBytes
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 INITIAL_VERSION = 0
@@ -82,6 +84,9 @@ _ONE_OF_MANY_FAILED = "Worker failed with error"
 _TURN_S = 0.1
 """Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
+_SHORT_PROMPT = 2_000
+"""Characters of messages that are tokenized in less than a millisecond. Where all cores compute, it takes longer until
+a thread runs, and meanwhile the engine begins without the groups that arrive together."""
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
 
 
@@ -136,9 +141,11 @@ class RolloutWorker:
         self._environments: dict[str, EnvironmentLink] = {}
         self._readers: dict[str, TurnReader] = {}
         """Those of episodes, by the name of their environment; so are `_long`."""
-        # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
+        # One thread: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._in_thread = 0
+        """Prompts that the thread tokenizes, or that wait for it."""
         self._long: dict[str, LongReader] = {}
         self._stat_loggers: list[Any] = []
         """vLLM tells them about every iteration of the engine."""
@@ -167,7 +174,8 @@ class RolloutWorker:
         self._make_readers(self._tokenizer)
         try:
             with engine_processes(self._config.device):
-                self._engine = AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=self._stat_loggers)
+                loggers = [unread_metrics(), *self._stat_loggers]
+                self._engine = AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=loggers)
         except RuntimeError as error:
             if _PROCESS_FAILED not in str(error):
                 raise
@@ -633,8 +641,9 @@ class RolloutWorker:
         """Token ids of a prompt that leaves room for a response of so many tokens (None: as in training)."""
         tokenizer = self._live_tokenizer()
         longest = self._config.engine.max_model_len - (max_tokens or self._config.sampling.max_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, encode_prompt, tokenizer, messages, longest)
+        if len(messages) <= _SHORT_PROMPT and not self._in_thread and not self._config.episodes:
+            return encode_prompt(tokenizer, messages, longest)
+        return await self._tokenized(encode_prompt, tokenizer, messages, longest)
 
     async def _encode_candidates(
         self, prompt: dict[str, Any], prompt_ids: list[int], max_tokens: int | None
@@ -647,7 +656,16 @@ class RolloutWorker:
 
         longest = max_tokens or self._config.sampling.max_tokens
         arguments = (self._live_tokenizer(), prompt["messages"], prompt_ids, texts, longest)
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode_candidates, *arguments)
+        return await self._tokenized(encode_candidates, *arguments)
+
+    async def _tokenized(self, encode: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `encode` returns in the thread that tokenizes."""
+        self._in_thread += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._tokenizing, partial(encode, *args, **kwargs))
+        finally:
+            self._in_thread -= 1
 
     def _summary(
         self,

@@ -129,13 +129,21 @@ def cpu_seconds(roots: Iterable[int], without: Sequence[int] = ()) -> float:
 
     The time of an exited process counts in its parent.
     """
+    return _cpu_seconds(_trees(roots, without))
+
+
+def _trees(roots: Iterable[int], without: Sequence[int]) -> list[psutil.Process]:
+    """The processes of the trees of `roots`, excluding the trees of `without`."""
     left_out = {process.pid for root in without for process in _tree(root)}
+    return [process for root in roots for process in _tree(root) if process.pid not in left_out]
+
+
+def _cpu_seconds(processes: Iterable[psutil.Process]) -> float:
     total = 0.0
-    for process in (process for root in roots for process in _tree(root)):
-        if process.pid not in left_out:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system + times.children_user + times.children_system
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
@@ -178,8 +186,14 @@ class Meter:
         self._began = time.monotonic()
 
     def read(self) -> tuple[float, float]:
-        """(CPU seconds, average number of cores busy with other processes)."""
-        own = cpu_seconds(self._roots, self._without) - self._own
+        """(CPU seconds, average number of cores busy with other processes).
+
+        Where this process is among them, its search for them, some 10 ms, does not count.
+        """
+        began = time.thread_time()
+        processes = _trees(self._roots, self._without)
+        searched_s = time.thread_time() - began if os.getpid() in self._roots else 0.0
+        own = _cpu_seconds(processes) - self._own - searched_s
         elapsed = time.monotonic() - self._began
         return own, max(0.0, (_machine_busy_s() - self._machine - own) / elapsed)
 

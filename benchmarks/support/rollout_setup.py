@@ -15,6 +15,7 @@ from benchmarks.support.workload import Group
 from troupe.orchestrator.bench.batches import SamplingBatches
 from troupe.orchestrator.bench.points import measured_spec
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
+from troupe.orchestrator.cluster.event_loop import rare_collections
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.launcher import WorkerLauncher
@@ -77,7 +78,8 @@ class RolloutSetup:
             prompts = cluster.put(table)
             picks = prompt_picks(work)
             turns = SamplingBatches(spec, pool, lambda: next(picks), prompts)
-            yield cls(pool, turns, prompts, work, others)
+            async with rare_collections():  # as in a run
+                yield cls(pool, turns, prompts, work, others)
             await turns.close()
             await cluster.close(CLOSE_TIMEOUT_S)
         finally:

@@ -27,7 +27,7 @@ COLUMNS = {
     "avg": ("average",),
     "ref": ("reference",),
     "gather": ("gathered",),
-    "activ": ("activations",),
+    "activ": ("activations", "fragments"),
     "logits": ("logits", "head", "kept"),
     "score": ("scoring",),
     "step": ("step",),

@@ -45,6 +45,11 @@ BUCKET = 256 * MIB
 """Limit of a bucket of weights (`workers/weights/buckets.py`); nccl has two of them on each side, ipc one."""
 CPU_BATCH_TOKENS = 4096
 """Tokens of the largest batch on the CPU, if no sequence is longer (`workers/engine/settings.py`)."""
+FRAGMENTS = 0.4
+"""Share of its activations that a rank on the CPU holds besides, as freed blocks between blocks in use: the C library
+keeps those below 8 MiB (`troupe.workers.models.cpu.return_large`). Measured: 0.1 to 0.5, and 0.8 under ZeRO-3."""
+TILE_LOGITS = 2**21
+"""Logits that the output head holds at a time on the CPU (`troupe.workers.models.heads`)."""
 KV_BLOCK = {"gpu": 16, "host": 32}
 """Tokens in a block of vLLM's KV cache (on the CPU that of `workers/engine/settings.py`)."""
 
@@ -164,8 +169,13 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         extra = (1 if rank.scaled else 0) + (2 if rank.entropy_grad else 0)
         # The tokens that were not left: a copy of the logits without them, a mask, and the bits that it was made of.
         own = 4 * extra + (4 + 1 + 1 if rank.truncated else 0)
-        logits = head(size, width, tokens, rank.gpu) + own * _chunk(size, tokens, rank.gpu)
+        if _tiled(size, rank.gpu, rank.truncated):
+            logits = tiled_head(size, width, tokens)
+        else:
+            logits = head(size, width, tokens, rank.gpu) + own * _chunk(size, tokens, rank.gpu)
         parts[device].append(Part("logits", logits, "pass"))
+    if not rank.gpu:
+        parts["host"].append(Part("fragments", int(FRAGMENTS * layers), "pass"))
     parts[device].append(Part("transfer", rank.transfer))
     if rank.gpu:
         parts["gpu"].append(Part("process", CUDA_CONTEXT))
@@ -207,7 +217,8 @@ def zero_states(
     """Weights, gradients, optimizer states and DeepSpeed's buffers of one rank.
 
     The optimizer's 12 bytes per number are AdamW's two moments and a float32 copy of the weights (none in stage 0 with
-    float32 weights, which are trained directly).
+    float32 weights, which are trained directly). ZeRO-3 means to have none of float32 weights either, but compares a
+    tensor's device with the name of one, and copies them.
     """
     device: Where = "gpu" if gpu else "host"
     whole, share, largest = size.parameters, math.ceil(size.parameters / ranks), size.largest
@@ -253,10 +264,9 @@ def zero_states(
         # reduce-scatter and copies what it reduces.
         yield device, Part("buffers", staged)
         converted = 4 * math.ceil(in_bucket / ranks) if width < 4 else 0
-        copies = 2 if ranks > 1 and not gpu else 1
+        copies = 1 if gpu else 2
         reduced = gathered + copies * width * in_bucket + converted
-        masters = 0 if width == 4 else 4  # DeepSpeed updates float32 parts in place
-        yield from states(width * share, 4 * share, (8 + masters) * share, max(reduced, 4 * min(share, SUBGROUP)))
+        yield from states(width * share, 4 * share, 12 * share, max(reduced, 4 * min(share, SUBGROUP)))
 
 
 def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[tuple[Where, Part]]:
@@ -332,6 +342,21 @@ def head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
     return width * size.hidden * tokens + max(moments)
 
 
+def tiled_head(size: ModelSize, width: int, tokens: int) -> int:
+    """Bytes of the output head in a pass on the CPU, where it computes log-probs tile by tile.
+
+    Hidden states of `tokens` tokens and their float32 gradient; the gradient of the head's weight; and a tile's logits,
+    their exponentials, and the gradient in the type of the weights.
+    """
+    tile = min(TILE_LOGITS, size.vocabulary * tokens)
+    return (width + 4) * size.hidden * tokens + width * size.vocabulary * size.hidden + (8 + width) * tile
+
+
+def _tiled(size: ModelSize, gpu: bool, truncated: bool) -> bool:
+    """Whether the output head never holds a chunk of logits. Families with eager attention cap their logits, too."""
+    return not (gpu or truncated or size.eager)
+
+
 def _chunks(size: ModelSize, tokens: int, gpu: bool) -> int:
     """Chunks of the output head (`troupe.workers.models.modeling.head_chunks`)."""
     return max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS["cuda" if gpu else "cpu"]))
@@ -367,7 +392,11 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     Of a divided model every rank has a GPU, on which it keeps its part and gathers what it runs.
     """
     size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
-    logits = 0 if model.values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens, model.gpu)
+    if _tiled(size, model.gpu, truncated=False):
+        held = 8 * min(TILE_LOGITS, size.vocabulary * tokens)
+    else:
+        held = (16 + (width if width < 4 else 0)) * _chunk(size, tokens, model.gpu)
+    logits = 0 if model.values else held
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
     on_host = 1 if model.gpu else ranks  # ranks whose parts are in one memory
     parts["gpu" if model.gpu else "host"] += [

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,12 +139,24 @@ def use_threads() -> None:
         torch.set_num_threads(int(threads))
 
 
+def progress_without_semaphore() -> None:
+    """Let progress bars of this process use a lock of threads.
+
+    By default their lock is shared by processes, as a semaphore with a name. An engine that is ended does not remove
+    it, and multiprocessing warns of it when the program ends.
+    """
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
+
+
 def _run(target: Callable[[], None]) -> None:
     """Run an engine so that no process and no temporary file of it outlives the worker."""
     die_with_owner()  # vLLM waits minutes for a worker that has ended, before it imports anything of ours
     gc.freeze()  # a collection neither walks nor copies what the engine shares with the fork server
     gc.enable()
     use_threads()
+    progress_without_semaphore()
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imports torch, which the worker does not
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # later runs use what this one compiles

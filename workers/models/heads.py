@@ -28,11 +28,17 @@ _LOWEST = -1e30
 
 
 class Float32Head(nn.Linear):
-    """A linear layer that multiplies in float32 whatever the type of its weights: values need the precision."""
+    """A linear layer of few outputs that multiplies in float32 whatever the type of its weights: values need the
+    precision."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """float32 [..., out_features] of [..., in_features]."""
-        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        """float32 [..., out_features] of [..., in_features].
+
+        Every row is summed alone: libraries choose how they sum a product of one column by its number of rows, and the
+        value of a token would differ in its last bit with the tokens beside it.
+        """
+        values = (input.float()[..., None, :] * self.weight.float()).sum(-1)
+        return values if self.bias is None else values + self.bias.float()
 
 
 class Float32Logits(nn.Linear):

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 
 import psutil
 import pytest
 
+from benchmarks.support import processes
 from benchmarks.support.processes import (
     RAY_NICENESS,
     ChildFailed,
@@ -45,6 +47,20 @@ def test_cpu_time_counts_the_tree_without_excluded_processes(child: RemoteObject
     assert 0.25 < own < 5.0 and foreign >= 0.0
     assert cpu_seconds([os.getpid()], [child.pid]) - others < 0.25
     assert cpu_seconds([os.getpid()]) > own
+
+
+def test_a_meter_of_this_process_does_not_count_its_own_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, search = Meter([os.getpid()]), processes._trees
+
+    def slow(roots: Iterable[int], without: Sequence[int]) -> list[psutil.Process]:
+        until = time.thread_time() + 0.5
+        while time.thread_time() < until:
+            pass
+        return search(roots, without)
+
+    monkeypatch.setattr(processes, "_trees", slow)
+    own, foreign = meter.read()
+    assert -0.05 < own < 0.3 and foreign >= 0.0
 
 
 def test_stopped_processes_are_suspended_and_resumed(child: RemoteObject) -> None:

@@ -41,6 +41,7 @@ from troupe.orchestrator.roles.worker_memory import (
     save_copy,
     scoring,
     sequence_bytes,
+    tiled_head,
     training,
     zero_states,
 )
@@ -117,8 +118,8 @@ def told(size: ModelSize = SEVEN_B, ranks: int = 4, gpu: bool = True, **changes:
         (1, 2, 4, 2 * WHOLE, 6 * WHOLE, 3 * WHOLE, 6 * WHOLE),
         (2, 4, 4, 4 * WHOLE, WHOLE, 3 * WHOLE, 8 * WHOLE),
         (2, 2, 4, 2 * WHOLE, WHOLE, 3 * WHOLE, 4 * WHOLE),
-        (3, 4, 1, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE, 4 * WHOLE),
-        (3, 4, 4, WHOLE, WHOLE, 2 * WHOLE, 12 * WHOLE),
+        (3, 4, 1, 4 * WHOLE, 4 * WHOLE, 12 * WHOLE, 8 * WHOLE),
+        (3, 4, 4, WHOLE, WHOLE, 3 * WHOLE, 12 * WHOLE),
         (3, 2, 4, WHOLE // 2, WHOLE, 3 * WHOLE, 7 * WHOLE),
     ],
 )
@@ -240,6 +241,28 @@ def test_logits_never_exceed_a_chunk() -> None:
     narrow = replace(SEVEN_B, hidden=8)
     most = 4 * 8 * (tokens + SEVEN_B.vocabulary) + 20 * CHUNK_LOGITS["cpu"]
     assert most * 0.9 < head(narrow, 4, tokens, gpu=False) <= most + 20 * SEVEN_B.vocabulary
+
+
+def test_a_head_in_tiles_holds_the_gradient_of_its_weight_once() -> None:
+    # States and their float32 gradient, the weight's, and 250 logits in float32 twice and in the type of the weights.
+    assert tiled_head(SMALL, 4, 10) == 8 * 8 * 10 + 4 * 8 * 25 + 12 * 250
+    assert tiled_head(SMALL, 2, 10) == 6 * 8 * 10 + 2 * 8 * 25 + 10 * 250
+    assert tiled_head(SEVEN_B, 2, 4096) == (6 * 4096 + 2 * SEVEN_B.vocabulary) * SEVEN_B.hidden + 10 * 2**21
+
+
+@pytest.mark.parametrize(
+    ("gpu", "truncated", "eager", "tiled"),
+    [
+        (False, False, False, True),
+        (True, False, False, False),
+        (False, True, False, False),
+        (False, False, True, False),
+    ],
+)
+def test_a_head_is_tiled_on_the_cpu_alone(gpu: bool, truncated: bool, eager: bool, tiled: bool) -> None:
+    rank = replace(told(replace(SMALL, eager=eager), gpu=gpu), truncated=truncated)
+    (logits,) = (part.bytes for memory in training("policy-0", rank) for part in memory.parts if part.name == "logits")
+    assert (logits == tiled_head(rank.size, 2, rank.trainer.worker_tokens)) is tiled
 
 
 def test_a_step_takes_over_a_gpus_memory_from_the_pass_but_not_the_hosts() -> None:
@@ -428,7 +451,7 @@ def test_scoring_needs_weights_and_one_layer() -> None:
     (memory,) = scoring("reference-0", Scoring(SMALL, "float32", tokens=10, longest=5, gpu=False, process=3))
     parts = {part.name: part.bytes for part in memory.parts}
     # The residual twice; feed-forward 3 * 12, attention 4 * 12.
-    assert parts == {"weights": 4 * WHOLE, "activations": 10 * (64 + 4 * 48), "logits": 16 * 250, "process": 3}
+    assert parts == {"weights": 4 * WHOLE, "activations": 10 * (64 + 4 * 48), "logits": 8 * 250, "process": 3}
     windows = Scoring(replace(SMALL, windowed=1), "float32", tokens=10, longest=5, gpu=False)
     (padded,) = scoring("reference-0", windows)
     assert {part.name: part.bytes for part in padded.parts}["activations"] == 10 * (64 + 4 * (48 + 5))

@@ -16,12 +16,14 @@ import pytest
 from tests.conftest import ROOT
 
 CODE = """
-import gc, multiprocessing, os, sys
+import gc, multiprocessing, os, sys, threading
+import tqdm
 from troupe.workers.engine import process
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, temporary_folder
 
 def told(pipe):
     assert gc.isenabled()
+    assert isinstance(tqdm.tqdm.get_lock(), type(threading.RLock()))  # no semaphore, which would outlive an engine
     imported_without_collections = process._NO_COLLECTIONS in sys.modules
     assert imported_without_collections == (sys.argv[1] == "spawned")
     module = sys.modules.get("this_is_imported_once")

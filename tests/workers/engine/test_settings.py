@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
 from troupe.workers.engine.settings import engine_args, set_environment
+from troupe.workers.engine.unread_metrics import unread_metrics
+from troupe.workers.telemetry.engine_meter import EngineMeter
 
 
 @pytest.mark.parametrize(
@@ -102,3 +105,21 @@ def test_an_engine_on_a_gpu_chooses_its_threads(tiny_model: Path, monkeypatch: p
     )
     set_environment(config.process)
     assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_an_engine_keeps_no_metrics_for_prometheus_and_its_meter_is_told_everything() -> None:
+    loggers: Any = import_module("vllm.v1.metrics.loggers")
+    stats: Any = import_module("vllm.v1.metrics.stats")
+    meter, before = EngineMeter(), {metric.name for metric in REGISTRY.collect()}
+    # Without a logger that takes their place the manager creates vLLM's own metrics, from the engine's settings.
+    chosen = [unread_metrics(), lambda config, index: meter]
+    manager = loggers.StatLoggerManager(None, [0], chosen, enable_default_loggers=False)
+    iteration = stats.IterationStats()
+    iteration.finished_requests.append(stats.FinishedRequestStats(finish_reason=None, num_generation_tokens=7))
+    manager.log_engine_initialized()
+    manager.record(stats.SchedulerStats(), iteration)
+    manager.record_sleep_state(1, 1)
+    manager.record_admission_rejection("max_num_queued_reqs")
+    manager.log()
+    assert [sequence.response_tokens for sequence in meter.read("rollout-0").sequences] == [7]
+    assert {metric.name for metric in REGISTRY.collect()} == before

@@ -15,7 +15,7 @@ from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_mo
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.models import heads
-from troupe.workers.models.heads import Float32Logits, share_gradient, token_logprobs
+from troupe.workers.models.heads import Float32Head, Float32Logits, share_gradient, token_logprobs
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score
 from troupe.workers.models.token_batch import TokenTable
 
@@ -25,6 +25,13 @@ def head(bias: bool = False) -> Float32Logits:
     layer = nn.Linear(12, 37, bias=bias).bfloat16()
     layer.__class__ = Float32Logits
     assert isinstance(layer, Float32Logits)
+    return layer
+
+
+def value_head(width: int, dtype: torch.dtype, bias: bool = False) -> Float32Head:
+    layer = nn.Linear(width, 1, bias=bias).to(dtype)
+    layer.__class__ = Float32Head
+    assert isinstance(layer, Float32Head)
     return layer
 
 
@@ -98,6 +105,33 @@ def test_a_token_has_the_same_log_prob_among_any_others(dtype: torch.dtype) -> N
     for part in (slice(0, 40), slice(40, 700), slice(300, 316)):
         for found, expected in zip(token_logprobs(states[part], weight, targets[part], 1 / 0.7), whole, strict=True):
             assert torch.equal(found, expected[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 576, 4096])
+def test_a_token_has_the_same_value_among_any_others(width: int, dtype: torch.dtype) -> None:
+    """Otherwise the values of a run would differ with the moments at which its groups end."""
+    torch.manual_seed(9)
+    layer, states = value_head(width, dtype), torch.randn(70, width).to(dtype)
+    alone = torch.cat([layer(state[None]) for state in states])
+    for tokens in range(1, 71):
+        assert torch.equal(layer(states[:tokens]), alone[:tokens])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_their_gradients_are_those_of_a_float64_product(bias: bool) -> None:
+    torch.manual_seed(9)
+    layer, states = value_head(48, torch.bfloat16, bias), torch.randn(3, 5, 48).bfloat16().requires_grad_()
+    exact = [found.detach().double().requires_grad_() for found in (states, *layer.parameters())]
+    expected = nn.functional.linear(*exact)
+    values, weights = layer(states), torch.randn(3, 5, 1)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-6)
+    (values * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for found, reference in zip((states, *layer.parameters()), exact, strict=True):
+        assert found.grad is not None and reference.grad is not None
+        torch.testing.assert_close(found.grad, reference.grad.bfloat16())
 
 
 @pytest.mark.parametrize("onednn", [True, False])
