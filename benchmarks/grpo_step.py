@@ -3,6 +3,7 @@
     python -m benchmarks.grpo_step --groups 8 --samples 8 --max-tokens 32
     python -m benchmarks.grpo_step --kernels                                # and a bare loop on the product's kernels
     python -m benchmarks.grpo_step --trl                                    # and TRL's GRPOTrainer
+    python -m benchmarks.grpo_step --trl --examples 8 --samples 16          # prompts of some hundred tokens
 
 The product runs as with `troupe run`: controller, Ray, vLLM, DeepSpeed, rewards in sandboxed processes, verified weight
 updates, trajectories written. Whenever it reports a step, its loop pauses while the other contenders take their turns.
@@ -31,7 +32,7 @@ def measure(settings: Settings, turns: int, learning_rate: float, trl: bool, ker
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = command_parser("grpo_step", __doc__)
-    defaults = {"groups": 8, "samples": 8, "max_tokens": 32, "concurrency": 64, "threads": 2}
+    defaults = {"groups": 8, "samples": 8, "examples": 0, "max_tokens": 32, "concurrency": 64, "threads": 2}
     add_settings(parser, **defaults, micro_batch_tokens=1024, turns=5, seed=17)
     add = parser.add_argument
     add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")

@@ -169,7 +169,7 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
         spec = grpo_spec(settings, model, turns + 1, needed)
         rollout = rollout_class(settings)
         pool, _ = load_pools(spec.data)
-        prompt_ids = encode_prompts(model, pool.table, range(needed), longest=128)
+        prompt_ids = encode_prompts(model, pool.table, range(needed), settings.longest_prompt)
         checked = [
             group(replace(settings, samples=1), f"check-{row}", row, prompt_ids[row]) for row in range(CHECKED_PROMPTS)
         ]

@@ -49,6 +49,7 @@ _ROLLOUT = (*_FLOAT, "--groups", "8", "--samples", "8", "--runs", "3", "--turns"
 _SIXTEEN = ("--lengths", "natural", "--max-tokens", "16")
 _TAIL = ("--lengths", "long-tail", "--max-tokens", "64")
 _FOUR_GROUPS = ("--groups", "4", "--samples", "8", "--micro-batch-tokens", "1024")
+_FEW_SHOT = ("--groups", "1", "--samples", "16", "--examples", "8", "--micro-batch-tokens", "1536")
 _QUEUE = ("--groups", "16", "--concurrency", "32")
 
 
@@ -94,7 +95,7 @@ SUITE = (
             Goal("tokens/s of a step, of the bare loop", _TROUPE, "ratio", 1.3),
             Goal("tokens/s of a step, of TRL's GRPOTrainer", _TROUPE, "ratio", 5.0, over="TRL", digits=2),
         ),
-        estimate_s=450,
+        estimate_s=380,
     ),
     Benchmark(
         "grpo_step",
@@ -105,6 +106,16 @@ SUITE = (
         ),
         "kernels",
         estimate_s=380,
+    ),
+    Benchmark(
+        "grpo_step",
+        (*_FLOAT, "--trl", *_FEW_SHOT, "--turns", "3"),
+        (
+            Goal("tokens/s of a step, 16 samples behind few-shot prompts, of the bare loop", _TROUPE, "ratio", 2.0),
+            Goal("the same, of TRL's GRPOTrainer", _TROUPE, "ratio", 5.0, over="TRL", digits=2),
+        ),
+        "few-shot",
+        estimate_s=300,
     ),
     Benchmark(
         "ppo_step",

@@ -58,6 +58,8 @@ class AlternatingConsole(Console):
         self._enough = enough
         self._rewards: list[float] = []
         self._began: Meter | None = None
+        self._starting = list(others.values())
+        """The contenders that have not said that they are ready. The product may report the end of its start again."""
         self.product: list[tuple[float, float]] = []
         """(CPU seconds, other load in cores) of each step."""
         self.taken: dict[str, list[Taken]] = {name: [] for name in others}
@@ -65,8 +67,8 @@ class AlternatingConsole(Console):
     def phase(self, name: str, done: int, total: int, waiting_for: str = "") -> None:
         """Wait for the other contenders once the product has started; start the product's meter at its first phase."""
         if (name, done) == ("start workers", total):
-            for other in self._others.values():
-                other.receive(_START_TIMEOUT_S)
+            while self._starting:
+                self._starting.pop().receive(_START_TIMEOUT_S)
         if self._began is None and name == "generate":
             self._began = self._own_meter()
 
@@ -197,7 +199,7 @@ def groups_by_step(settings: Settings, spec: RolloutSpec, pool: PromptPool, mode
     """The groups of each step, drawn in the product's order of prompts."""
     source = PromptSource(pool, spec.seed)
     picks = [source.next() for _ in range(spec.schedule.steps * settings.groups)]
-    ids = encode_prompts(model, pool.table, [pick.row for pick in picks], longest=128)
+    ids = encode_prompts(model, pool.table, [pick.row for pick in picks], longest=settings.longest_prompt)
     answers: list[str] = pool.table["answer"].to_pylist()
     groups = [
         group(settings, pick.prompt_uid, pick.row, one, answers[pick.row]) for pick, one in zip(picks, ids, strict=True)

@@ -29,6 +29,7 @@ Backend = Literal["auto", "shm", "ipc", "nccl"]
 MODEL = Path(".cache/models/smollm2-135m-instruct")
 HELP = {
     "groups": "prompts per turn or step",
+    "examples": "solved problems in front of each prompt, about 30 tokens each",
     "samples": "samples per prompt",
     "max_tokens": "maximum tokens per response",
     "concurrency": "sequences that one engine decodes at once",
@@ -40,6 +41,9 @@ HELP = {
 }
 """Help texts of the settings that benchmarks share."""
 DEVICE = "cuda: all contenders share one GPU, each with its own engine and trainer"
+_EXAMPLES_SEED = 2
+_QUESTION_TOKENS, _EXAMPLE_TOKENS = 128, 48
+"""More tokens than a prompt without examples, and than one example, can have."""
 MAX_GAP = 0.1
 """Highest accepted mean difference between sampler and trainer log-probs, in nats per token.
 
@@ -111,6 +115,13 @@ class Settings:
     device: Literal["cpu", "cuda"] = "cpu"
     task: TaskName = "vowels"
     micro_batch_tokens: int = 4096
+    examples: int = 0
+    """Solved problems of the task in front of each prompt (few-shot)."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Upper limit of a prompt's tokens."""
+        return _QUESTION_TOKENS + _EXAMPLE_TOKENS * self.examples
 
     @property
     def endless(self) -> bool:
@@ -231,7 +242,7 @@ def grpo_spec(settings: Settings, model: Path, turns: int, prompts: int, learnin
                 "cpus": 0.5,
                 "threads": threads,
                 "max_num_seqs": settings.concurrency,
-                "max_model_len": 128 + settings.max_tokens,
+                "max_model_len": settings.longest_prompt + settings.max_tokens,
                 "enforce_eager": True,
                 "kv_cache_gib": 0.5,
                 "enable_prefix_caching": settings.prefix_caching,
@@ -259,11 +270,22 @@ def grpo_spec(settings: Settings, model: Path, turns: int, prompts: int, learnin
                 "recipes": [{"name": "chain_sum", "args": task.chain_sum}],
                 "size": prompts,
                 "seed": 1,
+                "template": prompt_template(task, settings.examples),
             }
         },
         "checkpoint": {"every_steps": 0},
     }
     return parse_rollout_spec(Document(document, Source("workload")))
+
+
+def prompt_template(task: Task, examples: int) -> str:
+    """A template of prompts with so many solved problems of the task in front of the prompt's own."""
+    import reasoning_gym
+
+    if not examples:
+        return "{prompt}"
+    problems = reasoning_gym.create_dataset("chain_sum", size=examples, seed=_EXAMPLES_SEED, **task.chain_sum)
+    return "".join(f"{one['question']} {one['answer']}\n\n" for one in problems) + "{prompt}"
 
 
 def on_device(spec: RolloutSpec, device: Literal["cpu", "cuda"], backend: Backend) -> RolloutSpec:

@@ -77,3 +77,25 @@ def test_steps_draw_the_products_prompts(tiny_model: Path) -> None:
 def test_phases_add_up_to_the_step() -> None:
     metrics = {"seconds/step": 10.0} | {f"seconds/{name}": 2.0 for name in grpo_setup.PHASES}
     assert grpo_setup.phases_of(metrics) | {"other": 2.0} == grpo_setup.phases_of(metrics)
+
+
+class Contender:
+    """Counts how often something waits for its answer."""
+
+    waits = 0
+
+    def receive(self, timeout_s: float) -> None:
+        """Answers once; later nothing comes."""
+        self.waits += 1
+        if self.waits > 1:
+            raise TimeoutError(timeout_s)
+
+
+def test_contenders_are_waited_for_once_although_the_start_is_reported_again() -> None:
+    others = {"bare loop": Contender(), "TRL": Contender()}
+    console = grpo_setup.AlternatingConsole(others, [], lambda _: False)  # pyright: ignore[reportArgumentType]
+    console.phase("start workers", 2, 3, "policy-0")
+    assert [one.waits for one in others.values()] == [0, 0]
+    for _ in range(2):
+        console.phase("start workers", 3, 3)
+    assert [one.waits for one in others.values()] == [1, 1]

@@ -51,6 +51,19 @@ def test_spec_is_valid_and_takes_the_settings() -> None:
     assert plan.rollout_config().engine.max_num_seqs == 4
 
 
+def test_examples_stand_solved_in_front_of_every_prompt() -> None:
+    plan = grpo_spec(replace(SETTINGS, examples=3), Path("m"), 1, 4)
+    plain, few = (load_pools(spec.data)[0].table.to_pylist() for spec in (grpo_spec(SETTINGS, Path("m"), 1, 4), plan))
+    for own, longer in zip(plain, few, strict=True):
+        (question,), (said,) = (json.loads(row["messages"]) for row in (own, longer))
+        *examples, last = said["content"].split("\n\n")
+        assert last == question["content"] and longer["answer"] == own["answer"]
+        solved = [example.rpartition(":")[2].split(" = ") for example in examples]
+        assert [str(eval(problem)) for problem, _ in solved] == [answer for _, answer in solved]
+        assert len(examples) == 3 and question["content"] not in examples
+    assert plan.roles.rollout.max_model_len == replace(SETTINGS, examples=3).longest_prompt + SETTINGS.max_tokens
+
+
 def test_model_without_end_cannot_end_but_reads_the_same(tiny_model: Path, tmp_path: Path) -> None:
     folder = without_eos(tiny_model, tmp_path / "model")
     plain, endless = (AutoTokenizer.from_pretrained(path) for path in (tiny_model, folder))
