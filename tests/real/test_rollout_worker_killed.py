@@ -113,6 +113,7 @@ async def test_no_process_and_no_file_remains_of_a_killed_worker(tiny_model: Pat
         below = descendants(parent.pid)
         assert len(below) >= 2
         held = shared_memory_files([psutil.Process(parent.pid), *below])
+        assert held or os.listdir(temporary) or phase != "generating"  # an engine that is loading may have made none
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         # A process notices in its next moment with the interpreter's lock, which loading a model holds for seconds.
