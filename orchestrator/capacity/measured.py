@@ -18,6 +18,7 @@ from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Where, Worker
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.measured_settings import Settings, different, settings_of
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.weight_backends import BACKENDS
 
 BENCH = "bench.json"
 """File of the folder of a benchmark with its results."""
@@ -51,6 +52,19 @@ class _Found:
     """What is used or why nothing is, for the user; empty: nothing to say."""
     memory: Mapping[str, Peaks] = field(default_factory=dict[str, Peaks])
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """What was measured of the way of the weights to the engines."""
+
+    line: str = ""
+    """As of `_Found`."""
+    seconds: float = 0.0
+    trainers_s: float = 0.0
+    """Those of the seconds in which a trainer cannot train."""
+    engines_s: float = 0.0
+    """Those of the seconds in which an engine cannot sample."""
 
 
 class Recorded:
@@ -103,9 +117,9 @@ class Recorded:
         memory = {**engines.memory, **trainers.memory}
         step_s = None
         if engines.seconds is not None and trainers.seconds is not None:
-            overlapping = spec.schedule.max_staleness > 0  # engines sample the next batch during the updates
-            step_s = max(engines.seconds, trainers.seconds) if overlapping else engines.seconds + trainers.seconds
-            step_s += weights.seconds or 0.0
+            step_s = engines.seconds + trainers.seconds + weights.seconds
+            if spec.overlaps_steps:  # engines sample the next batch during the updates
+                step_s = max(engines.seconds + weights.engines_s, trainers.seconds + weights.trainers_s)
         first = [f"measured: memory of {', '.join(sorted(memory))} ({self._file})"] if memory else []
         lines = [part.line for part in (engines, trainers, weights) if part.line]
         return Measured(self._file, memory, step_s, (*first, *lines))
@@ -145,14 +159,17 @@ class Recorded:
         rate, seconds = train["trainers"][0]["tokens_per_s"], train["step_s"]
         return _Found(f"measured: updates {rate:.0f} tokens/s, {seconds:.2f} s of a step", memory, seconds)
 
-    def _transfer(self, spec: RolloutSpec, wanted: Settings) -> _Found:
+    def _transfer(self, spec: RolloutSpec, wanted: Settings) -> _Transfer:
         """The seconds until all engines have new weights."""
         backend = spec.resolved_backend()
         found = self._weights.get(backend)
         if found is None or different(found["spec"], wanted, "engine", "trainer"):
-            return _Found()
-        seconds = found["measures"]["seconds"]
-        return _Found(f"measured: weights through {backend} {seconds:.2f} s of a step", {}, seconds)
+            return _Transfer()
+        seconds, publish_s = found["measures"]["seconds"], found["measures"]["publish_s"]
+        line = f"measured: weights through {backend} {seconds:.2f} s of a step"
+        if BACKENDS[backend].writes_file:  # trainers train once the file is written, and engines sample until then
+            return _Transfer(line, seconds, publish_s, seconds - publish_s)
+        return _Transfer(line, seconds, seconds, seconds)
 
 
 def with_peak(memory: WorkerMemory, peaks: Peaks) -> WorkerMemory:

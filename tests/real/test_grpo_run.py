@@ -237,9 +237,9 @@ def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resume
     """
     done = resumed.steps()[0] - 1
     assert f"policy restarted from the checkpoint of step {done}, " in resumed.stdout
-    # The groups that were in flight when the driver was killed are sampled again, and none because of a dead policy.
-    again = load_rollout_spec(GRPO).schedule.prompts_per_step
-    assert [line["ledger/retries"] for line in resumed.metrics] == [again] * (RESUMED_STEPS - done)
+    # Groups without a finished sample in the checkpoint are sampled again, and none because of a dead policy.
+    again = {line["ledger/retries"] for line in resumed.metrics}
+    assert len(again) == 1 and again <= set(range(load_rollout_spec(GRPO).schedule.prompts_per_step + 1))
     assert {line["ledger/dropped"] for line in resumed.metrics} == {0}
     for line, other in zip(
         resumed.metrics[:-1], grpo.metrics[done:], strict=False

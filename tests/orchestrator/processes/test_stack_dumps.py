@@ -16,6 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import suspend, wait_for_state
+from troupe.orchestrator.processes import stack_dumps
 from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
 from troupe.orchestrator.processes.stack_dumps import (
     parse_stacks,
@@ -56,6 +57,11 @@ def stacks_of(folder: Path, pid: int) -> list[str]:
     return [thread.frames[0].function for thread in threads]
 
 
+def seen_from_outside(pid: int) -> list[str]:
+    """Functions of the innermost frames of all threads."""
+    return [thread.frames[0].function for thread in read_from_outside(pid)]
+
+
 def test_a_process_that_holds_the_interpreter_lock_writes_its_stacks(tmp_path: Path) -> None:
     code = INSTALL + "import re\ndef stuck():\n    READY\n    re.match(r'(a+)+$', 'a' * 60 + 'b')\nstuck()\n"
     deadline, source = time.monotonic() + WAIT_S, ""
@@ -92,19 +98,38 @@ def test_a_process_without_the_handler_is_not_signalled(tmp_path: Path) -> None:
         assert Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.parametrize("stopped", [True, False])
-def test_a_process_whose_threads_may_change_their_frames_is_not_signalled(tmp_path: Path, stopped: bool) -> None:
-    """The handler could crash it: a signal to a stopped process waits until it continues."""
-    beside = "time.sleep(60)" if stopped else "while True: pass"
-    code = f"import threading, time\n{INSTALL}def beside():\n    {beside}\n"
+def test_a_stopped_process_is_not_signalled(tmp_path: Path) -> None:
+    """The signal would wait until it continues, when the handler could crash it."""
+    code = f"import threading, time\n{INSTALL}def beside():\n    time.sleep(60)\n"
     code += "threading.Thread(target=beside, daemon=True).start()\nREADY\ntime.sleep(60)\n"
     with python(tmp_path, code) as pid:
-        if stopped:
-            assert stacks_of(tmp_path, pid) == ["beside", "<module>"]
-            suspend(psutil.Process(pid))
+        assert stacks_of(tmp_path, pid) == ["beside", "<module>"]
+        suspend(psutil.Process(pid))
         assert request_stacks(tmp_path / "stacks", [pid]) == {}
-        found = [thread.frames[0].function for thread in read_from_outside(pid)]
-        assert found in ([], ["beside", "<module>"])  # where py-spy may look
+        assert seen_from_outside(pid) in ([], ["beside", "<module>"])  # where py-spy may look
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_process_whose_threads_may_change_their_frames_is_not_signalled(tmp_path: Path, threads: int) -> None:
+    """The handler could crash it. Two threads hand the interpreter lock to each other: at times both look asleep."""
+    code = f"import sys, threading, time\nsys.setswitchinterval(1e-4)\n{INSTALL}"
+    code += "def beside():\n    while True:\n        pass\n"
+    code += f"for _ in range({threads}):\n    threading.Thread(target=beside, daemon=True).start()\n"
+    code += "READY\ntime.sleep(60)\n"
+    with python(tmp_path, code) as pid:
+        asked = [request_stacks(tmp_path / "stacks", [pid]) for _ in range(20)]
+        assert asked == [{}] * 20
+        found = seen_from_outside(pid)
+        assert found in ([], ["beside"] * threads + ["<module>"])
+
+
+def test_threads_seen_asleep_once_may_have_handed_the_lock_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(["SS", "SR", "SS", "RS", "SS"])
+    monkeypatch.setattr(stack_dumps, "_thread_states", lambda pid: [[state] for state in next(looks)])
+    with python(tmp_path, f"import time\n{INSTALL}READY\ntime.sleep(60)\n") as pid:
+        assert request_stacks(tmp_path / "stacks", [pid]) == {}
+        looks = iter(["SR", "SS", "SS"])
+        assert list(request_stacks(tmp_path / "stacks", [pid])) == [pid]
 
 
 def test_a_file_is_emptied_before_it_grows_too_large(tmp_path: Path) -> None:
