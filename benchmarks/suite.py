@@ -29,7 +29,7 @@ from benchmarks.data_plane import TORCH as _TORCH
 from benchmarks.recording_cost import SHARE as RECORDING
 from benchmarks.save_cost import BESIDE
 from benchmarks.save_cost import SHARE as WAITED
-from benchmarks.support.code_state import CodeState, code_state
+from benchmarks.support.code_state import CodeState, code_state, of_benchmark
 from benchmarks.support.goals import Benchmark, Goal
 from benchmarks.support.grpo_setup import KERNELS
 from benchmarks.support.harness import SKIPPED, command_parser, kind_of, machine
@@ -271,7 +271,11 @@ SUITE = (
 
 def rows(names: Sequence[str], kind: str, code: CodeState) -> list[Row]:
     """The benchmarks of these names on this kind of machine, in the order of the suite."""
-    return [row_of(benchmark, kind, code) for benchmark in SUITE if benchmark.name in names]
+    return [
+        row_of(benchmark, kind, of_benchmark(f"benchmarks.{benchmark.module}", code))
+        for benchmark in SUITE
+        if benchmark.name in names
+    ]
 
 
 def show(listed: Sequence[Row], kind: str, code: CodeState) -> None:
