@@ -64,6 +64,21 @@ def name_of(staleness: int) -> str:
     return f"staleness {staleness}"
 
 
+class MeteredConsole(Console):
+    """Reads the meter while the run's processes are there: Ray leaves the CPU time of ended ones to no parent."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self._meter = Meter([os.getpid()])
+        self.taken = (0.0, 0.0)
+        """CPU seconds and other load until the last step."""
+
+    def step(self, step: int, metrics: Mapping[str, object]) -> None:
+        """See `Console.step`."""
+        super().step(step, metrics)
+        self.taken = self._meter.read()
+
+
 class OverlapRun:
     """One run of the product, in a process of its own."""
 
@@ -79,18 +94,17 @@ class OverlapRun:
         settings = self._settings
         spec = grpo_spec(settings, settings.model, steps, settings.groups * (steps + staleness), self._learning_rate)
         with tempfile.TemporaryDirectory() as folder:
-            out, meter = Path(folder) / "run", Meter([os.getpid()])
+            out, console = Path(folder) / "run", MeteredConsole()
             classes = {"rollout": PinnedRollout, "policy": PinnedPolicy}
             request = RunRequest(with_staleness(spec, staleness), out, False, None, classes)
-            outcome = run(request, Console(io.StringIO()))
-            taken = meter.read()
+            outcome = run(request, console)
             lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         trained = outcome.ledger["trained"] + outcome.ledger["dropped"]
         if (stalest := max(line["staleness/max"] for line in lines)) > staleness:
             raise NotCorrect(f"a sample was {stalest:g} versions old, with a limit of {staleness}")
         if outcome.steps_done != steps or trained != steps * settings.sequences:
             raise NotCorrect(f"{outcome.steps_done} of {steps} steps ended, the ledger has {outcome.ledger}")
-        return lines, *taken
+        return lines, *console.taken
 
 
 def measured(lines: Sequence[Line], drained: int) -> Sequence[Line]:

@@ -28,7 +28,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -114,6 +113,40 @@ class Head:
     process: psutil.Process
 
 
+@dataclass(frozen=True)
+class Sample:
+    """What had been used at a moment of a run."""
+
+    time: float
+    """Seconds from the command."""
+    cpu: Mapping[int, tuple[str, float]]
+    """(kind, CPU seconds) of each process of the run that is there, by its id."""
+    busy_cores: float
+    """Average number of cores that were busy until then, without this benchmark."""
+
+
+def used_until(samples: Sequence[Sample], moment: float) -> tuple[dict[str, float], float]:
+    """(CPU seconds of the run by kind of process, average number of cores busy with other load) until a moment.
+
+    A process that has ended counts with what it was last seen with. Ray leaves the CPU time of its workers to no
+    parent: of a run that has ended, it could not be told from other load.
+
+    Raises:
+        NotCorrect: No sample was taken until then.
+    """
+    taken = [sample for sample in samples if sample.time < moment]
+    if not taken:
+        raise NotCorrect(f"no sample of the processes was taken in {moment:.2f} s")
+    used: dict[int, tuple[str, float]] = {}
+    for sample in taken:
+        used |= sample.cpu
+    cpu: defaultdict[str, float] = defaultdict(float)
+    for kind, seconds in used.values():
+        cpu[kind] += seconds
+    own_cores = sum(cpu.values()) / taken[-1].time
+    return dict(sorted(cpu.items())), max(0.0, taken[-1].busy_cores - own_cores)
+
+
 def kind_of(command: str) -> str:
     """Which part of a run a process is, by its command line."""
     return next((kind for kind, words in _PROCESSES.items() if any(word in command for word in words)), "other")
@@ -174,30 +207,26 @@ def start_run(spec: Path, changes: Sequence[str], head: Head | None = None) -> T
         command += [] if head is None else ["--address", head.address]
         with (Path(folder) / "output").open("w+") as output:
             # A head and what it runs already belong to no turn.
-            meter, before, began = Meter([os.getpid()]), set(psutil.pids()), time.time()
+            busy, before, began, own_began = Meter([]), set(psutil.pids()), time.time(), time.process_time()
             env = os.environ | ({} if head is None else _AUTH)
             process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-            seen: list[tuple[float, dict[int, tuple[str, float]]]] = []
+            samples: list[Sample] = []
             try:
                 while process.poll() is None and time.time() - began < _TIMEOUT_S:
                     roots = (process,) if head is None else (process, head.process)
                     used = {pid: (kind, cpu) for root in roots for pid, kind, cpu in cpu_by_kind(root)}
-                    seen.append((time.time(), {pid: one for pid, one in used.items() if pid not in before}))
+                    at = time.time() - began
+                    busy_cores = busy.read()[1] - (time.process_time() - own_began) / at
+                    samples.append(Sample(at, {pid: one for pid, one in used.items() if pid not in before}, busy_cores))
                     time.sleep(_SAMPLE_S)
             finally:
-                _, foreign = meter.read()
                 end([process])
             output.seek(0)
             if process.returncode:
                 raise NotCorrect(f"{' '.join(command)} ended with exit code {process.returncode}:\n{output.read()}")
         found = moments(out, began)
-        used: dict[int, tuple[str, float]] = {}
-        for _, processes in takewhile(lambda sample: sample[0] - began < found.token, seen):
-            used |= processes  # of a process that has ended, what it was last seen with
-        cpu: defaultdict[str, float] = defaultdict(float)
-        for kind, seconds in used.values():
-            cpu[kind] += seconds
-        figures = {SECONDS: found.token} | {f"CPU s, {kind}": seconds for kind, seconds in sorted(cpu.items())}
+        cpu, foreign = used_until(samples, found.token)
+        figures = {SECONDS: found.token} | {f"CPU s, {kind}": seconds for kind, seconds in cpu.items()}
         return Turn(found.token, 1, sum(cpu.values()), foreign, found.phases(), figures)
 
 

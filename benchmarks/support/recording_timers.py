@@ -25,27 +25,30 @@ from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
 from troupe.workers.training.token_records import TokenRecorder
 
+FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
+    (CallLog, "begin", "calls"),
+    (CallLog, "end", "calls"),
+    (CallLog, "drain", "calls"),
+    (EventLog, "record", "events"),
+    (RunRecorder, "_write", "timeline"),
+    (step_recorder, "_fresh", "replay"),
+    (StepRecorder, "_publish", "replay"),
+)
+"""Functions of the driver that record, each with its owner and the part that it belongs to."""
+COROUTINES: tuple[tuple[type, str, str], ...] = (
+    (RunRecorder, "end_step", "timeline"),
+    (RolloutSource, "_write_samples", "samples"),
+    (StepRecorder, "_keep", "replay"),
+)
+"""Coroutine functions of the driver that record."""
+
 
 def time_driver() -> LoopParts:
     """From now on everything that a driver in this process records is timed."""
     parts = LoopParts(time.thread_time)
-    functions: tuple[tuple[Any, str, str], ...] = (
-        (CallLog, "begin", "calls"),
-        (CallLog, "end", "calls"),
-        (CallLog, "drain", "calls"),
-        (EventLog, "record", "events"),
-        (RunRecorder, "_write", "timeline"),
-        (step_recorder, "_fresh", "replay"),
-        (step_recorder, "_publish", "replay"),
-    )
-    coroutines: tuple[tuple[type, str, str], ...] = (
-        (RunRecorder, "end_step", "timeline"),
-        (RolloutSource, "_write_samples", "samples"),
-        (StepRecorder, "_keep", "replay"),
-    )
-    for owner, name, part in functions:
+    for owner, name, part in FUNCTIONS:
         parts.watch(owner, name, f"driver: {part}")
-    for owner, name, part in coroutines:
+    for owner, name, part in COROUTINES:
         parts.watch_coroutine(owner, name, f"driver: {part}")
     return parts
 

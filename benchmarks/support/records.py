@@ -62,7 +62,7 @@ class Column:
         return f"{machine['cpu']}, {machine['cores']} threads"
 
     def older(self, name: str) -> bool:
-        """Whether a benchmark's results are of other code than the newest ones, or of code that they do not name."""
+        """Whether a benchmark's results are of another product than the newest ones, or do not name it."""
         code = self.found[name].code
         return code == UNKNOWN or code.digest != self.newest.code.digest
 
@@ -101,11 +101,17 @@ class Row:
 
 
 def row_of(benchmark: Benchmark, kind: str, code: CodeState, folder: Path = RECORDED) -> Row:
-    """The state of a benchmark on this kind of machine: stale is what other code, or a command cut short, left."""
+    """The state of a benchmark on this kind of machine: stale is what other code, or a command cut short, left.
+
+    Args:
+        benchmark: The benchmark.
+        kind: The kind of this machine.
+        code: That of the checkout, with the benchmark's modules.
+        folder: Where results are recorded.
+    """
     own = recorded(benchmark, kind, folder)
     if own is not None and own.elapsed_s is not None:
-        same = code != UNKNOWN and own.code.digest == code.digest
-        return Row(benchmark, "recorded" if same else "stale", own.elapsed_s, measured=True)
+        return Row(benchmark, "recorded" if own.code.measures_as(code) else "stale", own.elapsed_s, measured=True)
     others = (column.found.get(benchmark.name) for column in columns([benchmark], folder))
     elapsed = [one.elapsed_s for one in others if one is not None and one.elapsed_s is not None]
     state: State = "missing" if own is None else "stale"

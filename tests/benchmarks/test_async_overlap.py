@@ -8,7 +8,17 @@ import sys
 
 import pytest
 
-from benchmarks.async_overlap import BOUND, GAP, REWARD, bound_of, measured, parse, turn_of, with_staleness
+from benchmarks.async_overlap import (
+    BOUND,
+    GAP,
+    REWARD,
+    MeteredConsole,
+    bound_of,
+    measured,
+    parse,
+    turn_of,
+    with_staleness,
+)
 from benchmarks.support.harness import NotCorrect
 from benchmarks.support.workload import grpo_spec
 from tests.benchmarks.settings import SETTINGS
@@ -45,6 +55,17 @@ def test_steps_of_the_filling_and_the_draining_pipeline_are_not_measured() -> No
     assert [one["seconds/generate"] for one in measured(lines, 2)] == [2.0, 3.0, 4.0, 5.0]
     with pytest.raises(NotCorrect, match="no step of 4"):
         measured(lines[:4], 2)
+
+
+def test_the_time_of_processes_that_end_after_the_last_step_is_no_other_load() -> None:
+    code = "import sys, time\nwhile time.process_time() < 1:\n    pass\nprint(flush=True)\nsys.stdin.read()"
+    console = MeteredConsole()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        console.step(1, {})
+        worker.communicate()
+    assert console.taken[0] > 0.9  # less the search for it
 
 
 def test_only_the_staleness_of_the_spec_changes() -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.startup import cpu_by_kind, kind_of, moments, parse
+from benchmarks.startup import Sample, cpu_by_kind, kind_of, moments, parse, used_until
 from benchmarks.support.harness import NotCorrect
 
 BEGAN = 1000.0
@@ -68,6 +68,20 @@ def test_cpu_seconds_are_those_of_the_kernel() -> None:
     before = sum(own.cpu_times()[:2])
     found = {pid: seconds for pid, _, seconds in cpu_by_kind(own)}
     assert before <= found[os.getpid()] <= sum(own.cpu_times()[:2])
+
+
+def test_the_time_of_a_process_that_has_ended_is_no_other_load() -> None:
+    samples = [
+        Sample(1.0, {7: ("command", 0.5), 8: ("data check", 0.9)}, 1.5),
+        Sample(4.0, {7: ("command", 1.0), 9: ("Ray", 4.0), 10: ("Ray", 0.1)}, 1.75),
+        Sample(9.0, {7: ("command", 9.0)}, 2.0),
+    ]
+    cpu, foreign = used_until(samples, 5.0)
+    assert cpu == {"Ray": 4.1, "command": 1.0, "data check": 0.9}
+    assert foreign == pytest.approx(1.75 - 6.0 / 4.0)
+    assert used_until([Sample(2.0, {7: ("command", 2.5)}, 1.0)], 5.0)[1] == 0.0
+    with pytest.raises(NotCorrect, match=r"no sample of the processes was taken in 0\.50 s"):
+        used_until(samples, 0.5)
 
 
 def test_the_command_line_of_startup() -> None:

@@ -24,8 +24,8 @@ ONE = Benchmark(
     (Goal("speed", "troupe", "ratio", 0.9), Goal("latency, ms", "troupe", "p99, ms", 5.0, most=True, digits=1)),
 )
 TWO = replace(ONE, variant="two", estimate_s=70)
-CODE = CodeState("digest", "1a2b3c4d", dirty=False)
-NEW = CodeState("another", "5e6f7a8b", dirty=False)
+CODE = CodeState("digest", "1a2b3c4d", dirty=False, benchmark="modules")
+NEW = replace(CODE, digest="another", commit="5e6f7a8b")
 HERE, THERE = "amd-epyc-2-cores", "some-xeon-8-cores"
 
 
@@ -106,6 +106,7 @@ def test_only_results_of_the_same_code_and_machine_are_recorded(tmp_path: Path) 
     assert row_of(ONE, HERE, CODE, tmp_path) == Row(ONE, "recorded", 90.0, measured=True)
     assert row_of(ONE, HERE, replace(CODE, commit="a merge of equal files"), tmp_path).state == "recorded"
     assert row_of(ONE, HERE, NEW, tmp_path).state == "stale"
+    assert row_of(ONE, HERE, replace(CODE, benchmark="changed"), tmp_path).state == "stale"
     assert row_of(ONE, HERE, UNKNOWN, tmp_path).state == "stale"
     assert row_of(ONE, THERE, CODE, tmp_path) == Row(ONE, "missing", 90.0, measured=True)  # seconds of the other kind
 
@@ -145,6 +146,7 @@ def test_a_second_call_measures_nothing_that_the_first_recorded(
         monkeypatch.setattr(module, "write_page", lambda _: None)
     monkeypatch.setattr(suite, "SUITE", (ONE, TWO))
     monkeypatch.setattr(suite, "code_state", lambda: CODE)
+    monkeypatch.setattr(suite, "of_benchmark", lambda _, code: code)
     monkeypatch.setattr(suite, "kind_of", lambda _: HERE)
     monkeypatch.setattr(suite, "row_of", lambda one, kind, code: row_of(one, kind, code, tmp_path))
     monkeypatch.setattr(suite, "run", lambda one, kind: ran.append(one.name) or bool(leave(tmp_path, one, kind)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.support.code_state import UNKNOWN, code_state
+from benchmarks.support.code_state import UNKNOWN, code_state, modules_of, of_benchmark
 
 
 @pytest.fixture
@@ -70,6 +71,65 @@ def test_a_file_that_moves_changes_it(checkout: Path) -> None:
     (checkout / "workers/one.py").rename(checkout / "workers/two.py")
     commit(checkout)
     assert code_state(checkout).digest != before.digest
+
+
+@pytest.fixture
+def benchmarks(checkout: Path) -> Path:
+    """The repository with two benchmarks that share a module, of which one has a class that is named by its path."""
+    modules = {
+        "one": 'from benchmarks.support.shared import f\nCLASS = "benchmarks.support.extension.Extension"\n',
+        "two": "from benchmarks.support.shared import f\n",
+        "support/shared": "from benchmarks.support.code_state import code_state\n",
+        "support/extension": "import benchmarks.support.last\n",
+        "support/last": '"""See `benchmarks.NAME` and `benchmarks.one`."""\n',
+        "support/code_state": "",
+        "support/other": "",
+    }
+    for name, text in modules.items():
+        path = checkout / "benchmarks" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    commit(checkout)
+    return checkout
+
+
+def test_a_benchmark_is_made_of_what_it_imports_and_names(benchmarks: Path) -> None:
+    support = {Path("benchmarks/support", f"{name}.py") for name in ("shared", "extension", "last")}
+    assert modules_of("benchmarks.one", benchmarks) == {Path("benchmarks/one.py"), *support}
+    shared = {Path("benchmarks/two.py"), Path("benchmarks/support/shared.py")}
+    assert modules_of("benchmarks.two", benchmarks) == shared
+    assert modules_of("pytest", benchmarks) == set()
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [("support/other", (True, True)), ("support/extension", (False, True)), ("support/shared", (False, False))],
+)
+def test_a_change_of_a_benchmark_changes_the_code_of_those_that_it_is_part_of(
+    benchmarks: Path, changed: str, same: tuple[bool, bool]
+) -> None:
+    names = ("benchmarks.one", "benchmarks.two")
+    before = [of_benchmark(name, code_state(benchmarks), benchmarks) for name in names]
+    (benchmarks / "benchmarks" / f"{changed}.py").write_text("changed = True\n")
+    after = [of_benchmark(name, code_state(benchmarks), benchmarks) for name in names]
+    assert tuple(one.measures_as(other) for one, other in zip(before, after, strict=True)) == same
+    assert tuple(not one.dirty for one in after) == same
+    assert {one.digest for one in after} == {before[0].digest} and {one.text.split()[0] for one in after} == {
+        before[0].commit
+    }
+
+
+def test_another_product_is_other_code_for_every_benchmark(benchmarks: Path) -> None:
+    before = of_benchmark("benchmarks.two", code_state(benchmarks), benchmarks)
+    (benchmarks / "workers/one.py").write_text("second")
+    after = of_benchmark("benchmarks.two", code_state(benchmarks), benchmarks)
+    assert after.benchmark == before.benchmark and not after.measures_as(before)
+
+
+def test_code_without_a_name_is_that_of_no_other_results() -> None:
+    unknown = of_benchmark("benchmarks.grpo_step", UNKNOWN)
+    assert unknown == UNKNOWN and not unknown.measures_as(UNKNOWN)
+    assert not replace(UNKNOWN, commit="1a2b3c4d", dirty=True).measures_as(UNKNOWN)  # changed while it was measured
 
 
 def test_code_without_git_has_no_name(tmp_path: Path) -> None:
