@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,10 +32,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _LONGEST_SOURCE = 120
 _STOPPED, _RUNS = ["T"], ["R"]
 _LOOKS, _BETWEEN_S = 5, 0.01
-"""How often, and how far apart, processes are looked at: most that run at one moment only answer something."""
-_QUIET = 2
-"""Looks in a row in which no thread of a process may run. One is not enough: threads are read one after the other, and
-two that hand the interpreter lock to each other can both be seen asleep."""
+"""How often, and how far apart, a process is looked at: most that run at one moment only answer something."""
 _SPY_S = 1.0
 """Longest wait for py-spy, which takes a tenth of it."""
 
@@ -86,9 +83,11 @@ def request_stacks(folder: Path, pids: Iterable[int]) -> dict[int, int]:
         By process, the length of its file before.
     """
     asked: dict[int, int] = {}
-    for pid in _keep_their_frames([pid for pid in pids if _handles(pid)]):
+    for pid in pids:
         path = stack_file(folder, pid)
         try:
+            if not _handles(pid) or not _keeps_its_frames(pid):
+                continue
             before = path.stat().st_size
             if before > LARGEST:
                 os.truncate(path, 0)
@@ -163,41 +162,22 @@ def _frame(file: str, line: int, function: str) -> Frame:
 
 def _handles(pid: int) -> bool:
     """Whether a process has a handler for the signal and does not block it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_bytes().decode(errors="replace")
-    except OSError:
-        return False
+    status = Path(f"/proc/{pid}/status").read_bytes().decode(errors="replace")
     masks = dict(line.split(":\t", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigBlk")))
     bit = 1 << (SIGNAL - 1)
     return bool(int(masks["SigCgt"], 16) & bit) and not int(masks["SigBlk"], 16) & bit
 
 
-def _keep_their_frames(pids: Iterable[int]) -> Iterator[int]:
-    """Those of the processes in which no thread runs beside the one that a signal finds, and none is stopped.
-
-    Each of them as soon as that is known: what was seen does not stay true.
-    """
-    quiet = dict.fromkeys(pids, 0)
-    for look in range(_LOOKS):
-        if quiet and look:
-            time.sleep(_BETWEEN_S)
-        for pid in list(quiet):
-            states = _thread_states(pid)
-            if not states or _STOPPED in states:
-                del quiet[pid]
-                continue
-            quiet[pid] = 0 if _RUNS in states else quiet[pid] + 1
-            if len(states) == 1 or quiet[pid] == _QUIET:
-                del quiet[pid]
-                yield pid
-
-
-def _thread_states(pid: int) -> list[list[str]]:
-    """The letter of the state of each thread; empty where there is no such process."""
-    try:
-        return [stat_fields(int(thread))[:1] for thread in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
-        return []
+def _keeps_its_frames(pid: int) -> bool:
+    """Whether no thread of a process runs beside the one that a signal finds, soon, and none is stopped."""
+    for _ in range(_LOOKS):
+        states = [stat_fields(int(thread))[:1] for thread in os.listdir(f"/proc/{pid}/task")]
+        if _STOPPED in states:
+            return False
+        if len(states) == 1 or _RUNS not in states:
+            return True
+        time.sleep(_BETWEEN_S)
+    return False
 
 
 def _size(path: Path) -> int:
