@@ -31,9 +31,10 @@ def suspend(process: psutil.Process) -> None:
 
 
 def wait_for_state(pid: int, state: str) -> None:
-    """Wait until all threads of a process are in this state, as far as that takes less than a minute."""
+    """Wait until all threads of a process are in this state; fails after a minute."""
     deadline = time.monotonic() + WAIT_S
-    while set(thread_states(pid)) != {state} and time.monotonic() < deadline:
+    while set(states := thread_states(pid)) != {state}:
+        assert time.monotonic() < deadline, f"the threads of process {pid} are in {states}, not in {state}"
         time.sleep(0.01)
 
 
