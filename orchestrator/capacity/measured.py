@@ -55,7 +55,7 @@ class _Found:
 
 
 @dataclass(frozen=True)
-class _Transfer:
+class _WeightTransfer:
     """What was measured of the way of the weights to the engines."""
 
     line: str = ""
@@ -159,17 +159,17 @@ class Recorded:
         rate, seconds = train["trainers"][0]["tokens_per_s"], train["step_s"]
         return _Found(f"measured: updates {rate:.0f} tokens/s, {seconds:.2f} s of a step", memory, seconds)
 
-    def _transfer(self, spec: RolloutSpec, wanted: Settings) -> _Transfer:
+    def _transfer(self, spec: RolloutSpec, wanted: Settings) -> _WeightTransfer:
         """The seconds until all engines have new weights."""
         backend = spec.resolved_backend()
         found = self._weights.get(backend)
         if found is None or different(found["spec"], wanted, "engine", "trainer"):
-            return _Transfer()
+            return _WeightTransfer()
         seconds, publish_s = found["measures"]["seconds"], found["measures"]["publish_s"]
         line = f"measured: weights through {backend} {seconds:.2f} s of a step"
         if BACKENDS[backend].writes_file:  # trainers train once the file is written, and engines sample until then
-            return _Transfer(line, seconds, publish_s, seconds - publish_s)
-        return _Transfer(line, seconds, seconds, seconds)
+            return _WeightTransfer(line, seconds, publish_s, seconds - publish_s)
+        return _WeightTransfer(line, seconds, seconds, seconds)
 
 
 def with_peak(memory: WorkerMemory, peaks: Peaks) -> WorkerMemory:
