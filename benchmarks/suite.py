@@ -33,7 +33,7 @@ from benchmarks.support.code_state import CodeState, code_state, of_benchmark
 from benchmarks.support.goals import Benchmark, Goal
 from benchmarks.support.grpo_setup import KERNELS
 from benchmarks.support.harness import SKIPPED, command_parser, kind_of, machine
-from benchmarks.support.records import Row, columns, fitting, path_of, row_of
+from benchmarks.support.records import Row, columns, fitting, note_command, path_of, row_of
 from benchmarks.support.suite_page import PAGE, table, write_page
 from benchmarks.weight_sync_delta import CHANGED
 from benchmarks.zero3_loading import PARTITIONED, PEAK
@@ -298,9 +298,12 @@ def run(benchmark: Benchmark, kind: str) -> bool:
     command = [sys.executable, "-m", f"benchmarks.{benchmark.module}", *arguments]
     print(f"\n{benchmark.command}", flush=True)
     try:
-        return subprocess.run(command, timeout=LONGEST_S).returncode in (0, SKIPPED)
+        ended = subprocess.run(command, timeout=LONGEST_S).returncode
     except subprocess.TimeoutExpired:
         return False
+    if not ended:
+        note_command(benchmark, kind)
+    return ended in (0, SKIPPED)
 
 
 def measure(waiting: Sequence[Row], kind: str, limit_s: float) -> tuple[list[str], list[str]]:

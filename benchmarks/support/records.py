@@ -17,6 +17,8 @@ from benchmarks.support.code_state import UNKNOWN, CodeState
 from benchmarks.support.goals import Benchmark
 
 RECORDED = Path(__file__).parents[1] / "recorded"
+COMMAND = "command"
+"""Field of a results file with the suite's command, which `note_command` adds."""
 State = Literal["recorded", "stale", "missing"]
 
 
@@ -25,6 +27,13 @@ class Recorded:
     """The results file of a benchmark on a kind of machine."""
 
     document: Mapping[str, Any]
+    command: str
+    """The suite's command of the benchmark."""
+
+    @property
+    def of_command(self) -> bool:
+        """Whether the command was measured that the suite has now."""
+        return self.document.get(COMMAND) == self.command
 
     @property
     def code(self) -> CodeState:
@@ -62,9 +71,9 @@ class Column:
         return f"{machine['cpu']}, {machine['cores']} threads"
 
     def older(self, name: str) -> bool:
-        """Whether a benchmark's results are of another product than the newest ones, or do not name it."""
-        code = self.found[name].code
-        return code == UNKNOWN or code.digest != self.newest.code.digest
+        """Whether a benchmark's results are of another product than the newest ones, or of another command."""
+        own = self.found[name]
+        return own.code == UNKNOWN or own.code.digest != self.newest.code.digest or not own.of_command
 
 
 def path_of(benchmark: Benchmark, kind: str, folder: Path = RECORDED) -> Path:
@@ -75,7 +84,15 @@ def path_of(benchmark: Benchmark, kind: str, folder: Path = RECORDED) -> Path:
 def recorded(benchmark: Benchmark, kind: str, folder: Path = RECORDED) -> Recorded | None:
     """What is recorded of a benchmark on a kind of machine; None where nothing is."""
     path = path_of(benchmark, kind, folder)
-    return Recorded(json.loads(path.read_text())) if path.is_file() else None
+    return Recorded(json.loads(path.read_text()), benchmark.command) if path.is_file() else None
+
+
+def note_command(benchmark: Benchmark, kind: str, folder: Path = RECORDED) -> None:
+    """Adds the command to the results that it has left; nothing where it left none."""
+    path = path_of(benchmark, kind, folder)
+    if path.is_file():
+        document = json.loads(path.read_text()) | {COMMAND: benchmark.command}
+        path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def columns(benchmarks: Sequence[Benchmark], folder: Path = RECORDED) -> list[Column]:
@@ -101,7 +118,7 @@ class Row:
 
 
 def row_of(benchmark: Benchmark, kind: str, code: CodeState, folder: Path = RECORDED) -> Row:
-    """The state of a benchmark on this kind of machine: stale is what other code, or a command cut short, left.
+    """The state of a benchmark on this kind of machine: stale is what other code, another command, or one cut short left.
 
     Args:
         benchmark: The benchmark.
@@ -111,7 +128,8 @@ def row_of(benchmark: Benchmark, kind: str, code: CodeState, folder: Path = RECO
     """
     own = recorded(benchmark, kind, folder)
     if own is not None and own.elapsed_s is not None:
-        return Row(benchmark, "recorded" if own.code.measures_as(code) else "stale", own.elapsed_s, measured=True)
+        same = own.code.measures_as(code) and own.of_command
+        return Row(benchmark, "recorded" if same else "stale", own.elapsed_s, measured=True)
     others = (column.found.get(benchmark.name) for column in columns([benchmark], folder))
     elapsed = [one.elapsed_s for one in others if one is not None and one.elapsed_s is not None]
     state: State = "missing" if own is None else "stale"

@@ -6,6 +6,7 @@ import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from benchmarks.support import records, suite_page
 from benchmarks.support.code_state import UNKNOWN, CodeState
 from benchmarks.support.goals import Benchmark, Goal, figure_of
 from benchmarks.support.harness import Report, Turn
-from benchmarks.support.records import Row, columns, fitting, recorded, row_of
+from benchmarks.support.records import Row, columns, fitting, note_command, recorded, row_of
 from benchmarks.support.suite_page import BEGIN, END, table, write_page
 
 ONE = Benchmark(
@@ -37,6 +38,7 @@ def leave(folder: Path, benchmark: Benchmark, kind: str, code: CodeState = CODE,
     path = report.write(records.path_of(benchmark, kind, folder), code, 90.0)
     document = json.loads(path.read_text())
     document["machine"] |= {"cpu": "Some CPU", "cores": 2}
+    document["command"] = benchmark.command
     path.write_text(json.dumps(document | changes))
     return path
 
@@ -109,6 +111,25 @@ def test_only_results_of_the_same_code_and_machine_are_recorded(tmp_path: Path) 
     assert row_of(ONE, HERE, replace(CODE, benchmark="changed"), tmp_path).state == "stale"
     assert row_of(ONE, HERE, UNKNOWN, tmp_path).state == "stale"
     assert row_of(ONE, THERE, CODE, tmp_path) == Row(ONE, "missing", 90.0, measured=True)  # seconds of the other kind
+
+
+def test_results_of_another_command_are_stale_and_marked(tmp_path: Path) -> None:
+    leave(tmp_path, ONE, HERE)
+    changed = replace(ONE, arguments=("--turns", "5"))
+    assert row_of(changed, HERE, CODE, tmp_path).state == "stale"
+    marked = table([changed], columns([changed], tmp_path)).splitlines()[2].split(" | ")[2]
+    assert marked.endswith(" †")
+    note_command(changed, HERE, tmp_path)
+    assert row_of(changed, HERE, CODE, tmp_path).state == "recorded"
+
+
+def test_the_command_is_noted_where_it_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = leave(tmp_path, ONE, HERE, command="")
+    monkeypatch.setattr(suite, "note_command", lambda one, kind: note_command(one, kind, tmp_path))
+    for code, noted in ((1, ""), (0, ONE.command)):
+        monkeypatch.setattr(suite.subprocess, "run", lambda *_, code=code, **__: SimpleNamespace(returncode=code))
+        assert suite.run(ONE, HERE) == (code == 0)
+        assert json.loads(path.read_text())["command"] == noted
 
 
 def test_results_of_a_command_that_was_cut_short_are_stale(tmp_path: Path) -> None:
