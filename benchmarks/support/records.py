@@ -118,7 +118,7 @@ class Row:
 
 
 def row_of(benchmark: Benchmark, kind: str, code: CodeState, folder: Path = RECORDED) -> Row:
-    """The state of a benchmark on this kind of machine: stale is what other code, another command, or one cut short left.
+    """The state of a benchmark on this kind of machine: stale is what other code or commands, or one cut short, left.
 
     Args:
         benchmark: The benchmark.

@@ -18,8 +18,8 @@ OLDER = "†"
 MISSING = "not measured"
 _NOTES = (
     "Median (least .. greatest) of the turns, and whether the median meets the goal. "
-    f"{OLDER}: measured with other code of the product than the newest measurements of the column, with another command, "
-    "or with code that the results do not name. Bold: beside so many cores of other load. "
+    f"{OLDER}: measured with other code of the product than the newest measurements of the column, with another "
+    "command, or with code that the results do not name. Bold: beside so many cores of other load. "
     "No benchmark was measured on a GPU."
 )
 
