@@ -71,7 +71,7 @@ class Column:
         return f"{machine['cpu']}, {machine['cores']} threads"
 
     def older(self, name: str) -> bool:
-        """Whether a benchmark's results are of another product than the newest ones, or of another command."""
+        """Whether results are of another product than the newest ones, of one without a name, or of another command."""
         own = self.found[name]
         return own.code == UNKNOWN or own.code.digest != self.newest.code.digest or not own.of_command
 
