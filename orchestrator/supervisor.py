@@ -64,7 +64,7 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
 
     The process has a separate group: a signal from the terminal reaches only this process, which passes it on once.
     """
-    process = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
+    process = subprocess.Popen(command, env=os.environ.copy(), process_group=0, preexec_fn=_end_with_parent)
     with _forwarding(process) as stopped:
         return process.wait(), bool(stopped)
 

@@ -90,6 +90,7 @@ OWNERS = {
 }
 HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "datasets", "pandas"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+STARTING_PROCESSES = {f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output")}
 UNSAFE_BUILTINS = {"eval", "exec", "compile", "__import__"}
 
 
@@ -324,6 +325,18 @@ def test_the_packages_contain_no_print_no_assert_and_no_unsafe_loading() -> None
     report(violations)
 
 
+def test_every_process_is_given_its_environment() -> None:
+    """One that inherits it reads it while it is created, and fails ("Bad address") where another thread sets it."""
+    report(
+        [
+            f"{module.location(call)}: {name} without env"
+            for module in modules()
+            for name, call in calls(module)
+            if name in STARTING_PROCESSES and "env" not in {keyword.arg for keyword in call.keywords}
+        ]
+    )
+
+
 def _loads_weights_only(call: ast.Call) -> bool:
     return any(
         keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
@@ -378,17 +391,18 @@ def test_the_rules_detect_violations(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    import ray as r\n"
         "def f():\n    from troupe.workers import policy\n    from vllm.v1 import engine\n    print(1)\n"
-        "    worker.call('update', 1.0)\n    isinstance(spec, OfflineSpec)\n"
+        "    worker.call('update', 1.0)\n    isinstance(spec, OfflineSpec)\n    subprocess.run([])\n"
     )
     module = Module("orchestrator.bad", tmp_path / "bad.py", ast.parse(source))
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     known = Module("workers.policy", tmp_path / "policy.py", ast.parse(""))
     monkeypatch.setattr(sys.modules[__name__], "modules", lambda: (module, known))
     assert [found.target for found in imports(module)] == ["typing", "ray", "workers.policy", "vllm.v1"]
-    assert [name for name, _ in calls(module)] == ["print", "worker.call", "isinstance"]
+    assert [name for name, _ in calls(module)] == ["print", "worker.call", "isinstance", "subprocess.run"]
     for broken in (
         test_orchestrator_imports_only_pure_modules_of_workers,
         test_the_packages_contain_no_print_no_assert_and_no_unsafe_loading,
+        test_every_process_is_given_its_environment,
         test_worker_methods_are_named_by_their_protocol,
         test_no_code_tells_the_kinds_of_spec_apart,
     ):

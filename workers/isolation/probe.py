@@ -40,8 +40,11 @@ def ask(entry: str, request: Any, timeout_s: float) -> list[Any]:
     # The current directory: Ray puts it on the path of its workers.
     text = json.dumps([os.getcwd(), entry, request])
     command = python_command("troupe.workers.isolation.probe:answer")
+    environment = os.environ.copy()  # inherited, it could change while the process is created: another thread sets it
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, env=environment, input=text, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
         raise ProbeFailed(f"did not end within {timeout_s:g} s", _replies(output)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import IO
@@ -18,7 +19,9 @@ def remove_at_death(path: str | Path, *, prefix: bool = False) -> None:
     """
     removed = '"$0"*' if prefix else '"$0"'
     script = f"exec 3<&0; (while read -r _ <&3; do :; done; rm -rf -- {removed}) >/dev/null 2>&1 &"
-    guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", script, str(path)], env=os.environ.copy(), stdin=subprocess.PIPE, start_new_session=True
+    )
     guard.wait()
     if guard.stdin is not None:
         _owner_pipes[str(path)] = guard.stdin
