@@ -191,6 +191,7 @@ COMMANDS = [
     ("init --data rows.jsonl --model folder --algorithm zzz", USAGE, "--algorithm: no algorithm 'zzz'"),
     ("init --data rows.jsonl --model folder --gpus 1 --gpu-type X9", USAGE, "--gpu-type: no GPU type 'X9'"),
     ("demo --models file/x --prepare", FAILED, "file/x: Not a directory; use another path"),
+    ("demo laptop-ppo", USAGE, "; --spec chooses the example; see `troupe demo --help`"),
     ("algorithms zzz", USAGE, "no algorithm 'zzz'"),
     ("algorithms --check", USAGE, "--check is for a custom algorithm"),
     ("algorithms grpo --check", USAGE, "--check is for a custom algorithm"),
