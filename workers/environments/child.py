@@ -51,9 +51,8 @@ def main(control: str, owner_pipe: str) -> None:
         except EnvironmentLoadError as error:
             parent.sendall(json.dumps({"failure": str(error)}).encode() + b"\n")
             return
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_IGN
-        )  # the kernel reaps the seats; while it does, no exit code is known
+        # The kernel reaps the seats. The import was told of its own processes' exit codes.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
         parent.sendall(json.dumps({"ready": True, "pid": os.getpid(), "threads": threads}).encode() + b"\n")
         while True:
