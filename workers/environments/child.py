@@ -51,7 +51,7 @@ def main(control: str, owner_pipe: str) -> None:
         except EnvironmentLoadError as error:
             parent.sendall(json.dumps({"failure": str(error)}).encode() + b"\n")
             return
-        # The kernel reaps the seats. The import was told of its own processes' exit codes.
+        # The kernel reaps the seats. Not before: the import would learn no exit code of a process that it runs.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
         parent.sendall(json.dumps({"ready": True, "pid": os.getpid(), "threads": threads}).encode() + b"\n")

@@ -14,7 +14,7 @@ HERE = "tests.workers.environments.imported"
 
 
 def started(name: str, seeds: list[int], timeout_s: float = 60.0) -> list[EpisodeReply]:
-    """The first observations of episodes with these seeds, each in a process of its own."""
+    """The first observations of episodes with these seeds, each in a separate process."""
 
     async def start() -> list[EpisodeReply]:
         processes = EnvironmentProcesses(f"{HERE}:{name}", {}, 4096)
