@@ -132,7 +132,7 @@ def fitting_reward(answers: Sequence[Any]) -> Earned:
     Raises:
         UsageError: There are no answers, or the trial fails.
     """
-    given = [right for right in answers if right not in (None, "", [])][:_ANSWERS]
+    given = [right for right in answers if right not in (None, "", []) and right == right][:_ANSWERS]  # NaN is missing
     texts = [list(map(str, right if isinstance(right, list) else [right])) for right in given]
     if not texts:
         raise UsageError("--data: the column with the answer is empty")
