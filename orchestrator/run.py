@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,8 @@ class StopSwitch:
         """Asks the run to stop."""
         self._asked = True
         if self._stop is not None:
-            self._stop()
+            with suppress(RuntimeError):  # its loop is closed: the run has ended
+                self._stop()
 
 
 @dataclass(frozen=True)

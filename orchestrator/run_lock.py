@@ -43,6 +43,9 @@ class RunLock:
         self._folder = folder
         self._path = folder / LOCK_FILE
         self._name = _reserved(folder)
+        self._changing = threading.Lock()
+        """Held where the file is exchanged or closed."""
+        self._closed = False
         try:
             self._file = self._lock()
         except BaseException:
@@ -52,22 +55,32 @@ class RunLock:
     def renew(self) -> bool:
         """Locks the folder again if it, or the file in it, has been removed; whether that was so.
 
+        Another thread may close the lock meanwhile.
+
         Raises:
             UsageError: Another run was faster.
             OSError: The folder cannot be made again.
         """
         try:
-            if os.path.samestat(os.fstat(self._file), self._path.stat()):
+            with self._changing:
+                if self._closed:
+                    return False
+                held = os.fstat(self._file)
+            if os.path.samestat(held, self._path.stat()):
                 return False
         except FileNotFoundError:
             self._folder.mkdir(parents=True, exist_ok=True)
-        before, self._file = self._file, self._lock()
-        os.close(before)
-        return True
+        locked = self._lock()
+        with self._changing:
+            unneeded, self._file = (locked, self._file) if self._closed else (self._file, locked)
+            os.close(unneeded)
+            return not self._closed
 
     def close(self) -> None:
         """Unlocks the folder."""
-        os.close(self._file)
+        with self._changing:
+            self._closed = True
+            os.close(self._file)
         self._name.close()
 
     def _lock(self) -> int:
@@ -124,6 +137,8 @@ def _keep(lock: RunLock, file: Path, over: threading.Event) -> None:
         try:
             if lock.renew():
                 logger.warning("%s was removed, and is made again; what was in it is lost", file.parent)
+            if over.is_set():
+                return
             if file.exists():
                 content = file.read_bytes()
             elif content is not None:

@@ -303,8 +303,14 @@ class _NodeTable:
 
     def __init__(self) -> None:
         self._found: list[dict[str, Any]] = []
-        self._reading = threading.Thread(target=lambda: self._found.extend(ray.nodes()), daemon=True)
+        self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
+
+    def _read(self) -> None:
+        try:
+            self._found.extend(ray.nodes())
+        except Exception as error:  # of Ray's, also while it disconnects
+            logger.debug("the nodes were not found: %s", error)
 
     def read(self, deadline: float) -> tuple[dict[str, str], set[str]]:
         """Names of all nodes by id, and the ids of those that are dead; empty where Ray does not answer in time."""

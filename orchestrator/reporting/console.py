@@ -228,12 +228,13 @@ class Console:
         return Group(head, Text(summary, style="dim"), self._table()) if self._latest else head
 
     def _table(self) -> Table:
-        columns = [column for column in COLUMNS if any(cell(m, column) != "-" for _, m in self._latest)]
+        latest = [*self._latest]  # a step may end while this thread draws
+        columns = [column for column in COLUMNS if any(cell(m, column) != "-" for _, m in latest)]
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for title in ("step", *(column.title for column in columns)):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column()
-        for step, metrics in self._latest:
+        for step, metrics in latest:
             table.add_row(str(step), *(cell(metrics, column) for column in columns), note(metrics))
         return table
 

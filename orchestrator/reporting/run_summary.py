@@ -25,7 +25,7 @@ _GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")
 
 
 class RunSummary:
-    """What a console says about the steps that it has shown."""
+    """What a console says about the steps that it has shown. May be read from a thread while a step is added."""
 
     def __init__(self, total: int) -> None:
         """`total` steps are planned."""
@@ -51,9 +51,9 @@ class RunSummary:
 
     def learns(self) -> str:
         """The learned value over the run: `reward 0.172 to 0.836: rises`."""
-        for (name, sign), values in self._learned.items():
+        for (name, sign), values in [*self._learned.items()]:
             if len(values) >= 2:
-                first, last, change = trend(values)
+                first, last, change = trend([*values])
                 return f"{name} {first:.3g} to {last:.3g}: {_rated(change, change * sign > 0)}"
         return ""
 
@@ -82,7 +82,7 @@ class RunSummary:
         return "engines" if generate > train else "trainer"
 
     def _recent_values(self, name: str) -> list[float]:
-        found = (metrics.get(name) for metrics in self._recent)
+        found = (metrics.get(name) for metrics in [*self._recent])
         return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
 
 
@@ -99,7 +99,7 @@ def trend(values: Sequence[float]) -> tuple[float, float, int]:
     Clearly: by two standard errors of their difference.
     """
     size = max(1, len(values) // 3)
-    parts = list(values)[:size], list(values)[-size:]
+    parts = values[:size], values[-size:]
     first, last = map(fmean, parts)
     spread = math.sqrt(sum(pstdev(part) ** 2 / size for part in parts))
     if size < 2 or abs(last - first) <= _CLEAR * spread:

@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import shutil
-import time
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -70,6 +70,14 @@ class RemoteCheckpoints:
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CheckpointError(errno.EINVAL, f"checkpoint.path: {error}", url) from error
         self._root = PurePosixPath(root) / name
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Ends an upload that another thread does, soon: after a part of a file, or with the request that it waits for.
+
+        The process waits for that thread when it ends.
+        """
+        self._stopped.set()
 
     def steps(self) -> list[int]:
         """Steps whose upload is complete, in ascending order. Raises CheckpointError."""
@@ -82,7 +90,7 @@ class RemoteCheckpoints:
         there would be no copy. Protected steps that are not there yet are copied too.
 
         Raises:
-            CheckpointError: The store or the checkpoint cannot be reached.
+            CheckpointError: The store or the checkpoint cannot be reached, or the upload was stopped.
         """
         there = self.steps()
         missing = [checkpoint.parent / folder_name(step) for step in protected if step not in there]
@@ -210,7 +218,9 @@ class RemoteCheckpoints:
     def _send(self, file: Path, to: PurePosixPath) -> None:
         self._files.create_dir(str(to.parent), recursive=True)
         with file.open("rb") as source, self._files.open_output_stream(str(to)) as sink:
-            shutil.copyfileobj(source, sink, _COPY_BYTES)
+            while part := source.read(_COPY_BYTES):
+                self._require_going_on()
+                sink.write(part)
 
     def _receive(self, source: PurePosixPath, to: Path) -> None:
         try:
@@ -223,14 +233,19 @@ class RemoteCheckpoints:
     def _repeat(self, call: Callable[[], T]) -> T:
         """The result of a call that is repeated where it fails. Raises CheckpointError after the last try."""
         for number in itertools.count(1):
+            self._require_going_on()
             try:
                 return call()
             except (OSError, pa.ArrowException) as error:
                 if number == _TRIES:
                     raise CheckpointError(errno.EIO, f"checkpoint.path: {error}", self.url) from error
                 logger.info("%s: %s; trying again", self.url, error)
-                time.sleep(_PAUSE_S * number)
+                self._stopped.wait(_PAUSE_S * number)
         raise RuntimeError("unreachable")
+
+    def _require_going_on(self) -> None:
+        if self._stopped.is_set():
+            raise CheckpointError(errno.EINTR, "the upload was stopped", self.url)
 
 
 def _lasting(manifest: bytes) -> dict[str, Any]:
@@ -285,6 +300,8 @@ class Uploads:
         try:
             await asyncio.wait_for(asyncio.shield(running), self._timeout_s)
         except TimeoutError:
+            if self._remote is not None:
+                self._remote.stop()
             where = f"{self._timeout_s:g} s (schedule.train_timeout_s)"
             raise TroupeError(
                 f"the checkpoint is in the run's folder, but its upload takes more than {where}"

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -198,6 +199,35 @@ def test_interrupting_a_cell_stops_the_run_in_order(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert stopped == [True], "the run has ended before the interrupt is raised"
+
+
+def test_an_interrupt_after_the_last_step_waits_for_the_end(tmp_path: Path) -> None:
+    """The event loop that would be asked to stop is closed by then; the verdicts on the run are still being written."""
+    asked, ended = request(tmp_path), list[bool]()
+
+    async def training() -> None:
+        asked.switch.connect(asyncio.get_running_loop(), asyncio.Event())
+
+    def run() -> None:
+        asyncio.run(training())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while not asked.switch._asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended.append(asked.switch._asked)
+
+    async def cell() -> None:
+        library._outside_of_loops(run, asked)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        loop = asyncio.new_event_loop()
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+        loop.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == [True]
 
 
 def test_the_signal_handlers_of_a_program_are_back_after_a_run() -> None:

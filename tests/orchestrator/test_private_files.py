@@ -35,7 +35,6 @@ def test_a_private_file_replaces_what_was_there(tmp_path: Path) -> None:
     path, elsewhere = tmp_path / "spec.yaml", tmp_path / "elsewhere"
     elsewhere.write_text("theirs")
     path.symlink_to(elsewhere)
-    (tmp_path / f".spec.yaml.{os.getpid()}").write_text("left by a killed process")
     write_atomic(path, "mine é", PRIVATE)
     assert (path.read_text(encoding="utf-8"), mode(path), path.is_symlink()) == ("mine é", "0o600", False)
     assert elsewhere.read_text() == "theirs"
@@ -96,6 +95,17 @@ def test_a_token_is_created_for_its_owner_only_and_an_existing_one_stays(
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     ray_nodes._create_token()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".ray", "file"]
+
+
+def test_two_threads_replace_the_same_file(tmp_path: Path) -> None:
+    """The one that ends last wins, and neither writes to the other's unfinished file."""
+    path = tmp_path / "spec.yaml"
+    with replacing(path) as first:
+        first.write_text("first")
+        with replacing(path, PRIVATE) as second:
+            second.write_text("second")
+        assert (path.read_text(), mode(path)) == ("second", "0o600")
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("first", [path])
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:

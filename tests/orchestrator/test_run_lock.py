@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,35 @@ def test_the_folder_its_lock_and_its_spec_are_made_again(tmp_path: Path, monkeyp
             with pytest.raises(BlockingIOError):
                 fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(probe)
+
+
+def test_a_lock_that_is_closed_while_it_is_renewed_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that renews it waits for a slow disk; the descriptor it had may be another file's by then."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock, slow, go_on = RunLock(folder), threading.Event(), threading.Event()
+    open_file, results = RunLock._lock, list[bool]()
+
+    def opened_slowly(held: RunLock) -> int:
+        slow.set()
+        assert go_on.wait(60)
+        return open_file(held)
+
+    monkeypatch.setattr(RunLock, "_lock", opened_slowly)
+    shutil.rmtree(folder)
+    renewing = threading.Thread(target=lambda: results.append(lock.renew()))
+    renewing.start()
+    assert slow.wait(60)
+    number = lock._file
+    lock.close()
+    other = os.dup2(os.open(tmp_path, os.O_RDONLY), number)
+    go_on.set()
+    renewing.join(60)
+    assert results == [False] and not lock.renew()
+    os.close(other)  # nobody has closed it
+    monkeypatch.setattr(RunLock, "_lock", open_file)
+    with locked(folder):
+        pass
 
 
 def test_a_full_disk_names_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,14 +24,10 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
     Raises:
         OSError: The file cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    # Random: other threads, and processes with this one's number in other containers, may replace the same file.
+    unfinished = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
-        try:
-            os.close(os.open(unfinished, flags, mode))
-        except FileExistsError:  # left by a process that was killed; its mode may be another
-            unfinished.unlink()
-            os.close(os.open(unfinished, flags, mode))
+        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
         yield unfinished
         unfinished.replace(path)
     except OSError as error:

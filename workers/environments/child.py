@@ -4,9 +4,10 @@ The first process loads the environment's class and then only forks: one process
 runs at a time. A seat that hangs or dies is killed alone, and its successor needs no import.
 
 The loading process gets ``{"name", "args", "memory_limit_mib"}`` as one line of JSON over its socket, and answers
-``{"ready": true, "pid"}`` or ``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a
-socket for a new seat. A seat gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or
-``{"failure"}``, one line of JSON each.
+``{"ready": true, "pid", "threads"}`` (names of those that the import started, which a seat lacks) or
+``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a socket for a new seat. A seat
+gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or ``{"failure"}``, one line of JSON
+each.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import ctypes
 import inspect
 import json
 import os
+import random
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -42,14 +45,16 @@ def main(control: str, owner_pipe: str) -> None:
     The arguments are those of `troupe.workers.isolation.child.Child`.
     """
     with connection(int(control), int(owner_pipe)) as parent:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the seats
         order = json.loads(_read_line(parent))
         try:
             create = load(order["name"], order["args"])
         except EnvironmentLoadError as error:
             parent.sendall(json.dumps({"failure": str(error)}).encode() + b"\n")
             return
-        parent.sendall(json.dumps({"ready": True, "pid": os.getpid()}).encode() + b"\n")
+        # The kernel reaps the seats. Not before: the import would learn no exit code of a process that it runs.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+        parent.sendall(json.dumps({"ready": True, "pid": os.getpid(), "threads": threads}).encode() + b"\n")
         while True:
             data, descriptors, _, _ = socket.recv_fds(parent, 1, 1)
             if not data:
@@ -93,6 +98,15 @@ def _become_seat(connection: socket.socket, create: Callable[[], Environment], m
         os._exit(code)
 
 
+def _seed(seed: int) -> None:
+    """Seed what user code may take random numbers from: all seats have the state of the process they are forks of."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed % 2**63)
+
+
 class EpisodeHost:
     """Runs one episode after another."""
 
@@ -129,8 +143,9 @@ class EpisodeHost:
                 self._wait(closed)
             return {}
         if request["op"] == "start":
-            self._environment = self._create()
             row = request["row"]
+            _seed(row["seed"])
+            self._environment = self._create()
             returned = self._environment.start(Row(tuple(row["messages"]), row["answer"], row["metadata"], row["seed"]))
         else:
             if self._environment is None:

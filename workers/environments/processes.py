@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ from typing import Any
 from troupe.workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
 from troupe.workers.isolation.child import LOAD_TIMEOUT_S, Child, InvalidReply
 from troupe.workers.isolation.descendants import end_marked
+
+logger = logging.getLogger(__name__)
 
 MAX_REPLY = 2**24
 """Longest reply of an environment, in bytes."""
@@ -32,10 +35,22 @@ class SeatFailed(Exception):
 class SeatProcess:
     """One process, in which one episode runs at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, mark: str) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, mark: str, hint: str = ""
+    ) -> None:
+        """A process that is connected.
+
+        Args:
+            reader: Its replies.
+            writer: Requests to it.
+            pid: Its process id.
+            mark: That of the loading process.
+            hint: Why it may hang, for the message where it does.
+        """
         self._reader = reader
         self._writer = writer
         self._mark = mark
+        self._hint = hint
         self.pid = pid
 
     @property
@@ -81,7 +96,7 @@ class SeatProcess:
             reply = json.loads(line) if line else None
         except TimeoutError:
             self.kill()
-            raise SeatFailed(f"timeout after {timeout_s:g} s") from None
+            raise SeatFailed(f"timeout after {timeout_s:g} s{self._hint}") from None
         except (ValueError, RecursionError, OSError) as error:
             self.kill()
             raise SeatFailed(f"error: {error}") from None
@@ -118,6 +133,7 @@ class EnvironmentProcesses:
         self._child: Child | None = None
         self.pid: int | None = None
         """Process id of the loading process, once it has loaded the environment."""
+        self._hint = ""
 
     @property
     def alive(self) -> bool:
@@ -135,6 +151,10 @@ class EnvironmentProcesses:
             self.close()
             raise ValueError(str(reply.get("failure", "the process that loads the environment died")))
         self.pid = int(reply["pid"])
+        if threads := reply["threads"]:
+            cause = f"its import started threads ({', '.join(threads)}), which no episode has: start them in `start`"
+            logger.warning("%s: %s", self._order["name"], cause)
+            self._hint = f" ({cause})"
 
     def _start(self) -> dict[str, Any]:
         name = str(self._order["name"])
@@ -169,7 +189,7 @@ class EnvironmentProcesses:
         try:
             async with asyncio.timeout(_SEAT_TIMEOUT_S):
                 line = await reader.readline()
-            return SeatProcess(reader, writer, int(json.loads(line)["pid"]), child.mark)
+            return SeatProcess(reader, writer, int(json.loads(line)["pid"]), child.mark, self._hint)
         except (TimeoutError, ValueError, OSError) as error:
             writer.close()
             raise SeatFailed(f"no process could be started for the episode: {error or 'no answer'}") from None

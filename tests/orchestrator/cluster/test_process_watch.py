@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from troupe.orchestrator.cluster import process_watch
 from troupe.orchestrator.cluster.process_watch import ProcessWatch
@@ -28,3 +30,14 @@ def test_only_nodes_that_have_died_since_the_run_began_are_dead(
     nodes[1]["Alive"] = False
     _, *others = watch.inspect({}, (), 5.0)
     assert [(report.node.name, report.node.alive) for report in others] == [("10.0.0.3/new", False)]
+
+
+def test_a_look_while_ray_disconnects_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disconnected() -> list[dict[str, Any]]:
+        raise RaySystemError("Ray has not been started yet")
+
+    uncaught: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    monkeypatch.setattr(process_watch, "ray", SimpleNamespace(nodes=disconnected))
+    assert process_watch._NodeTable().read(time.monotonic() + 60.0) == ({}, set())
+    assert uncaught == []

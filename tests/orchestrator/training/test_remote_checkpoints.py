@@ -310,6 +310,23 @@ def test_a_run_repeats_the_upload_that_failed_before_its_end(
         assert len(failed) == 2
 
 
+def test_an_upload_that_takes_too_long_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process waits for the threads of an upload when it ends: a slow one would keep the error back for hours."""
+    monkeypatch.setattr(remote_checkpoints, "_COPY_BYTES", 1)
+    copies = remote(f"file://{tmp_path}/bucket", tmp_path)
+    checkpoint = saved(CheckpointStore(tmp_path / "here", 9), 4)
+    (checkpoint / "large").write_bytes(bytes(4 << 20))
+
+    async def run() -> None:
+        uploads = Uploads(copies, tolerated=3, timeout_s=0.2)
+        uploads.start(checkpoint)
+        await uploads.settle()
+
+    with pytest.raises(TroupeError, match=r"its upload takes more than 0.2 s \(schedule.train_timeout_s\)"):
+        asyncio.run(run())
+    assert remote(f"file://{tmp_path}/bucket", tmp_path).steps() == []
+
+
 @pytest.mark.parametrize("url", ["nowhere://bucket", "file:relative", "s3://bucket?port=7"])
 def test_a_url_that_leads_nowhere_is_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint\.path: "):
