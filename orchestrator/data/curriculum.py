@@ -11,6 +11,7 @@ from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.workers.contract.messages import RewardSummary
+from troupe.workers.contract.reward_values import is_solved
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Curriculum:
         values = rewards.rewards if component is None else rewards.components[component]
         usable = [v for v, reward in zip(values, rewards.rewards, strict=True) if v is not None and reward is not None]
         solved_at = self._config.solved_at if self._sources is None else self._sources[row].solved_at
-        solved = sum(value >= solved_at for value in usable)
+        solved = sum(is_solved(value, solved_at) for value in usable)
         self._step[row] = self._step.get(row, Results()).followed_by(Results(solved, len(usable)), decay=1.0)
 
     def mark_trained(self) -> None:

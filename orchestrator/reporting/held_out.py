@@ -12,6 +12,7 @@ import numpy as np
 
 from troupe.orchestrator.reporting.metrics import pass_at_k
 from troupe.workers.contract.reward_names import NO_ANSWER
+from troupe.workers.contract.reward_values import is_solved
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -178,7 +179,7 @@ def _terms(
     terms = {"reward": _Terms([sum(group) for group in scored], [len(group) for group in scored])}
     if solved_at is None:
         return terms
-    solved = [[reward >= solved_at for reward in group] for group in scored]
+    solved = [[is_solved(reward, solved_at) for reward in group] for group in scored]
     if average == "avg":
         terms[average] = _Terms([_mean(group) for group in solved], [float(bool(group)) for group in solved])
     else:
@@ -205,7 +206,7 @@ def _vote_of(result: PromptResult, solved_at: float) -> float | None:
     pairs = [(a, r) for a, r in zip(result.answers, result.rewards, strict=True) if a is not None and r is not None]
     if len(pairs) < len(result.answers):
         return None
-    return vote([answer for answer, _ in pairs], [reward >= solved_at for _, reward in pairs])
+    return vote([answer for answer, _ in pairs], [is_solved(reward, solved_at) for _, reward in pairs])
 
 
 def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:

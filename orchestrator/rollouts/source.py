@@ -34,6 +34,7 @@ from troupe.orchestrator.training.checkpoint import SAMPLES
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import PrepareRequest, SampleSummary
+from troupe.workers.contract.reward_values import differ, is_solved
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
@@ -341,7 +342,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
 
 def _is_mixed(group: ScoredGroup) -> bool:
     """Whether the rewards of its samples differ."""
-    return len({reward for reward in group.rewards.rewards if reward is not None}) > 1
+    return differ(reward for reward in group.rewards.rewards if reward is not None)
 
 
 def source_metrics(
@@ -377,7 +378,7 @@ def source_metrics(
             f"{name}/mixed": fmean(_is_mixed(group) for group in members),
         }
         if own.solved_at is not None:
-            solved = [value >= own.solved_at for group in members for value in _measured(group, component)]
+            solved = [is_solved(v, own.solved_at) for group in members for v in _measured(group, component)]
             metrics[f"{name}/pass_rate"] = fmean(solved) if solved else 0.0
     return metrics
 
