@@ -30,9 +30,10 @@ from tests.fakes import (
 )
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
-from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
@@ -121,7 +122,11 @@ class RolloutRun(FakeRun[RolloutSpec]):
             curriculum = curriculum_of(self.spec, settings)
             prompts = prompt_order(self.spec, data, curriculum)
         else:
-            curriculum = None if self.curriculum is None else Curriculum(self.curriculum, 17)
+            curriculum = (
+                None
+                if self.curriculum is None
+                else Curriculum(self.curriculum, 17, RowTable((0,), (CurriculumSource("", 1.0),)))
+            )
             prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
         if found:
             prompts.restore(found.state["source"]["prompts"])
