@@ -25,7 +25,7 @@ class MeanEstimate:
     """A mean over the prompts of a set, with the bounds of its 95% confidence interval.
 
     The interval is the percentile bootstrap over prompts (Efron 1979): it covers the choice of the prompts, and the
-    sampling of each one's responses with it. None: there is only one prompt."""
+    sampling of each one's responses with it. None: it is a mean over one prompt only."""
 
     value: float
     low: float | None
@@ -231,13 +231,14 @@ def estimates(terms: Mapping[str, _Terms]) -> dict[str, MeanEstimate]:
     """Estimates of ratios of sums over the same prompts; deterministic: the same prompts are resampled every time."""
     sums = np.array([term.sums for term in terms.values()], dtype=float)
     counts = np.array([term.counts for term in terms.values()], dtype=float)
-    prompts = sums.shape[1]
     values = sums.sum(axis=1) / counts.sum(axis=1)
-    bounds = _bounds(sums, counts) if prompts > 1 else None
+    counted = np.count_nonzero(counts, axis=1)
+    bounds = _bounds(sums, counts) if counted.max() > 1 else np.full((2, len(terms)), np.nan)
     found: dict[str, MeanEstimate] = {}
-    for number, name in enumerate(terms):
-        low, high = (None, None) if bounds is None else (float(bounds[0, number]), float(bounds[1, number]))
-        found[name] = MeanEstimate(float(values[number]), low, high, int(np.count_nonzero(counts[number])))
+    for name, value, (low, high), prompts in zip(terms, values, bounds.T, counted, strict=True):
+        # All resamples of one prompt are this prompt: they have no spread, which is no certainty.
+        within = (float(low), float(high)) if prompts > 1 else (None, None)
+        found[name] = MeanEstimate(float(value), *within, int(prompts))
     return found
 
 

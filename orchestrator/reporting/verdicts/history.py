@@ -229,9 +229,14 @@ class History:
     @property
     def _samples_per_batch(self) -> int:
         """Samples of a step's batch, the most where sources differ; 0 where the spec does not say."""
+        return int(self.get("schedule.prompts_per_step", 0)) * max(self.group_sizes)
+
+    @property
+    def group_sizes(self) -> frozenset[int]:
+        """Samples per prompt, of all sources; 1 where the spec does not say."""
         usual, sources = int(self.get("algorithm.group_size", 1)), self.get("data.train")
-        sizes = [one.get("group_size") or usual for one in sources] if isinstance(sources, list) else [usual]
-        return int(self.get("schedule.prompts_per_step", 0)) * max(sizes, default=usual)
+        own = [one.get("group_size") for one in sources] if isinstance(sources, list) else []
+        return frozenset(size or usual for size in own or [usual])
 
     @property
     def reward_rises(self) -> bool:
