@@ -82,7 +82,8 @@ class ModelConfig(Frozen):
     """Data type of the weights and of matrix multiplications."""
     float32_head: bool = True
     """Compute logits in float32 from the bfloat16 states and weights, in vLLM, in training and in scoring. This brings
-    the log-probs of sampler and trainer nearer to each other. Without effect in float32."""
+    the log-probs of sampler and trainer nearer to each other. Without effect in float32. Values and scores of critics
+    and reward models are always computed in float32."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Leave it off unless you trust that code."""
     chat_template: str | None = Field(default=None, min_length=1)
