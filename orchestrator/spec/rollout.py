@@ -210,9 +210,13 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """Whether updates leave out rows without an advantage, because the loss has no other term for them."""
+        """Whether updates leave out rows without an advantage, because the loss has no other term for them.
+
+        A custom loss may have one.
+        """
         loss = section.policy_loss(self.algorithm)
-        return loss.kl_coef == 0 and loss.entropy_coef == 0 and self.kl_penalty is None
+        only_advantages = loss.objective != "custom" and loss.kl_coef == 0 and loss.entropy_coef == 0
+        return only_advantages and self.kl_penalty is None
 
     @property
     def update_rules(self) -> tuple[object, ...]:
