@@ -118,7 +118,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         """Tokens that a prompt may have."""
 
     def room_for(self, section: str) -> PromptRoom:
-        """Tokens that a prompt of this section in `data` may have."""
+        """Tokens that a prompt of this section in `data` may have (of a mixture: `train.0`, or `train.0 (math)`)."""
         return self.prompt_room
 
     @property
