@@ -56,6 +56,9 @@ def trainer_problems(trainers: Mapping[str, TrainerRole]) -> Iterator[Finding]:
             yield f"roles.{name}.offload_optimizer", "needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded"
         if role.kernels == "liger" and role.gpus == 0:
             yield f"roles.{name}.kernels", "liger needs GPUs; use torch on the CPU"
+        if role.schedule == "constant" and changed(role, "min_lr_ratio"):
+            why = "has no effect on a constant learning rate: set schedule to linear or cosine, or this to 0"
+            yield f"roles.{name}.min_lr_ratio", why
         size = role.sequence_parallel_size
         if role.workers % size:
             yield f"roles.{name}.sequence_parallel_size", f"{size} does not divide the role's {role.workers} workers"
