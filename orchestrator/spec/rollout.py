@@ -527,14 +527,24 @@ class RolloutSpec(RunSpec, frozen=True):
         return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
 
     def room_for(self, section: str) -> PromptRoom:
-        """See `RunSpec.room_for`; beside the longest response of an evaluation."""
-        longest = self.roles.rollout.max_model_len
-        for held_out in self.held_out_sets():
-            response = held_out.sampling.max_tokens
-            if held_out.section == section and response is not None and held_out.environment is None:
-                words = f"roles.rollout.max_model_len {longest} leaves beside a response of {response} in evaluation"
-                return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
-        return self.prompt_room
+        """See `RunSpec.room_for`; beside the longest response of the section's samples, or a turn of their episodes.
+
+        A turn may have what the conversation leaves of the model's length, and needs one token.
+        """
+        place = section.partition(" ")[0]  # of a mixture with the source: `train.0 (math)`
+        sources = zip(self.data.train_sources(), self.group_settings, strict=True)
+        lengths = {name: (own.environment, own.max_tokens, f"data.{name}") for name, own in sources}
+        for own in self.held_out_sets():
+            lengths[own.section] = own.environment, own.sampling.max_tokens, "evaluation"
+        environment, response, where = lengths.get(place, (None, None, ""))
+        longest, field = self.roles.rollout.max_model_len, "roles.rollout.max_model_len"
+        if environment is not None:
+            return PromptRoom(longest - 1, field, f"{field} {longest} leaves beside a turn of one token")
+        if response is None:
+            return self.prompt_room
+        return PromptRoom(
+            longest - response, field, f"{field} {longest} leaves beside a response of {response} in {where}"
+        )
 
     @property
     def trainer(self) -> str:
