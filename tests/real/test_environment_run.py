@@ -13,6 +13,8 @@ from tests.real.commands import Run, kill, ledger_balances, running, trajectorie
 
 TINY = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 ENDLESS = ("schedule.steps=1000", "checkpoint.every_steps=0", "sampling.max_tokens=24", "failures.health_interval_s=2")
+LETTERS = "{name: letter_share, args: {letters: aeiou}}"
+"""A reward function that gives a random model rewards, for its last turn."""
 
 
 @pytest.mark.real
@@ -24,7 +26,8 @@ def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
     options = (
         *("algorithm.name=ppo", "algorithm.group_size=2", "schedule.prompts_per_step=8"),
         *("roles.critic={cpus: 0.25, threads: 1, learning_rate: 1e-3, micro_batch_tokens: 2048}",),
-        *("roles.reward.functions.0.process=true", "roles.environment.workers=2", "roles.environment.episodes=4"),
+        f"roles.reward.functions=[{{name: environment, process: true}}, {LETTERS}]",
+        *("roles.environment.workers=2", "roles.environment.episodes=4"),
         *("algorithm.kl.coef=0.0", "schedule.steps=3", "schedule.max_staleness=1"),
     )
     with running(Run(tmp_path, TINY, *options, name="ppo-turns")) as run:
@@ -38,6 +41,7 @@ def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
         assert line["critic/value"] == pytest.approx(line["value_mean"], abs=1e-5)
         assert line["critic/value_clip_fraction"] == 0
     assert {line["staleness/max"] for line in run.metrics} == {0, 1}
+    assert abs(run.metrics[-1]["value_mean"]) > 1e-3, "the critic starts with values of 0"
     table = trajectories(run.out, 1).to_pylist()
     assert len(table) == 16
     for row in table:
