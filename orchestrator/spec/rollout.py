@@ -275,6 +275,15 @@ class RolloutSpec(RunSpec, frozen=True):
         return self.needs_old_logprobs and self.schedule.max_staleness > 0
 
     @property
+    def values_at_batch(self) -> bool:
+        """Whether the critic's values are computed for the whole batch instead of for each group during generation.
+
+        The critic trains while groups of later steps are generated: only once it is their turn is it the critic before
+        the step's updates.
+        """
+        return self.roles.critic is not None and self.schedule.max_staleness > 0
+
+    @property
     def solved_at(self) -> float | None:
         """Reward of the role from which a sample counts as solved; None: neither evaluation nor reward say."""
         if self.evaluation is not None and self.evaluation.solved_at is not None:

@@ -15,16 +15,22 @@ from tests.real.paused_game import PAUSE
 
 TINY = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 ENDLESS = ("schedule.steps=1000", "checkpoint.every_steps=0", "sampling.max_tokens=24", "failures.health_interval_s=2")
+LETTERS = "{name: letter_share, args: {letters: aeiou}}"
+"""A reward function that gives a random model rewards, for its last turn."""
 
 
 @pytest.mark.real
 def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
-    """A critic, rewards of turns, two environment workers; every number that the run writes agrees with its table."""
+    """A critic, rewards of turns, two environment workers; every number that the run writes agrees with its table.
+
+    Samples are up to one step older than the weights that they train.
+    """
     options = (
         *("algorithm.name=ppo", "algorithm.group_size=2", "schedule.prompts_per_step=8"),
         *("roles.critic={cpus: 0.25, threads: 1, learning_rate: 1e-3, micro_batch_tokens: 2048}",),
-        *("roles.reward.functions.0.process=true", "roles.environment.workers=2", "roles.environment.episodes=4"),
-        *("algorithm.kl.coef=0.0",),
+        f"roles.reward.functions=[{{name: environment, process: true}}, {LETTERS}]",
+        *("roles.environment.workers=2", "roles.environment.episodes=4"),
+        *("algorithm.kl.coef=0.0", "schedule.steps=3", "schedule.max_staleness=1"),
     )
     with running(Run(tmp_path, TINY, *options, name="ppo-turns")) as run:
         assert run.wait() == 0, run.output
@@ -33,6 +39,11 @@ def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
         assert ledger_balances(line) and line["ledger/dropped"] == 0
         assert (line["workers/environment"], line["episodes/failed"], line["episodes/turns"]) == (2, 0, 3)
         assert line["prompt_tokens/cached"] > 0.3, "later turns read their prompt from the cache"
+        # The only update of a step begins with the critic that gave the values, however old the samples are.
+        assert line["critic/value"] == pytest.approx(line["value_mean"], abs=1e-5)
+        assert line["critic/value_clip_fraction"] == 0
+    assert {line["staleness/max"] for line in run.metrics} == {0, 1}
+    assert abs(run.metrics[-1]["value_mean"]) > 1e-3, "the critic starts with values of 0"
     table = trajectories(run.out, 1).to_pylist()
     assert len(table) == 16
     for row in table:
