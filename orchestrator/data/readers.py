@@ -175,7 +175,7 @@ def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
 
     taken, exact = 0, ijson.get_backend("python")
     try:
-        for parser in (ijson, exact):  # the fast one has integers of 64 bits; the other goes on where it stops
+        for parser in (ijson, exact):  # the fast one has integers of 64 bits; the other reads from where it stops
             try:
                 with _open(path) as file:
                     file.seek(_bom_length(file))
