@@ -256,6 +256,8 @@ class SandboxStarter:
 
     def __exit__(self, *_: object) -> None:
         """End the process."""
+        with contextlib.suppress(OSError):
+            self._requests.shutdown(socket.SHUT_RDWR)  # a process that was forked meanwhile may have a copy
         self._requests.close()
         try:
             self._process.wait(_GRACE_S)
