@@ -80,7 +80,8 @@ class KlConfig(Frozen):
     """KL term in the reward, algorithms without a critic: credit a token with the terms from its position on; false:
     with its own only, as ReMax does."""
     target: float | None = Field(default=None, gt=0.0)
-    """KL term in the reward: adapt the coefficient so that a response's divergence approaches this, in nats."""
+    """KL term in the reward: adapt the coefficient so that a response's divergence approaches this, in nats. While
+    only the critic trains (`roles.critic.warmup_steps`), the coefficient stays."""
     horizon: int | None = Field(default=None, ge=1)
     """Samples over which the coefficient adapts (arXiv 1909.08593); null: 10000."""
 

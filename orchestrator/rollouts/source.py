@@ -253,7 +253,8 @@ class RolloutSource:
             tables += await self._score_batch(groups)
         request = self._prepare_request(groups)
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
-        self._advantage_state = self._advantage_state.after(summary.state)
+        policy_trains = version >= self._spec.critic_warmup
+        self._advantage_state = self._advantage_state.after(summary.state, policy_trains=policy_trains)
         self._train = table
         texts = None if self._components.texts is None else self._components.texts.pick()
         return Batch(summary, table, texts=texts, groups=tuple(map(_origin, groups)))

@@ -9,11 +9,13 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.fakes import (
     FakeCritic,
@@ -58,6 +60,10 @@ from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointS
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
+from troupe.workers.algorithms.estimators import estimate
+from troupe.workers.algorithms.sampled_tokens import SampledTokens
+from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate
 
 
@@ -314,6 +320,38 @@ def test_the_policy_is_not_updated_during_critic_warmup(tmp_path: Path) -> None:
     run.run()
     assert len(run.policies[0].updates) == 2
     assert len(run.critic.updates) == 4
+
+
+def test_the_kl_coefficient_in_the_reward_stays_during_critic_warmup(tmp_path: Path) -> None:
+    """A frozen policy does not diverge, whatever the coefficient: it would fall at every step.
+
+    Two of four steps update the critic only; statistics of the rewards continue.
+    """
+    states: list[AdvantageState] = []
+
+    async def prepare(policy: FakePolicy, request: PrepareRequest, *tables: FakeTable) -> tuple[Any, FakeTable]:
+        """As the real policy: the divergence is 0 nats, far below the target."""
+        states.append(request.state)
+        summary, table = await FakePolicy.prepare(policy, request, *tables)
+        logprobs = torch.zeros(len(request.keep))
+        batch = SampledTokens(
+            rewards=logprobs.double(),
+            groups=torch.zeros(len(logprobs), dtype=torch.int64),
+            lengths=torch.ones(len(logprobs), dtype=torch.int64),
+            rollout_logprobs=logprobs,
+            old_logprobs=logprobs,
+            ref_logprobs=logprobs,
+            values=None,
+        )
+        return replace(summary, state=estimate(config, batch, request.state).state), table
+
+    config = AdvantageConfig(estimator="returns", kl_coef=0.05, kl_target=6.0, kl_horizon=100)
+    run = RolloutRun(tmp_path, roles={"critic": {"warmup_steps": 2}}, checkpoint={"every_steps": 0})
+    with mock.patch.object(run.policies[0], "prepare", partial(prepare, run.policies[0])):
+        run.run()
+    fallen = 0.05 * (1 - 0.2 * 20 / 100)
+    assert [state.kl_coef for state in states] == [None, None, None, pytest.approx(fallen)]
+    assert [state.rewards.count for state in states] == [0, 20, 40, 60]
 
 
 def test_kl_stop_skips_the_remaining_updates_of_a_step(tmp_path: Path) -> None:

@@ -86,6 +86,11 @@ class AdvantageState(Frozen):
         """The state with only these prompts. Its size does not grow with the run."""
         return self.model_copy(update={"prompts": {row: self.prompts[row] for row in rows if row in self.prompts}})
 
-    def after(self, part: AdvantageState) -> AdvantageState:
-        """This state updated with `part`, the state after a batch prepared on `of_rows`."""
-        return part.model_copy(update={"prompts": {**self.prompts, **part.prompts}})
+    def after(self, part: AdvantageState, *, policy_trains: bool = True) -> AdvantageState:
+        """This state updated with `part`, the state after a batch prepared on `of_rows`.
+
+        A batch on which the policy does not train has not steered the KL coefficient: the divergence of a frozen policy
+        does not answer to it.
+        """
+        kl_coef = part.kl_coef if policy_trains else self.kl_coef
+        return part.model_copy(update={"prompts": {**self.prompts, **part.prompts}, "kl_coef": kl_coef})
