@@ -32,9 +32,10 @@ from tests.fakes import (
 )
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
-from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
@@ -46,6 +47,8 @@ from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.reporting.verdicts.data import dropped_samples, failing_rewards
+from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
@@ -125,7 +128,11 @@ class RolloutRun(FakeRun[RolloutSpec]):
             curriculum = curriculum_of(self.spec, settings)
             prompts = prompt_order(self.spec, data, curriculum)
         else:
-            curriculum = None if self.curriculum is None else Curriculum(self.curriculum, 17)
+            curriculum = (
+                None
+                if self.curriculum is None
+                else Curriculum(self.curriculum, 17, RowTable((0,), (CurriculumSource("", 1.0),)))
+            )
             prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
         if found:
             prompts.restore(found.state["source"]["prompts"])
@@ -237,6 +244,22 @@ def test_candidates_compete_with_the_samples_and_are_not_counted_as_samples(tmp_
     assert line["candidates/chosen"] == 0  # a sample of the policy is as good
     assert line["reward/mean"] == 0.5 and line["response_tokens/max"] == 8 and line["failed_samples"] == 0
     assert run.lines()[1]["candidates/reward"] == 1 / 3
+
+
+def test_a_step_counts_the_samples_of_groups_that_failed_as_a_whole(tmp_path: Path) -> None:
+    """Two prompts of the first step have no reward for any sample, one for one: they fail whatever is sampled."""
+    run = RolloutRun(tmp_path, schedule={"steps": 2}, checkpoint={"every_steps": 0})
+    whole = {(f"e0-r{row}", i): "error: TypeError" for row in (1, 3) for i in range(4)}
+    run.reward.fail = whole | {("e0-r2", 0): "timeout after 5 s"}
+    outcome = run.run()
+    assert outcome.drop_reasons == {"reward: error: TypeError": 8, "reward: timeout after 5 s": 1}
+    first, second = run.lines()
+    assert (first["failed_samples"], first["dispatched_samples"]) == (9.0, 28.0)
+    assert (second["failed_samples"], second["dispatched_samples"]) == (0.0, 20.0)
+    history = History.of(run.lines(), run.spec.model_dump(mode="json"))
+    assert history.share_of_samples("failed_samples").values == (9 / 28, 0.0)
+    assert [found.name for found in failing_rewards(History.of(run.lines()[:1]))] == ["failing-rewards"]
+    assert not list(dropped_samples(history))
 
 
 def test_truncated_samples_are_trained_unless_the_spec_masks_them(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.real.commands import Run, kill, ledger_balances, running, trajectories
+from tests.real.paused_game import PAUSE
 
 TINY = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 ENDLESS = ("schedule.steps=1000", "checkpoint.every_steps=0", "sampling.max_tokens=24", "failures.health_interval_s=2")
@@ -66,7 +68,9 @@ def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_lef
     """
     reference = ("roles.reference={cpus: 0.25, threads: 1, micro_batch_tokens: 2048}", "algorithm.kl.coef=0.01")
     restarts = ("failures.reference_restarts=1", "failures.environment_restarts=1")
-    with running(Run(tmp_path, TINY, *ENDLESS, *reference, *restarts, name="killed")) as run:
+    paused = ("roles.environment.name=tests.real.paused_game:PausedGame", f"roles.environment.args.folder={tmp_path}")
+    overrides, env = (*ENDLESS, *reference, *restarts, *paused), {"PYTHONPATH": str(ROOT)}
+    with running(Run(tmp_path, TINY, *overrides, name="killed", env=env)) as run:
         run.wait_for_step(1)
         for role in ("RewardWorker", "ReferenceWorker"):
             kill(run, role)
@@ -74,11 +78,12 @@ def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_lef
             run.wait_for_step(run.metrics[-1]["step"] + 2)
         assert {line["ledger/retries"] for line in run.metrics} == {0}
         assert restarted(run) == 0
-        time.sleep(0.3)  # the next step's episodes have begun, and take a second
-        kill(run, "EnvironmentWorker")
+        with in_an_episode(run, tmp_path, "first"):
+            kill(run, "EnvironmentWorker")
         step = run.wait_until(lambda: restarted(run), "episodes that start again")
         run.wait_for_step(step + 1)
-        kill(run, "EngineCore")
+        with in_an_episode(run, tmp_path, "second"):
+            kill(run, "EngineCore")
         run.wait_until(lambda: run.metrics[-1]["ledger/retries"] > 0, "a retry on a new engine")
         run.wait_for_step(run.metrics[-1]["step"] + 1)
         kill(run, "EnvironmentWorker")
@@ -90,6 +95,15 @@ def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_lef
         assert "no environment worker is left (1 of 1 restarts used: failures.environment_restarts)" in run.output
         assert run.leftover_processes() == []
     assert run.weight_files == []
+
+
+@contextmanager
+def in_an_episode(run: Run, folder: Path, name: str) -> Iterator[None]:
+    """No turn of an episode ends within the block, which one has begun."""
+    (folder / PAUSE).write_text(name)
+    run.wait_until((folder / name).exists, "a turn of an episode")
+    yield
+    (folder / PAUSE).unlink()
 
 
 def restarted(run: Run) -> int:
