@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,9 @@ import pytest
 
 from tests.clock import on_virtual_time
 from tests.conftest import ROOT
+from tests.fakes import FakeCritic, FakePolicy, critic_group, policy_group
 from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.worker_group import ReferenceGroup
 from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.launcher import WorkerLauncher
@@ -131,6 +133,20 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize(
+    ("staleness", "methods"), [(0, ["score", "compute_values", "compute_logprobs"]), (1, ["score"])]
+)
+def test_trainers_score_groups_during_generation_only_while_they_do_not_train(
+    staleness: int, methods: list[str]
+) -> None:
+    """Beside updates only the frozen reference does: scores of the trainers are those before a step's updates."""
+    pools, _ = pools_of(load_rollout_spec(SPECS / "tiny-ppo.yaml", [f"schedule.max_staleness={staleness}"]))
+    reference = ReferenceGroup("reference", [Handle("reference-0")], 1024)  # pyright: ignore[reportArgumentType]
+    groups = {"policy": policy_group(FakePolicy()), "critic": critic_group(FakeCritic()), "reference": reference}
+    pools.context = replace(pools.context, workers=Workers({**pools.context.workers.by_role, **groups}))
+    assert [cast("Any", scorer._score_tokens).__name__ for scorer in pools.token_scorers()] == methods
+
+
+@pytest.mark.parametrize(
     ("name", "caller", "method"),
     [("tiny-environment", "rollout", "connect_environments"), ("tiny-judge", "reward", "connect_judge")],
 )
@@ -164,7 +180,7 @@ async def test_engines_have_room_for_the_episodes_of_environments_that_are_added
         await asyncio.sleep(0)
         assert not waiting.done()
         scaler.change({"roles.environment.workers": 3})
-        assert (pool.max_load, pool.max_load) == (scaler.spec.engine_load, 120 + 8)
+        assert pool.max_load == scaler.spec.engine_load == 120 + 8
         assert (await waiting).load == 120
         while any(state.scaling for state in scaler.states()):
             await asyncio.sleep(0)
