@@ -306,6 +306,12 @@ def trust_region(config: AlgorithmConfig) -> TrustRegion | None:
     return replace(default, **{name: value for name, value in config.trust_region if value is not None})
 
 
+def compares_with_batch(config: AlgorithmConfig) -> bool:
+    """Whether an advantage depends on samples outside of its group: what `by_source` divides."""
+    own = advantage(config)
+    return own.whiten or own.reward_scale != "none" or own.baseline == "running_mean"
+
+
 def dynamic_sampling(config: AlgorithmConfig) -> int:
     """Groups without signal that may be replaced, for each group of a step."""
     return row_of(config).dynamic_sampling if config.dynamic_sampling is None else config.dynamic_sampling

@@ -269,13 +269,39 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
                 yield "roles.reference.model", f"roles.{name}.sequence_parallel_size", role.sequence_parallel_size
 
     def warnings(self) -> list[str]:
-        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies, and
-        held-out data that no evaluation uses."""
-        return [*unverified_adapters(self.models()), *self._unused_eval()]
+        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies,
+        held-out data that no evaluation uses, profiles of what the run does not have, and restarts that cannot be."""
+        return [
+            *unverified_adapters(self.models()),
+            *self._unused_eval(),
+            *self._missing_profiles(),
+            *self._limited_restarts(),
+        ]
 
     def _unused_eval(self) -> Iterator[str]:
         if self.evaluation is None and any(name.partition(".")[0] == "eval" for name in self.data_sources()):
             yield "data.eval: the run never evaluates on it; add `evaluation: {}` (without it, only `troupe eval` does)"
+
+    def _missing_profiles(self) -> Iterator[str]:
+        profile, trainers = self.output.profile, self.roles.trainers().values()
+        if profile is None:
+            return
+        most, ranks = self.schedule.steps, max(role.data_parallel_size for role in trainers)
+        if late := [str(step) for step in profile.steps if step > most]:
+            yield f"output.profile.steps: the run has {most} steps; not recorded: {', '.join(late)}"
+        if beyond := [str(rank) for rank in profile.ranks if rank >= ranks]:
+            yield f"output.profile.ranks: no trainer has rank {', '.join(beyond)} (ranks count from 0)"
+
+    def _limited_restarts(self) -> Iterator[str]:
+        """Trainers that can be restarted only in some of the steps, where the spec sets one of the two fields."""
+        failures, every = self.failures, min(self.checkpoint.every_steps or self.schedule.steps, self.schedule.steps)
+        kept, defaults = failures.replay_steps, type(failures).model_fields
+        ours = all(dict(failures)[name] == defaults[name].default for name in ("replay_steps", "trainer_restarts"))
+        if not ours and failures.trainer_restarts and kept < every:
+            yield (
+                f"failures.replay_steps: {kept}, but {every} steps lie between checkpoints (checkpoint.every_steps): a "
+                f"trainer that is lost more than {kept} steps after one is not restarted, and the run ends"
+            )
 
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""
