@@ -228,9 +228,10 @@ async def _usable(console: Console, pools: Pools, rendering: Awaitable[PromptChe
 
 
 def _facts(spec: RunSpec) -> dict[str, object]:
-    """What a run consists of: workers by role, and versions of the packages that it builds on."""
+    """What a run consists of: workers by role, versions of the packages that it builds on, and how it evaluates."""
     versions = dict(line.split(" ", 1) for line in describe_versions().splitlines())
-    return {"name": spec.name, "roles": {size.role: size.workers for size in role_sizes(spec)}, "versions": versions}
+    roles = {size.role: size.workers for size in role_sizes(spec)}
+    return {"name": spec.name, "roles": roles, "versions": versions, "evaluation": spec.evaluation_digest()}
 
 
 def say(console: Console, lines: Sequence[str]) -> None:
