@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
-EVALUATED = "eval/"
-"""What the names of held-out results begin with."""
 SHORTEST = 3
 """Fewest values in a row that show something: one or two may be chance."""
 
@@ -191,12 +189,12 @@ class History:
         series = {name: Series(name, tuple(at), tuple(values[name])) for name, at in steps.items()}
         return cls(series, spec or {}, events, {name: tuple(at) for name, at in nulls.items()})
 
-    def without_evaluations(self, steps: Set[int]) -> History:
-        """The record without the held-out results of these steps."""
+    def without(self, names: tuple[str, ...], steps: Set[int]) -> History:
+        """The record without the metrics whose names begin so, at these steps."""
         if not steps:
             return self
         metrics = {
-            name: series.where(lambda step, _: step not in steps) if name.startswith(EVALUATED) else series
+            name: series.where(lambda step, _: step not in steps) if name.startswith(names) else series
             for name, series in self.metrics.items()
         }
         return replace(self, metrics={name: series for name, series in metrics.items() if series})

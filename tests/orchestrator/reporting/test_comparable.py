@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.fakes import fake_spec
 from troupe.orchestrator.reporting.comparable import comparable_history
 from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS
 from troupe.orchestrator.reporting.html.overview import overview
 from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.reporting.verdicts.history import EVALUATED, History
+from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.running import verdicts_of
 
 STEPS = 12
@@ -34,7 +35,7 @@ def write(folder: Path, metrics: Json, starts: list[Json], settings: dict[int, s
 def evaluated(run: RunFolder) -> set[int]:
     """Steps whose held-out results are compared."""
     history = comparable_history(run, History.of(run.metrics(), {}, run.events()))
-    return {step for series in history.named(EVALUATED) for step in series.steps}
+    return {step for series in history.named("eval/") for step in series.steps}
 
 
 def test_a_harder_evaluation_after_a_resumption_is_no_loss_of_quality(tmp_path: Path) -> None:
@@ -74,6 +75,35 @@ def test_an_evaluation_belongs_to_the_last_process_that_made_its_step(tmp_path: 
     ]
     run = write(tmp_path, {"eval/loss": lambda step: 1.0}, starts)
     assert evaluated(run) == {*range(10), 12}
+
+
+def test_rewards_of_another_kind_do_not_fall(tmp_path: Path) -> None:
+    """The run resumes at step 6 with a stricter reward, which rises from 0.2; before, rewards were about 0.8."""
+    metrics = {
+        "reward/mean": lambda step: 0.2 + 0.001 * (step - 6) if step > 6 else 0.8,
+        "reward/std": lambda step: 0.1,
+        "groups/mixed": lambda step: 0.9 if step > 6 else 0.0,
+    }
+    starts: list[Json] = [{"resume_at": 0, "rewards": "a"}, {"resume_at": 6, "rewards": "a"}]
+    same = write(tmp_path, metrics, starts)
+    assert {"reward-falls", "no-signal"} <= {verdict.name for verdict in verdicts_of(same)}
+    starts[1]["rewards"] = "b"
+    changed = write(tmp_path, metrics, starts)
+    assert not {"reward-falls", "no-signal"} & {verdict.name for verdict in verdicts_of(changed)}
+    assert overview(changed)["outcome"]["learned"]["first"] == pytest.approx(0.202)
+
+
+def test_the_digest_of_rewards_is_that_of_what_they_are(tmp_path: Path) -> None:
+    base = fake_spec()
+    reward = base.roles.reward
+
+    def digest(**changed: Any) -> str:
+        functions = tuple(one.model_copy(update=changed) for one in reward.functions)
+        roles = base.roles.model_copy(update={"reward": reward.model_copy(update={"functions": functions})})
+        return base.model_copy(update={"roles": roles}).reward_digest()
+
+    assert digest() == digest(timeout_s=77.0) == base.reward_digest()
+    assert len({digest(), digest(weight=0.5), digest(args={"letters": "x"})}) == 3
 
 
 def test_a_damaged_file_of_evaluations_hides_none(tmp_path: Path) -> None:
