@@ -82,7 +82,8 @@ class KlConfig(Frozen):
     target: float | None = Field(default=None, gt=0.0)
     """KL term in the reward: adapt the coefficient so that a response's divergence approaches this, in nats."""
     horizon: int | None = Field(default=None, ge=1)
-    """Samples over which the coefficient adapts (arXiv 1909.08593); null: 10000."""
+    """Samples over which the coefficient adapts (arXiv 1909.08593); a step changes it by at most 20 %, even if it has
+    more samples. null: 10000."""
 
 
 class KlOldConfig(Frozen):

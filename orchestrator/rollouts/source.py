@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import ScoreTokens, TrainerGroup
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import PromptOrder
 from troupe.orchestrator.data.row_table import RowTable
@@ -56,6 +58,29 @@ class RolloutComponents:
     """Learns from the rewards of every batch which prompts `prompts` draws next."""
 
 
+@dataclass(frozen=True)
+class _BatchScorer:
+    """A trainer that scores the tokens of a whole batch, between the updates of two steps."""
+
+    what: str
+    """What it computes, for the console."""
+    group: TrainerGroup[Any]
+    score: ScoreTokens
+    """A method of the group."""
+
+
+def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
+    """The trainers whose scores have to be those before the step's updates, where they train during generation."""
+    found: list[_BatchScorer] = []
+    if spec.old_logprobs_at_batch:
+        policy = workers.require_policy()
+        found.append(_BatchScorer("old log-probs", policy, policy.compute_logprobs))
+    if spec.values_at_batch:
+        critic = workers.require_critic()
+        found.append(_BatchScorer("values", critic, critic.compute_values))
+    return found
+
+
 class RolloutSource:
     """The `BatchSource` of rollouts: takes groups from the scheduler and computes their advantages."""
 
@@ -74,8 +99,8 @@ class RolloutSource:
         """
         self._spec = spec
         self._trajectories = out / "trajectories" if spec.output.trajectories else None
-        self._old_logprobs_at_batch = spec.old_logprobs_at_batch
         self._components = components
+        self._batch_scorers = _batch_scorers(spec, components.workers)
         self._console = console
         self._stop = stop
         self._advantage_state = advantage_state or AdvantageState()
@@ -235,18 +260,26 @@ class RolloutSource:
         rollouts = [group.rollouts for group in groups]
         tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
         policy, timeout_s = self._components.workers.require_policy(), self._spec.schedule.train_timeout_s
-        if self._old_logprobs_at_batch:
-            self._console.phase("old log-probs", 0, 1)
-            lengths = [length for group in groups for length in row_lengths(group.summary)]
-            plans = plan_rows(lengths, policy)
-            scored = await policy.compute_logprobs(plans, *rollouts, timeout_s=timeout_s)
-            tables += [table for _, table in scored]
+        if self._batch_scorers:
+            tables += await self._score_batch(groups)
         request = self._prepare_request(groups)
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
         self._advantage_state = self._advantage_state.after(summary.state)
         self._train = table
         texts = None if self._components.texts is None else self._components.texts.pick()
         return Batch(summary, table, texts=texts, groups=tuple(map(_origin, groups)))
+
+    async def _score_batch(self, groups: Sequence[ScoredGroup]) -> list[TableRef]:
+        """Token scores of the batch by every trainer that scores whole batches, concurrently."""
+        self._console.phase(" and ".join(scorer.what for scorer in self._batch_scorers), 0, 1)
+        lengths = [length for group in groups for length in row_lengths(group.summary)]
+        rollouts = [group.rollouts for group in groups]
+        timeout_s = self._spec.schedule.train_timeout_s
+        scored = await gather_all(
+            scorer.score(plan_rows(lengths, scorer.group), *rollouts, timeout_s=timeout_s)
+            for scorer in self._batch_scorers
+        )
+        return [table for scores in scored for _, table in scores]
 
     def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
         """What `PolicyGroup.prepare` needs besides the tables."""

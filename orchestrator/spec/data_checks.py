@@ -229,7 +229,7 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
         if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
             limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
-            yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"
+            yield f"{path}.max_tokens", f"must be at most {limit}, the longest response of the run; raise that"
 
 
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:

@@ -214,9 +214,13 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """Whether updates leave out rows without an advantage, because the loss has no other term for them."""
+        """Whether updates leave out rows without an advantage, because the loss has no other term for them.
+
+        A custom loss may have one.
+        """
         loss = section.policy_loss(self.algorithm)
-        return loss.kl_coef == 0 and loss.entropy_coef == 0 and self.kl_penalty is None
+        only_advantages = loss.objective != "custom" and loss.kl_coef == 0 and loss.entropy_coef == 0
+        return only_advantages and self.kl_penalty is None
 
     @property
     def update_rules(self) -> tuple[object, ...]:
@@ -273,6 +277,15 @@ class RolloutSpec(RunSpec, frozen=True):
     def old_logprobs_at_batch(self) -> bool:
         """Whether these log-probs are computed for the whole batch instead of for each group during generation."""
         return self.needs_old_logprobs and self.schedule.max_staleness > 0
+
+    @property
+    def values_at_batch(self) -> bool:
+        """Whether the critic's values are computed for the whole batch instead of for each group during generation.
+
+        The critic trains while groups of later steps are generated: only once it is their turn is it the critic before
+        the step's updates.
+        """
+        return self.roles.critic is not None and self.schedule.max_staleness > 0
 
     @property
     def solved_at(self) -> float | None:
@@ -541,14 +554,24 @@ class RolloutSpec(RunSpec, frozen=True):
         return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
 
     def room_for(self, section: str) -> PromptRoom:
-        """See `RunSpec.room_for`; beside the longest response of an evaluation."""
-        longest = self.roles.rollout.max_model_len
-        for held_out in self.held_out_sets():
-            response = held_out.sampling.max_tokens
-            if held_out.section == section and response is not None and held_out.environment is None:
-                words = f"roles.rollout.max_model_len {longest} leaves beside a response of {response} in evaluation"
-                return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
-        return self.prompt_room
+        """See `RunSpec.room_for`; beside the longest response of the section's samples, or a turn of their episodes.
+
+        A turn may have what the conversation leaves of the model's length, and needs one token.
+        """
+        place = section.partition(" ")[0]  # of a mixture with the source: `train.0 (math)`
+        sources = zip(self.data.train_sources(), self.group_settings, strict=True)
+        lengths = {name: (own.environment, own.max_tokens, f"data.{name}") for name, own in sources}
+        for own in self.held_out_sets():
+            lengths[own.section] = own.environment, own.sampling.max_tokens, "evaluation"
+        environment, response, where = lengths.get(place, (None, None, ""))
+        longest, field = self.roles.rollout.max_model_len, "roles.rollout.max_model_len"
+        if environment is not None:
+            return PromptRoom(longest - 1, field, f"{field} {longest} leaves beside a turn of one token")
+        if response is None:
+            return self.prompt_room
+        return PromptRoom(
+            longest - response, field, f"{field} {longest} leaves beside a response of {response} in {where}"
+        )
 
     @property
     def trainer(self) -> str:

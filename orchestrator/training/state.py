@@ -7,7 +7,7 @@ from typing import Literal
 
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec.sections import AlarmConfig, BestConfig, CheckpointConfig
-from troupe.workers.contract.advantage_state import Moments
+from troupe.workers.contract.advantage_state import Moments, adapted_coef
 from troupe.workers.contract.config import Frozen
 
 _TOO_FAR, _STEP = 1.5, 2.0
@@ -107,7 +107,7 @@ class ControllerState(Frozen):
             coef *= _STEP
         elif divergence < penalty.target / _TOO_FAR:
             coef /= _STEP
-        return self.model_copy(update={"kl_old_coef": coef})
+        return self.model_copy(update={"kl_old_coef": adapted_coef(coef, penalty.coef)})
 
     def check_alarm(self, metrics: Mapping[str, float], alarm: AlarmConfig) -> tuple[ControllerState, list[str]]:
         """Checks a step's metrics for signs of reward hacking.

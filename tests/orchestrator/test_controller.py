@@ -133,7 +133,11 @@ class RolloutRun(FakeRun[RolloutSpec]):
         pool = self.pool = self.engine_pool()
         policy = self.policy = policy_group(*self.policies)
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
-        scorer = Scorer(rewards, [TokenScorer(policy, policy.compute_logprobs, 1.0)])
+        scorers = [TokenScorer(policy, policy.compute_logprobs, 1.0)]
+        critics = self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
+        if critics is not None and not self.spec.values_at_batch:
+            scorers.append(TokenScorer(critics, critics.compute_values, 1.0))
+        scorer = Scorer(rewards, scorers)
         console = Console(io.StringIO())
         texts = None
         if self.texts:
@@ -144,7 +148,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         scheduler = RolloutScheduler(self.spec, pool, scorer, ledger, prompts.next, None, done, observe, settings)
         self.found, self.scheduler = found, scheduler
         makers = RolloutComponents(
-            Workers({"policy": policy}),
+            Workers({"policy": policy} if critics is None else {"policy": policy, "critic": critics}),
             pool,
             scheduler,
             rewards,
@@ -153,8 +157,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
             texts,
             curriculum,
         )
-        self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
-        updates = RolloutUpdates(self.spec, policy, self.critics, console)
+        updates = RolloutUpdates(self.spec, policy, critics, console)
         sync = FileSync(policy, pool, self.sync_timeout_s)
         recovery = self.recovery(updates, sync.push, store, console, done)
         pool.renew = lambda: recovery.retry(sync.renew)
@@ -272,6 +275,17 @@ def test_every_sample_is_trained_once_at_any_max_staleness(tmp_path: Path, stale
     assert max(line["staleness/max"] for line in run.lines()) <= staleness
     assert len(run.policies[0].updates) == 4
     assert {e.version for e in run.engines} == {4}
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_values_are_those_of_the_critic_before_the_steps_updates(tmp_path: Path, staleness: int) -> None:
+    """Also where groups were generated while an earlier critic was in use, or between its two updates of a step."""
+    run = RolloutRun(tmp_path, schedule={"max_staleness": staleness, "minibatches": 2}, roles={"critic": {}})
+    run.run()
+    (policy,) = run.policies
+    assert [len(batch) for batch in policy.values] == [5] * 4
+    for step, batch in enumerate(policy.values):
+        assert set(map(tuple, batch.values())) == {(2 * step,)}, step
 
 
 def test_zero_advantage_rows_are_skipped_and_count_in_the_totals(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ class CustomAlgorithm:
     """From a batch of N samples with T tokens to float64 [T]. `whiten` and `advantage_clip` apply to the result. With a
     critic, its targets are advantage plus value."""
     loss: Callable[[LossTokens], TokenLoss] | None = None
-    """Loss of every token of a micro-batch. It may only depend on the token's own sequence."""
+    """Loss of every token of a micro-batch, also where all advantages of a row are 0. It may only depend on the token's
+    own sequence."""
     keep_group: Callable[[GroupRewards], bool] | None = None
     """Whether to train on a group; others are replaced while `dynamic_sampling` allows it."""
     summary: str = ""

@@ -27,7 +27,7 @@ from troupe.workers.algorithms.advantages import (
 )
 from troupe.workers.algorithms.custom import custom_advantages
 from troupe.workers.algorithms.sampled_tokens import SampledTokens
-from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
+from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, adapted_coef
 from troupe.workers.contract.config import STEP_ESTIMATORS, AdvantageConfig
 
 SCALE_EPS = 1e-4
@@ -238,7 +238,7 @@ def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
         return rewards if config.reward_clip is None else rewards.clamp(-config.reward_clip, config.reward_clip)
 
     adaptive = config.kl_target is not None
-    coef = state.kl_coef if adaptive and state.kl_coef is not None else config.kl_coef
+    coef = adapted_coef(state.kl_coef, config.kl_coef) if adaptive and state.kl_coef is not None else config.kl_coef
     kl, metrics = None, {}
     following = state.with_moments(
         {name: state.moments(name).model_copy(update={"rewards": rewards}) for name, rewards in seen.items()}
@@ -271,12 +271,14 @@ def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
 def steered_kl_coef(coef: float, kl: float, config: AdvantageConfig, samples: int) -> float:
     """The next coefficient after `samples` responses with a mean KL divergence of `kl` nats (arXiv 1909.08593, eq. 3).
 
-    e = clip(kl / target - 1, -0.2, 0.2); coef * (1 + e * samples / horizon). Unchanged without a target.
+    e = clip(kl / target - 1, -0.2, 0.2); coef * (1 + e * samples / horizon). Unchanged without a target. The formula is
+    meant for a horizon of many batches: more samples than the horizon count as the horizon. Otherwise the factor would
+    fall to 0 and below at 5 horizons, and with it the coefficient for good.
     """
     if config.kl_target is None:
         return coef
     error = min(max(kl / config.kl_target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return coef * (1.0 + error * samples / config.kl_horizon)
+    return adapted_coef(coef * (1.0 + error * min(1.0, samples / config.kl_horizon)), config.kl_coef)
 
 
 def _kl(batch: SampledTokens) -> torch.Tensor:

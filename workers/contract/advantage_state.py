@@ -13,6 +13,18 @@ from pydantic import Field
 
 from troupe.workers.contract.config import Frozen
 
+_MOST_ADAPTED = 2.0**30
+"""Factor that a coefficient which adapts may be away from the one that it started from."""
+
+
+def adapted_coef(coef: float, start: float) -> float:
+    """A coefficient that follows a divergence, within a factor of 2^30 of the one that it started from.
+
+    Nothing else bounds it: after many steps on one side of the target it would be 0, where no factor brings it back, or
+    infinite.
+    """
+    return min(max(coef, start / _MOST_ADAPTED), start * _MOST_ADAPTED)
+
 
 class Moments(Frozen):
     """Count, mean and sum of squared deviations of the numbers seen so far."""

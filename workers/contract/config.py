@@ -82,7 +82,8 @@ class ModelConfig(Frozen):
     """Data type of the weights and of matrix multiplications."""
     float32_head: bool = True
     """Compute logits in float32 from the bfloat16 states and weights, in vLLM, in training and in scoring. This brings
-    the log-probs of sampler and trainer nearer to each other. Without effect in float32."""
+    the log-probs of sampler and trainer nearer to each other. Without effect in float32. Values and scores of critics
+    and reward models are always computed in float32."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Leave it off unless you trust that code."""
     chat_template: str | None = Field(default=None, min_length=1)
@@ -217,7 +218,7 @@ class OptimizerConfig(Frozen):
     warmup_updates: int = Field(default=0, ge=0)
     """Optimizer updates over which the learning rate rises linearly from 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Final learning rate as a fraction of the peak."""
+    """Final learning rate of `linear` and `cosine` as a fraction of the peak."""
 
 
 class TrainerConfig(OptimizerConfig):
@@ -564,7 +565,7 @@ class AdvantageConfig(Frozen):
     kl_target: float | None = Field(default=None, gt=0.0)
     """Adapt the coefficient so that the KL divergence of a response approaches this target, in nats."""
     kl_horizon: int = Field(default=10_000, ge=1)
-    """Samples over which the coefficient adapts (arXiv 1909.08593, sec. 2.2)."""
+    """Samples over which the coefficient adapts (arXiv 1909.08593, sec. 2.2); a batch counts as at most that many."""
     reward_scale: Literal["none", "batch", "running"] = "none"
     """returns, gae, n_step: normalize sequence rewards to mean 0 and variance 1, over the batch or over all batches so
     far (PPO-max, arXiv 2307.04964)."""

@@ -37,8 +37,14 @@ detached = CustomAlgorithm(
     loss=lambda tokens: TokenLoss(-tokens.advantages * _ratio(tokens).detach() * tokens.logprobs), stops_gradient=True
 )
 detached_by_mistake = CustomAlgorithm(loss=detached.loss)
+pulls_to_reference = CustomAlgorithm(
+    loss=lambda tokens: TokenLoss(
+        -tokens.advantages * _ratio(tokens) + 0.5 * (tokens.logprobs - tokens.ref_logprobs) ** 2  # pyright: ignore[reportOperatorIssue]
+    )
+)
 divides_by_zero = CustomAlgorithm(advantage=lambda batch: (batch.rewards / (batch.rewards.std()))[batch.sequence])
 by_position = CustomAlgorithm(advantage=lambda batch: torch.arange(len(batch.rollout_logprobs)).double())
+own_advantage = CustomAlgorithm(advantage=_group_mean)
 per_sample = CustomAlgorithm(advantage=lambda batch: batch.rewards)
 overflows = CustomAlgorithm(
     loss=lambda tokens: TokenLoss(-tokens.advantages * (20 * tokens.logprobs).abs().exp().exp())

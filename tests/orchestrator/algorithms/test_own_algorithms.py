@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,13 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.training.micro_batches import plan_update
 from troupe.workers.algorithms import policy_loss as losses
 from troupe.workers.algorithms.custom_checks import Available, check_custom, random_batch
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import CustomConfig
-from troupe.workers.contract.messages import RewardSummary
+from troupe.workers.contract.messages import RewardSummary, TrainRow
 
 OWN = "tests.orchestrator.algorithms.own_algorithms"
 
@@ -52,6 +55,26 @@ def test_the_users_functions_give_what_the_shipped_row_gives() -> None:
     torch.testing.assert_close(*slopes)
     far = ((tokens.logprobs - tokens.old_logprobs).exp() - 1).abs() > 0.04  # pyright: ignore[reportOperatorIssue]
     assert float(got.sums["far"]) == float((far & tokens.loss_mask).sum()) > 0
+
+
+def test_a_loss_with_a_term_of_its_own_trains_rows_without_advantages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a row has a gradient, and is in a micro-batch. A shipped loss skips it, whoever computes the advantages."""
+    monkeypatch.chdir(ROOT)
+    grpo = ROOT / "deploy" / "specs" / "algorithms" / "grpo.yaml"
+    specs = {
+        name: load_rollout_spec(grpo, [f"algorithm.name={name}"])
+        for name in ("grpo", f"{OWN}:own_advantage", f"{OWN}:pulls_to_reference", f"{OWN}:mean_baseline")
+    }
+    assert [spec.skips_zero_advantage for spec in specs.values()] == [True, True, False, False]
+
+    spec = specs[f"{OWN}:pulls_to_reference"]
+    tokens = random_tokens(5, "constant", drift=0.05)
+    tokens = replace(tokens, advantages=torch.zeros_like(tokens.advantages))
+    (slope,) = torch.autograd.grad(losses.policy_loss(tokens, policy_loss(spec.algorithm)).loss, tokens.logprobs)
+    assert bool(slope[tokens.loss_mask].any())
+    rows = [TrainRow(10, 5, False), TrainRow(10, 5, True)]
+    (plan,) = plan_update(rows, [0, 1], 1, 100, skip_zero_advantage=spec.skips_zero_advantage)
+    assert sorted(chain.from_iterable(plan.micro_batches)) == [0, 1]
 
 
 def test_advantages_can_be_whitened_and_clipped() -> None:

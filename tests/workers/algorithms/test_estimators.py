@@ -661,6 +661,42 @@ def test_adaptive_coefficient_by_hand() -> None:
     assert steered_kl_coef(0.1, 60.0, config.model_copy(update={"kl_target": None}), 50) == 0.1
 
 
+@given(
+    coefs=st.floats(1e-6, 1e3), kl=st.floats(-1e6, 1e6), horizon=st.integers(1, 10_000), samples=st.integers(1, 100_000)
+)
+def test_a_batch_changes_the_coefficient_by_a_fifth_at_most(
+    coefs: float, kl: float, horizon: int, samples: int
+) -> None:
+    """Also where the batch is larger than the horizon: 128 samples of 20 would give a factor of -0.28."""
+    config = AdvantageConfig(estimator="returns", kl_coef=coefs, kl_target=6.0, kl_horizon=horizon)
+    after = steered_kl_coef(coefs, kl, config, samples)
+    assert 0.8 * coefs * (1 - 1e-12) <= after <= 1.2 * coefs * (1 + 1e-12)
+    if samples <= horizon:
+        error = max(-0.2, min(0.2, kl / 6.0 - 1))
+        assert after == pytest.approx(coefs * (1 + error * samples / horizon))
+
+
+def test_a_coefficient_comes_back_from_any_number_of_batches_beside_the_target() -> None:
+    """2^30 is the farthest: 0.8^94 and 1.2^115 are beyond. What was left at 0 or below comes back too."""
+    config = AdvantageConfig(estimator="returns", kl_coef=0.1, kl_target=6.0, kl_horizon=1)
+    low = high = 0.1
+    for _ in range(5000):
+        low, high = steered_kl_coef(low, 0.0, config, 1), steered_kl_coef(high, 60.0, config, 1)
+    assert (low, high) == (pytest.approx(0.1 / 2**30), pytest.approx(0.1 * 2**30))
+    for broken in (low, 0.0, -0.3):
+        back = broken
+        for _ in range(117):
+            back = steered_kl_coef(back, 60.0, config, 1)
+        assert back > 0.1
+    penalty, state = KlPenalty(coef=2.0, target=0.03), ControllerState(kl_old_coef=2.0)
+    for _ in range(1100):
+        state = state.after_updates(0.0, penalty)
+    assert state.kl_old_coef == 2.0 / 2**30
+    for _ in range(1200):
+        state = state.after_updates(1.0, penalty)
+    assert state.kl_old_coef == 2.0 * 2**30
+
+
 def test_the_adapted_coefficient_is_used_from_the_next_batch_on() -> None:
     config = AdvantageConfig(estimator="returns", kl_coef=0.1, kl_target=0.5, kl_horizon=10)
     state, coef = AdvantageState(), 0.1
@@ -674,6 +710,12 @@ def test_the_adapted_coefficient_is_used_from_the_next_batch_on() -> None:
         coef *= 1 + max(-0.2, min(0.2, kl / 0.5 - 1)) * len(samples) / 10
         state = state.after(result.state)
         assert state.kl_coef == pytest.approx(coef)
+
+
+def test_a_coefficient_below_zero_in_an_old_checkpoint_is_not_used() -> None:
+    config = AdvantageConfig(estimator="returns", kl_coef=0.1, kl_target=0.5, kl_horizon=10)
+    result = run(config, batch_of(1), AdvantageState(kl_coef=-0.3))
+    assert result.summary.metrics["kl_coef"] == pytest.approx(0.1 / 2**30)
 
 
 # --- What the controller remembers ---

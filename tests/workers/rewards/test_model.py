@@ -10,14 +10,21 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma2Config,
+    LlamaConfig,
+    ModernBertConfig,
+    PreTrainedConfig,
+)
 
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.offline import _keep_last_token
-from troupe.workers.rewards.model import RewardModel
+from troupe.workers.rewards.model import RewardModel, _score_in_float32
 
 
 @pytest.fixture
@@ -168,6 +175,74 @@ def test_a_frozen_reward_model_caps_its_attention(window: int | None, tiny_model
     with torch.no_grad():
         expected = eager(input_ids=torch.tensor(sequences)).logits[:, 0]
     assert torch.allclose(torch.tensor(found), expected, rtol=1e-4)
+
+
+ROWS = [[5, 6, 7, 11, 2], [8, 9, 12, 13, 14, 2], [10, 15]]
+"""The sequences of the fixture `batch`."""
+
+
+def saved_scorer(config: PreTrainedConfig, folder: Path, tokenizer: Path) -> Any:
+    """A classifier with bfloat16 weights whose scores are large, written down."""
+    config.num_labels = 1
+    torch.manual_seed(7)
+    model = AutoModelForSequenceClassification.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    model = model.to(torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    copy_tokenizer(ModelConfig(path=str(tokenizer)), folder)
+    return model
+
+
+def rounded(scores: list[float]) -> list[float]:
+    return torch.tensor(scores).bfloat16().tolist()
+
+
+TINY: dict[str, Any] = {"vocab_size": 49_152, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+
+
+def test_scores_with_bfloat16_weights_are_those_of_training(
+    tiny_model: Path, tmp_path: Path, batch: TokenBatch
+) -> None:
+    saved_scorer(LlamaConfig(**TINY), tmp_path, tiny_model)
+    config = ModelConfig(path=str(tmp_path), dtype="bfloat16")
+    with torch.no_grad():
+        trained, _, _ = RewardScores(load_value(config).eval())(*fields(batch))
+    model = RewardModel(config, 4096, "cpu")
+    assert model.packs
+    padded, packed = model._padded(ROWS), model._packed(ROWS)
+    assert padded == pytest.approx(trained.tolist(), rel=1e-6)
+    # The states differ in bfloat16, and their scores are not rounded to it either.
+    assert packed == pytest.approx(padded, rel=0.05, abs=0.1)
+    assert all(one != two for one, two in zip(padded + packed, rounded(padded + packed), strict=True))
+
+
+def test_a_head_of_another_name_scores_in_float32(tiny_model: Path, tmp_path: Path) -> None:
+    """An encoder's head is called `classifier`."""
+    options: dict[str, Any] = {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 128}
+    saved_scorer(ModernBertConfig(**TINY, **options), tmp_path, tiny_model)
+    model = RewardModel(ModelConfig(path=str(tmp_path), dtype="bfloat16"), 4096, "cpu")
+    states: list[torch.Tensor] = []
+    head = model.model.classifier
+    head.register_forward_pre_hook(lambda _, given: states.append(given[0]))
+    found = model._padded(ROWS)
+    expected = (states[0].double() @ head.weight.double().T + head.bias.double())[:, 0].tolist()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert rounded(found) != pytest.approx(expected, rel=1e-5)
+
+
+def test_a_head_that_cannot_score_in_float32_is_reported(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = saved_scorer(LlamaConfig(**TINY), tmp_path, tiny_model)
+    _score_in_float32(model)
+    assert not caplog.messages
+    model.score = torch.nn.Identity()
+    _score_in_float32(model)
+    assert caplog.messages == [
+        "scores are rounded to bfloat16: LlamaForSequenceClassification has no linear head of one output"
+    ]
 
 
 def test_the_padding_token_ends_no_turn() -> None:
