@@ -30,9 +30,9 @@ def sample_counts(group: ScoredGroup, environment: str | None) -> Counts:
             are single responses.
 
     Returns:
-        Its samples, and those without a reward; the time of the reward worker (s); its candidates without a reward where
-        it has candidates; episodes that failed and that started again, and the same by environment where this has a
-        name.
+        Its samples, and those without a reward; the time of the reward worker (s); its candidates without a reward
+        where it has candidates; episodes that failed and that started again, and the same by environment where this has
+        a name.
     """
     statuses = group.rewards.statuses
     counts: Counts = {
