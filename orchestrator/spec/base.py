@@ -212,6 +212,10 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             content["sets"] = sets
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
+    def reward_digest(self) -> str:
+        """Digest of what gives the rewards of training: those with the same one can be compared. Empty: nothing."""
+        return ""
+
     @property
     @abstractmethod
     def scoring_temperature(self) -> float:
