@@ -174,10 +174,10 @@ def evaluate(
         raise UsageError("--served names the model of an endpoint: give its URL as the model")
     stream, planned, adapter = _stream(progress), _planned(spec, set), None
     if url is not None:
-        planned = _planned(
-            spec,
-            [*_assignments(set), f"model.path={json.dumps(_AT_ENDPOINT)}", "model.revision=null", "model.adapter=null"],
-        )
+        named = [f"model.path={json.dumps(_AT_ENDPOINT)}", "model.revision=null", "model.adapter=null"]
+        if planned.spec.rollouts is not None and not planned.spec.rollouts.model.plain:
+            named.append("model.chat_template=null")  # the endpoint has its own; `none` is refused below
+        planned = _planned(spec, [*_assignments(set), *named])
         problems = [one for one in planned.missing() if one.path.partition(".")[0] != "model"]
         if problems:
             raise SpecError(problems)

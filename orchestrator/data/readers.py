@@ -157,6 +157,8 @@ def _json_lines(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
         if line is None:
             yield origin, None, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
             continue
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         try:
@@ -171,11 +173,20 @@ def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
     """Values of an array, parsed one by one: the file may be larger than the memory."""
     import ijson
 
+    taken, exact = 0, ijson.get_backend("python")
     try:
-        with _open(path) as file:
-            file.seek(_bom_length(file))
-            for number, value in enumerate(ijson.items(file, "item", use_float=True), start=1):
-                yield f"{path.name}:{number}", value, ""
+        for parser in (ijson, exact):  # the fast one has integers of 64 bits; the other reads from where it stops
+            try:
+                with _open(path) as file:
+                    file.seek(_bom_length(file))
+                    rows = enumerate(parser.items(file, "item", use_float=True), start=1)
+                    for number, value in islice(rows, taken, None):
+                        taken = number
+                        yield f"{path.name}:{number}", value, ""
+                return
+            except ijson.JSONError as error:
+                if parser is exact or "integer overflow" not in str(error):
+                    raise
     except (OSError, EOFError, zlib.error, ijson.JSONError, UnicodeDecodeError) as error:
         raise _unreadable(path, label, error) from None
 

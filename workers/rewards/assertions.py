@@ -65,6 +65,10 @@ _LOCAL: dict[str, Callable[..., Any]] = {
     "dict": dict,
 }
 """Functions that are evaluated here, on results and expected results."""
+_ITERATES = frozenset({"sum", "min", "max", "sorted", "set", "list", "tuple", "all", "any", "frozenset", "dict"})
+"""Those that take any iterable. What a call returns to them leaves the sandbox as a list where it is no data itself."""
+ITEMS = "_items"
+"""Function of the sandbox that makes that list; its second argument: whether the value must have a length."""
 _RESULT = "\0result"
 """Name that stands for a result of the sandbox in an expression."""
 _LARGEST_POWER = 2**16
@@ -75,7 +79,7 @@ class Assertion:
     """One `assert`."""
 
     calls: tuple[str, ...]
-    """Expressions for the sandbox. Their results are what is compared."""
+    """Expressions for the sandbox, which may call `ITEMS`. Their results are what is compared."""
     _test: ast.expr
 
     def holds(self, results: Sequence[Any]) -> bool:
@@ -212,21 +216,35 @@ class _Splitter:
                 return self._split_comparison(node, calls)
             case ast.Subscript(value, ast.Constant() | ast.UnaryOp() as index):
                 return ast.Subscript(part(value), part(index), ast.Load())
-            case ast.Call(func, args, keywords) if ast.unparse(func) in _LOCAL:
+            case ast.Call(func, args, keywords) if (name := ast.unparse(func)) in _LOCAL:
                 named = [ast.keyword(one.arg, part(one.value)) for one in keywords]
+                if name in _ITERATES or name == "len":
+                    given = [self._split_iterable(argument, calls, sized=name == "len") for argument in args]
+                    return ast.Call(func, given, named)
                 return ast.Call(func, [part(argument) for argument in args], named)
             case ast.Call(func) if self._is_tested(func):
                 source = ast.unparse(node)
-                calls.append(f"bool({source})" if truth else source)
-                return ast.Name(f"{_RESULT}{len(calls) - 1}", ast.Load())
+                return self._call(f"bool({source})" if truth else source, calls)
         raise ValueError(f"the tests contain an expression that cannot be evaluated: {ast.unparse(node)[:80]}")
+
+    def _split_iterable(self, node: ast.expr, calls: list[str], *, sized: bool = False) -> ast.expr:
+        """As `_split`, of an expression whose items are what counts: a call may return an iterator or a view."""
+        match node:
+            case ast.Call(func) if ast.unparse(func) not in _LOCAL and self._is_tested(func):
+                return self._call(f"{ITEMS}({ast.unparse(node)}, {sized})", calls)
+        return self._split(node, calls)
+
+    def _call(self, source: str, calls: list[str]) -> ast.expr:
+        """A placeholder for the result of an expression that the sandbox evaluates."""
+        calls.append(source)
+        return ast.Name(f"{_RESULT}{len(calls) - 1}", ast.Load())
 
     def _split_comparison(self, node: ast.Compare, calls: list[str]) -> ast.expr:
         sides: list[ast.expr] = []
         counts = []
-        for side in (node.left, *node.comparators):
-            before = len(calls)
-            sides.append(self._split(side, calls))
+        for op, side in zip((None, *node.ops), (node.left, *node.comparators), strict=True):
+            before, contains = len(calls), isinstance(op, ast.In | ast.NotIn)
+            sides.append(self._split_iterable(side, calls) if contains else self._split(side, calls))
             counts.append(len(calls) - before)
         if sum(count > 0 for count in counts) > 1:
             raise ValueError(f"the expected result would be computed in the sandbox: {ast.unparse(node)[:80]}")

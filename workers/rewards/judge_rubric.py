@@ -21,9 +21,16 @@ _TEMPLATE = "<task>\n{prompt}\n</task>\n\n<response>\n{response}\n</response>"
 _TEMPLATE_WITH_ANSWER = _TEMPLATE + "\n\n<reference_answer>\n{answer}\n</reference_answer>"
 _SCORE = re.compile(
     r"score\W{0,5}[:=]\W{0,5}?(?P<score>-?[0-9]+(?:[.,][0-9]+)?)"
-    r"(?:[`* ]{0,5}(?:(?:/|out of)[`* ]{0,5}(?P<most>[0-9]+(?:\.[0-9]+)?)|(?P<percent>%))|(?:-| to )(?P<to>[0-9]))?",
+    r"(?:[`* (]{0,5}(?:(?:/|(?:points? )?(?:out )?of)[`* ]{0,5}(?P<most>[0-9]+(?:\.[0-9]+)?)|(?P<percent>%)))?",
     re.IGNORECASE,
 )
+_CONTINUED = re.compile(
+    r"(?:e[-+]?(?=[0-9])|(?:[^\w\n.([{]|_|\.(?=[0-9])|\.{2,}|\b(?:or|to|and|bis|through|until|even|maybe|perhaps)\b)*+)"
+    r"(?:[0-9]+|[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2079\u2150-\u215e])",
+    re.IGNORECASE,
+)
+"""What follows a number that is no score alone: the end of a range, the rest of a sum or of a fraction. Other numbers
+may follow in brackets, behind the end of a sentence and behind words."""
 
 
 class JudgeError(ValueError):
@@ -120,16 +127,18 @@ class JudgeArgs(Frozen):
         """The reward in a judge's answer, from 0 to 1: the last score behind its thought.
 
         Raises:
-            JudgeError: there is no score, a range, or one on another scale.
+            JudgeError: there is no score, a range or a calculation, or one on another scale.
         """
-        found = list(_SCORE.finditer(plain(visible(answer))))
+        text = plain(visible(answer))
+        found = list(_SCORE.finditer(text))
         if not found:
             raise JudgeError("no score in its answer")
         low, high = self.scale
-        score, written = _number(found[-1]["score"]), found[-1][0].partition(found[-1]["score"])
-        most = 100.0 if found[-1]["percent"] else float(found[-1]["most"] or high)
-        if not low <= score <= high or most != high or found[-1]["to"]:
-            raise JudgeError(f"a score of {''.join(written[1:])} is not on the scale from {low:g} to {high:g}")
+        score, most = _number(found[-1]["score"]), 100.0 if found[-1]["percent"] else float(found[-1]["most"] or high)
+        continued = _CONTINUED.match(text, found[-1].end())
+        if not low <= score <= high or most != high or continued:
+            written = text[found[-1].start("score") : (continued or found[-1]).end()]
+            raise JudgeError(f"a score of {written} is not on the scale from {low:g} to {high:g}")
         return (score - low) / (high - low)
 
 

@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from troupe.workers.rewards.answer_text import visible
-from troupe.workers.rewards.assertions import Assertions, parse_assertions
+from troupe.workers.rewards.assertions import ITEMS, Assertions, parse_assertions
 from troupe.workers.sandbox.limits import SandboxLimits
 from troupe.workers.sandbox.run import SandboxStarter, run_python
 
@@ -29,6 +29,8 @@ _RESULTS_KIB = 4096
 
 _DRIVER = '''
 import importlib, json, os, signal, sys
+from collections.abc import ItemsView, KeysView
+from itertools import islice
 from time import monotonic
 
 channel = open(os.dup(1), "wb")
@@ -61,10 +63,23 @@ def plain(value):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    for kind, tag in ((tuple, "tuple"), (set, "set"), (frozenset, "set")):
+    for kind, tag in ((tuple, "tuple"), (set, "set"), (frozenset, "set"), (KeysView, "set"), (ItemsView, "set")):
         if isinstance(value, kind):
             return {tag: [plain(item) for item in value]}
     raise TypeError(f"a result is neither data nor made of data: {type(value).__name__}")
+
+
+def items(value, sized):
+    """A list of what an iterator, a view or another iterable has; data as they are, and what Python cannot iterate."""
+    data = (str, list, tuple, dict, set, frozenset, bytes, bytearray)
+    if isinstance(value, data) or hasattr(value, "tolist"):
+        return value
+    if not hasattr(type(value), "__len__" if sized else "__iter__"):
+        return value
+    found = list(islice(value, 2**20 + 1))
+    if len(found) > 2**20:
+        raise ValueError("a result has too many items, or no end")
+    return found
 
 
 def main(seconds):
@@ -313,7 +328,8 @@ def _run_programs(
 def _run_calls(code: str, setup: list[str], cases: list[_Case], limits: SandboxLimits, timeout_s: float) -> list[bool]:
     """Whether the cases pass that were run until time was up. All run in one sandbox, one after the other."""
     calls = ["(" + "".join(f"lambda: ({call}), " for call in case.calls) + ")," for case in cases]
-    lines = ["import solution", "globals().update(vars(solution))", *setup, "CASES = (", *calls, ")"]
+    given = ["import solution", "globals().update(vars(solution))", f"from __main__ import items as {ITEMS}"]
+    lines = [*given, *setup, "CASES = (", *calls, ")"]
     modules = {"solution": code, "cases": "\n".join(lines)}
     result = run_python(f"{_DRIVER}\nmain({timeout_s!r})\n", limits=limits, modules=modules)
     found = _read_results(result.stdout)

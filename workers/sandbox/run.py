@@ -100,7 +100,7 @@ def run_python(
         stdin: What it reads from standard input.
         limits: What it may use.
         modules: Source of modules that it can import, by name.
-        starter: What starts the sandbox, where several are started one after another. None: one of its own.
+        starter: What starts the sandbox, where several are started one after another. None: a new one.
 
     Returns:
         What the program did. No fault of the program raises.

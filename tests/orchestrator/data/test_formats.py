@@ -105,6 +105,37 @@ def json_rows(folder: Path, content: str | bytes, name: str = "rows.json") -> Pr
     return load_pool(source(kind="json", path=str(path)))
 
 
+@pytest.mark.parametrize(("kind", "name"), [("jsonl", "rows.jsonl"), ("jsonl", "rows.jsonl.gz"), ("json", "rows.json")])
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path: Path, kind: str, name: str) -> None:
+    data = '\ufeff{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "\ufeff2"}\n'.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    pool = load_pool(source(kind=kind, path=str(tmp_path / name)))
+    assert prompts(pool) == ["a", "b"] and not pool.problems
+    assert pool.table.column("answer").to_pylist() == ["1", "\ufeff2"]
+
+
+def test_an_integer_of_more_than_64_bits_is_read_in_an_array_as_in_lines(tmp_path: Path) -> None:
+    large = 10**30 + 7
+    rows = [{"prompt": str(n), "answer": large if n % 3 == 2 else n, "x": [0.5, 2**64, -(2**63)]} for n in range(9)]
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)))
+    asked: dict[str, Any] = {"metadata": ["x"]}
+    in_lines = load_pool(source(kind="jsonl", path=str(lines), **asked))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    in_array = load_pool(source(kind="json", path=str(tmp_path / "rows.json"), **asked))
+    assert in_array.problems == in_lines.problems == ()
+    for column in ("messages", "answer", "metadata"):
+        assert in_array.table.column(column).to_pylist() == in_lines.table.column(column).to_pylist()
+    assert in_array.table.column("answer").to_pylist()[2] == str(large)
+    assert in_array.table.column("origin").to_pylist() == [f"rows.json:{n}" for n in range(1, 10)]
+
+
+@pytest.mark.parametrize("broken", ["9" * 5000, "1e999"])
+def test_a_number_that_no_parser_takes_is_an_error_of_the_file(tmp_path: Path, broken: str) -> None:
+    with pytest.raises(DataError, match=r"rows\.json: cannot be read"):
+        json_rows(tmp_path, f'[{{"prompt": "a", "answer": {2**70}}}, {{"prompt": "b", "answer": {broken}}}]')
+
+
 @pytest.mark.parametrize("name", ["rows.json", "rows.json.gz"])
 def test_a_json_array_is_read_row_by_row(tmp_path: Path, name: str) -> None:
     rows: list[Any] = [{"prompt": "é", "answer": 0.5, "more": {"a": [1]}}, 7, {"prompt": "b", "answer": 3}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,15 @@ def test_calls_of_tools_are_shown() -> None:
         ("Score: 7,5", 0.75),
         ("Score: 7\n- 2 mistakes\n100% polite", 0.7),
         ("<think>Score: 2?</think>\nScore: 9", 0.9),
+        ("Score: **8**/**10**.", 0.8),
+        ("Score: 8 (out of 10)", 0.8),
+        ("Score: 8 of 10, with care", 0.8),
+        ("Score: 8 points out of 10. 2 are missing.", 0.8),
+        ("Score: 8 (7 for style, 9 for content)", 0.8),
+        ("Score: 8 — good, 2 typos", 0.8),
+        ("Score: 8th or so, 10 is best", 0.8),
+        ("Score: 10" + "." * 10_000, 1.0),
+        ("Score: 6 or better\n7 was possible", 0.6),
     ],
 )
 def test_the_last_score_counts(answer: str, reward: float) -> None:
@@ -176,6 +186,27 @@ def test_the_last_score_counts(answer: str, reward: float) -> None:
 def test_an_answer_without_a_score_on_the_scale_is_none(answer: str, problem: str) -> None:
     with pytest.raises(JudgeError, match=problem):
         JudgeArgs(rubric=RUBRIC).reward(answer)
+
+
+RANGES = ("7–8", "7 – 8", "7 — 8", "7 - 8", "7~8", "7 ~ 8", "7...8", "7 … 8", "7->8", "7, 8", "7; 8", "7/10 - 8/10")
+IN_WORDS = (
+    "7 or 8",
+    "7 to 8",
+    "7 and 8",
+    "7 or maybe 8",
+    "7** or **8**",
+    "7/10 or 8",
+    "4 (out of 5)",
+    "8 of 12 points",
+)
+CALCULATIONS = ("0.5*4 + 0.5*6 = 5", "3 + 4 = 7", "9½", "8 ½", "8 1/2", "2²", "3e0", "1e+1", "7.5.2")
+
+
+@pytest.mark.parametrize("written", [*RANGES, *IN_WORDS, *CALCULATIONS])
+def test_a_number_that_is_not_the_whole_score_is_none(written: str) -> None:
+    """Its first number would be a wrong score that nobody sees."""
+    with pytest.raises(JudgeError, match=rf"a score of {re.escape(written[0])}.+ is not on the scale from 0 to 10"):
+        JudgeArgs(rubric=RUBRIC).reward(f"Score: {written}")
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,50 @@ assert f('inf') != 1
     assert score("def f(x): return tuple(x)", {"fn_name": "f", "inputs": [[[1, 2]]], "outputs": [[1, 2]]}) == 1.0
 
 
+def test_what_the_assertions_iterate_may_be_any_iterable() -> None:
+    code = """
+import collections
+class Chain:
+    def __iter__(self): return iter((1, 2))
+def each(n): yield from range(n)
+def doubled(x): return map(lambda one: 2 * one, x)
+def queue(x): return collections.deque(x)
+def counts(x): return collections.Counter(x)
+def pairs(x): return enumerate(x)
+def chain(): return Chain()
+def whole(x): return x
+list = sum = items = _items = None
+"""
+    tests = """
+assert list(each(3)) == [0, 1, 2] and tuple(each(2)) == (0, 1) and set(doubled([1, 2])) == {2, 4}
+assert list(queue('ab')) == ['a', 'b'] and len(queue('ab')) == 2
+assert sum(each(4)) == 6 and sum(each(4), 1) == 7 and max(each(4)) == 3 and not any(each(1)) and all(doubled([1]))
+assert sorted(counts('aab').values()) == [1, 2] and list(counts('aab').keys()) == ['a', 'b']
+assert counts('ab').keys() == {'a', 'b'} and sorted(counts('aab').items()) == [('a', 2), ('b', 1)]
+assert dict(pairs('ab')) == {0: 'a', 1: 'b'} and list(chain()) == [1, 2]
+assert 2 in each(3) and 3 not in each(3) and 'a' in counts('a') and 'bc' in whole('abcd')
+assert list(whole('ab')) == ['a', 'b'] and list(whole({1: 2})) == [1] and len(whole('ab')) == 2
+assert not list(each(0)) and len(set(each(5))) == 5 and min(whole(3), whole(2)) == 2
+"""
+    assert score(code, tests) == 1.0
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert len(f(3)) == 3",  # an iterator has no length
+        "assert f(3) == [0, 1, 2]",
+        "assert list(f(10**9)) != [0]",
+        "assert list(f(None)) != []",
+        "assert f(3)",
+    ],
+)
+def test_an_iterator_is_what_it_is_in_python(test: str) -> None:
+    """Its length, its equality and its end are not made up; its truth value is."""
+    value = score("def f(n): return iter(range(n))", [test])
+    assert value == (1.0 if test == "assert f(3)" else 0.0)
+
+
 def test_one_case_that_hangs_or_fails_costs_only_itself() -> None:
     code = """
 def add(a, b):
