@@ -172,6 +172,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return None
 
     @property
+    def kl_start(self) -> float | None:
+        """What the adaptive coefficient of the KL term in the reward starts from; None: it does not adapt."""
+        return None
+
+    @property
     def update_rules(self) -> tuple[object, ...]:
         """What the updates of a step depend on besides its batch and the configurations of the trainers."""
         return self.seed, self.schedule.epochs, self.schedule.minibatches
