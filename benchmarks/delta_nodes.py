@@ -36,6 +36,7 @@ MODES = ("off", "auto")
 SETTINGS = (
     "model.dtype=bfloat16",
     "roles.policy.schedule=constant",
+    "roles.policy.min_lr_ratio=0",
     "roles.policy.cpus=1",
     "roles.policy.node_labels={part: near}",
     "roles.reward.node_labels={part: near}",

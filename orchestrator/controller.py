@@ -17,7 +17,7 @@ from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.held_out import held_out_lines
-from troupe.orchestrator.reporting.metrics import PhaseTimers, mean_of
+from troupe.orchestrator.reporting.metrics import PhaseTimers, merge_updates
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.run_weights import RunWeights
@@ -388,7 +388,7 @@ class Controller:
         metrics = components.source.metrics(self.version, timers.total())
         await asyncio.sleep(0)  # aggregating thousands of samples took one iteration of the event loop
         metrics |= batch.summary.metrics
-        metrics |= mean_of(updates)
+        metrics |= merge_updates(updates)
         metrics |= {"seconds/step": timers.total()}
         metrics |= {f"seconds/{name}": seconds for name, seconds in timers.seconds().items()}
         metrics |= {f"utilisation/{name}": share for name, share in timers.shares().items()}

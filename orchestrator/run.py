@@ -114,6 +114,7 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
         spec.write(file)
     else:
         say(console, resumption(request.out, checkpoints.found, spec, file).lines())
+    say(console, [f"warning: {line}" for line in spec.warnings()])
     if spec.rollouts is None:
         return asyncio.run(_train_offline(request, spec.offline, console, checkpoints))
     return asyncio.run(_train_on_rollouts(request, spec.rollouts, console, checkpoints))

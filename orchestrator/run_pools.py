@@ -71,12 +71,12 @@ class RunPools:
         scorers: list[TokenScorer] = []
         if reference is not None:
             scorers.append(TokenScorer(reference, reference.score, timeout_s, self.by_role["reference"]))
-        if critic is not None:
+        if critic is not None and not spec.values_at_batch:
             scorers.append(TokenScorer(critic, critic.compute_values, timeout_s))
         if policy is not None and spec.reference_in_policy:
             scorers.append(TokenScorer(policy, policy.reference_logprobs, timeout_s))
         if policy is not None and spec.needs_old_logprobs and not spec.old_logprobs_at_batch:
-            # The policy is idle during synchronous generation, so it computes log-probs group by group meanwhile.
+            # The trainers are idle during synchronous generation, so they score group by group meanwhile.
             scorers.append(TokenScorer(policy, policy.compute_logprobs, timeout_s))
         return scorers
 

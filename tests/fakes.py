@@ -551,8 +551,9 @@ class FakeCritic(FakeTrainer):
     """A critic that trains by counting."""
 
     async def compute_values(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:
-        """Lists the groups of the wave."""
-        return 0, FakeTable("values", tuple(uid for table in rollouts for uid in table.uids))
+        """Lists the groups of the wave, with the number of updates that the critic has made."""
+        uids = tuple(uid for table in rollouts for uid in table.uids)
+        return 0, FakeTable("values", uids, versions=(len(self.learned),))
 
     async def update(self, plan: RankPlan, batch: FakeTable) -> UpdateMetrics:
         """Counts."""
@@ -575,6 +576,8 @@ class FakePolicy(FakeTrainer):
         """Those of them that come from other sources."""
         self.sources: list[Mapping[str, str]] = []
         """Source of every prompt of a batch, within which statistics are computed."""
+        self.values: list[dict[str, list[int]]] = []
+        """Of every batch, which versions of the critic gave the values of each of its groups."""
         self.skip_updates = False
         self.kl_old: tuple[float, ...] = ()
         """KL(old || new) that the first updates find; 0 after them."""
@@ -596,6 +599,9 @@ class FakePolicy(FakeTrainer):
         self.masked.append(request.masked)
         self.candidates.append(request.candidates)
         self.sources.append(request.sources)
+        values = [table for table in tables if table.kind == "values"]
+        uids = dict.fromkeys(uid for uid, _ in request.keep)
+        self.values.append({uid: [table.versions[0] for table in values if uid in table.uids] for uid in uids})
         table = FakeTable("train", tuple(uid for uid, _ in request.keep))
         return TrainSummary(self._rows(request), {"advantages/std": 1.0}), table
 

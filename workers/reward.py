@@ -31,6 +31,7 @@ from troupe.workers.contract.messages import (
     WorkerHealth,
 )
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
+from troupe.workers.contract.reward_values import differ, total
 from troupe.workers.data.kept_groups import Kept, keep_groups, read_group
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
@@ -83,7 +84,7 @@ def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[
     failures = [f"{label}: {o.status}" for label, o in zip(labels, outcomes, strict=True) if o.value is None]
     if failures:
         return SampleReward("; ".join(failures), None)
-    reward = sum(weight * (o.value or 0.0) for weight, o in zip(weights, outcomes, strict=True))
+    reward = total(weight * (o.value or 0.0) for weight, o in zip(weights, outcomes, strict=True))
     return (
         SampleReward("ok", reward)
         if math.isfinite(reward)
@@ -113,15 +114,16 @@ def reward_spans(
     weighted = [(weight, outcome) for weight, outcome in zip(weights, outcomes, strict=True) if weight]
     if not tokens or not any(outcome.steps for _, outcome in weighted):
         return ()
-    at_end: dict[int, float] = {}
+    at_end: dict[int, list[float]] = {}
     for weight, outcome in weighted:
         ends = counts([end for end, _ in outcome.steps]) if outcome.steps else [tokens]
         rewards = [reward for _, reward in outcome.steps] or [outcome.value or 0.0]
         for end, reward in zip(ends, rewards, strict=True):
-            at_end[end] = at_end.get(end, 0.0) + weight * reward
-    if wrong := [reward for reward in at_end.values() if not math.isfinite(reward)]:
+            at_end.setdefault(end, []).append(weight * reward)
+    sums = {end: total(rewards) for end, rewards in at_end.items()}
+    if wrong := [reward for reward in sums.values() if not math.isfinite(reward)]:
         raise ValueError(f"not a finite number: {wrong[0]}")
-    return tuple(sorted(at_end.items()))
+    return tuple(sorted(sums.items()))
 
 
 def find_faults(labels: Sequence[str], components: Sequence[Sequence[RewardResult]]) -> tuple[Fault, ...]:
@@ -281,7 +283,7 @@ class RewardWorker:
                 for label, outcomes in zip(asked.labels, components, strict=True)
             },
             answers=self._answers(rollouts) if vote else (),
-            steps_differ=len({reward for sample in combined for _, reward in sample.spans}) > 1,
+            steps_differ=differ(reward for sample in combined for _, reward in sample.spans),
             faults=(*find_faults(asked.labels, scored), *episode_faults(statuses)),
             seconds=time.perf_counter() - started,
             peak=self._peak(),

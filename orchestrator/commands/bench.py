@@ -26,8 +26,8 @@ from troupe.orchestrator.prepare import checked, single
 from troupe.orchestrator.ray_environment import cluster_to_join
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks import is_url
 from troupe.orchestrator.spec.load import read_document
+from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.worker_server import started_ahead
 
 if TYPE_CHECKING:

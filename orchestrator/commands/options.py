@@ -10,7 +10,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
+from troupe.orchestrator.spec.checks import NEEDS_DISK
+from troupe.orchestrator.spec.locations import is_url
 
 SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")

@@ -109,6 +109,6 @@ def init(
         text = copy_of(from_, flags, output)
     else:
         choices = complete(flags, ask if sys.stdin.isatty() else None)
-        text = text_of(choices if no_trial else with_difficulty(choices, typer.echo), output)
+        text = text_of(choices if no_trial else with_difficulty(choices, typer.echo), output, typer.echo)
     write(text, output, force)
     typer.echo(f"wrote {output}; next: troupe validate {output}")

@@ -11,6 +11,7 @@ from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.workers.contract.messages import RewardSummary
+from troupe.workers.contract.reward_values import is_solved
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ def draw_probability(pass_rate: float, floor: float) -> float:
 
 @dataclass(frozen=True)
 class CurriculumSource:
-    """One source of a mixture, to its curriculum."""
+    """One source of prompts, to its curriculum."""
 
     name: str
+    """Empty: there is one source."""
     solved_at: float
     """A sample with at least this reward counts as solved."""
 
@@ -55,19 +57,19 @@ class Curriculum:
     depends on the seed, the epoch, the row and these results, so that a resumed run decides alike.
     """
 
-    def __init__(self, config: CurriculumConfig, seed: int, sources: RowTable[CurriculumSource] | None = None) -> None:
+    def __init__(self, config: CurriculumConfig, seed: int, sources: RowTable[CurriculumSource]) -> None:
         """Nothing is known yet.
 
         Args:
             config: How results decide.
             seed: Seed of the run.
-            sources: The sources of a mixture, by row; None: there is one source.
+            sources: The sources of prompts, by row.
         """
         self._config = config
         self._seed = seed
         self._sources = sources
         self._of_sources: dict[str, Results] = {}
-        """Results of each source of a mixture."""
+        """Results of each source."""
         self._results: dict[int, Results] = {}
         """By row; rows without results are absent."""
         self._step: dict[int, Results] = {}
@@ -90,14 +92,13 @@ class Curriculum:
         component = self._config.component
         values = rewards.rewards if component is None else rewards.components[component]
         usable = [v for v, reward in zip(values, rewards.rewards, strict=True) if v is not None and reward is not None]
-        solved_at = self._config.solved_at if self._sources is None else self._sources[row].solved_at
-        solved = sum(value >= solved_at for value in usable)
+        solved_at = self._sources[row].solved_at
+        solved = sum(is_solved(value, solved_at) for value in usable)
         self._step[row] = self._step.get(row, Results()).followed_by(Results(solved, len(usable)), decay=1.0)
 
     def mark_trained(self) -> None:
         """Ends a step: its results count for the draws that follow."""
-        if self._sources is not None:
-            self._add_to_sources(self._sources)
+        self._add_to_sources()
         for row, results in self._step.items():
             before = self._results.get(row, Results())
             self._results[row] = before.followed_by(results, self._config.decay)
@@ -113,15 +114,15 @@ class Curriculum:
 
     def source_factor(self, row: int) -> float:
         """Factor on the weight of the row's source: with `over_sources` as for prompts, from its own pass rate."""
-        if self._sources is None or not self._config.over_sources:
+        if not self._config.over_sources:
             return 1.0
         return self._probability(self._of_sources.get(self._sources[row].name, Results()))
 
-    def _add_to_sources(self, sources: RowTable[CurriculumSource]) -> None:
+    def _add_to_sources(self) -> None:
         """Adds the step's results to those of their sources."""
         step: dict[str, Results] = {}
         for row, results in self._step.items():
-            name = sources[row].name
+            name = self._sources[row].name
             step[name] = step.get(name, Results()).followed_by(results, decay=1.0)
         for name, results in step.items():
             before = self._of_sources.get(name, Results())
@@ -134,8 +135,7 @@ class Curriculum:
     def state(self) -> dict[str, Any]:
         """All results, JSON-ready; its size follows the prompts that have some."""
         state = {"results": _listed(self._results), "step": _listed(self._step), "skipped": self._skipped}
-        sources = {name: [one.solved, one.samples] for name, one in self._of_sources.items()}
-        return state | ({} if self._sources is None else {"sources": sources})
+        return state | {"sources": {name: [one.solved, one.samples] for name, one in self._of_sources.items()}}
 
     def restore(self, state: Any, rows: int) -> None:
         """Resume from a value of `state`, for a pool of `rows` prompts. Raises DataError where it is damaged."""

@@ -152,12 +152,11 @@ def curriculum_of(spec: RolloutSpec, settings: RowTable[GroupSettings]) -> Curri
     config = spec.data.curriculum
     if config is None:
         return None
-    if not spec.data.mixture:
-        return Curriculum(config, spec.seed)
     sources = tuple(
-        CurriculumSource(own.source, config.solved_at if own.solved_at is None else own.solved_at)
-        for own in settings.entries
+        CurriculumSource(own.source, own.solved_at) for own in settings.entries if own.solved_at is not None
     )
+    if len(sources) < len(settings.entries):
+        raise DataError("the curriculum does not know which samples are solved: set data.curriculum.solved_at")
     return Curriculum(config, spec.seed, RowTable(settings.starts, sources))
 
 

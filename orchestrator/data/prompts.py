@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -235,6 +236,8 @@ def _answer(answer: Any) -> str:
         return ""
     if isinstance(answer, str):
         return answer
+    if isinstance(answer, float) and not math.isfinite(answer):  # how pandas writes a missing number
+        raise BadRow(f"the answer is {'not a number (NaN)' if math.isnan(answer) else 'infinite'}")
     if isinstance(answer, (bool, int, float)):
         return json.dumps(answer)
     raise BadRow("the answer is not text, a number or a list of these")

@@ -61,6 +61,13 @@ class Workers:
         """The critic."""
         return self.group("critic", CriticGroup)
 
+    def require_critic(self) -> CriticGroup:
+        """The critic. Raises TroupeError if it is not started."""
+        critic = self.critic
+        if critic is None:
+            raise TroupeError("the run has no critic workers")
+        return critic
+
     @property
     def reference(self) -> ReferenceGroup | None:
         """The frozen reference, unless it lives in the policy's workers."""

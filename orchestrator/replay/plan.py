@@ -16,6 +16,7 @@ from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.spec.preflight import Located
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.workers.contract.config import NO_TEMPLATE
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,20 @@ def spec_of(folder: RecordedStep) -> RunSpec:
 
 
 def _absolute(spec: RunSpec, working_folder: Path) -> Iterator[str]:
-    """Overrides that replace relative paths of models and data by absolute ones."""
-    sections = {section: model.path for section, model in spec.models().items()}
+    """Overrides that replace relative paths of models, their adapters and templates, and data by absolute ones."""
+    fields: dict[str, str | None] = {}
+    for section, model in spec.models().items():
+        files = {"path": model.path, "adapter": model.adapter, "chat_template": model.chat_template}
+        fields |= {f"{section}.{name}": path for name, path in files.items()}
     for name, source in spec.data_sources().items():
         if isinstance(source, Located):
-            sections[f"data.{name}"] = source.path
-    for section, path in sections.items():
-        found = working_folder / path
-        if not Path(path).is_absolute() and any(file.exists() for file in matching_files(str(found))):
-            yield f"{section}.path={json.dumps(str(found))}"
+            fields[f"data.{name}.path"] = source.path
+    for field, path in fields.items():
+        if path is None or path == NO_TEMPLATE or Path(path).is_absolute():
+            continue
+        found = str(working_folder / path)
+        if any(file.exists() for file in matching_files(found)):
+            yield f"{field}={json.dumps(found)}"
 
 
 def _require_same_trainers(folder: RecordedStep, before: RunSpec, spec: RunSpec) -> None:

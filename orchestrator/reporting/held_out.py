@@ -12,6 +12,7 @@ import numpy as np
 
 from troupe.orchestrator.reporting.metrics import pass_at_k
 from troupe.workers.contract.reward_names import NO_ANSWER
+from troupe.workers.contract.reward_values import is_solved
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -24,7 +25,7 @@ class MeanEstimate:
     """A mean over the prompts of a set, with the bounds of its 95% confidence interval.
 
     The interval is the percentile bootstrap over prompts (Efron 1979): it covers the choice of the prompts, and the
-    sampling of each one's responses with it. None: there is only one prompt."""
+    sampling of each one's responses with it. None: it is a mean over one prompt only."""
 
     value: float
     low: float | None
@@ -178,7 +179,7 @@ def _terms(
     terms = {"reward": _Terms([sum(group) for group in scored], [len(group) for group in scored])}
     if solved_at is None:
         return terms
-    solved = [[reward >= solved_at for reward in group] for group in scored]
+    solved = [[is_solved(reward, solved_at) for reward in group] for group in scored]
     if average == "avg":
         terms[average] = _Terms([_mean(group) for group in solved], [float(bool(group)) for group in solved])
     else:
@@ -205,7 +206,7 @@ def _vote_of(result: PromptResult, solved_at: float) -> float | None:
     pairs = [(a, r) for a, r in zip(result.answers, result.rewards, strict=True) if a is not None and r is not None]
     if len(pairs) < len(result.answers):
         return None
-    return vote([answer for answer, _ in pairs], [reward >= solved_at for _, reward in pairs])
+    return vote([answer for answer, _ in pairs], [is_solved(reward, solved_at) for _, reward in pairs])
 
 
 def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
@@ -230,13 +231,14 @@ def estimates(terms: Mapping[str, _Terms]) -> dict[str, MeanEstimate]:
     """Estimates of ratios of sums over the same prompts; deterministic: the same prompts are resampled every time."""
     sums = np.array([term.sums for term in terms.values()], dtype=float)
     counts = np.array([term.counts for term in terms.values()], dtype=float)
-    prompts = sums.shape[1]
     values = sums.sum(axis=1) / counts.sum(axis=1)
-    bounds = _bounds(sums, counts) if prompts > 1 else None
+    counted = np.count_nonzero(counts, axis=1)
+    bounds = _bounds(sums, counts) if counted.max() > 1 else np.full((2, len(terms)), np.nan)
     found: dict[str, MeanEstimate] = {}
-    for number, name in enumerate(terms):
-        low, high = (None, None) if bounds is None else (float(bounds[0, number]), float(bounds[1, number]))
-        found[name] = MeanEstimate(float(values[number]), low, high, int(np.count_nonzero(counts[number])))
+    for name, value, (low, high), prompts in zip(terms, values, bounds.T, counted, strict=True):
+        # All resamples of one prompt are this prompt: they have no spread, which is no certainty.
+        within = (float(low), float(high)) if prompts > 1 else (None, None)
+        found[name] = MeanEstimate(float(value), *within, int(prompts))
     return found
 
 

@@ -106,7 +106,18 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def mean_of(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of every metric over the dicts that have it."""
-    names = dict.fromkeys(name for metrics in dicts for name in metrics)
-    return {name: fmean(metrics[name] for metrics in dicts if name in metrics) for name in names}
+def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates: means over those that have them, and the largest of what ends in `_max`.
+
+    A gradient norm that is not finite, that of a skipped update, counts only where no update has another one.
+    """
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    return {name: _merged(name, [metrics[name] for metrics in updates if name in metrics]) for name in names}
+
+
+def _merged(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return math.nan if any(map(math.isnan, values)) else max(values)
+    if name.endswith("/grad_norm"):
+        values = [*filter(math.isfinite, values)] or values
+    return fmean(values)

@@ -91,7 +91,7 @@ def fingerprint(spec: RolloutSpec) -> str:
         "sampling": spec.sampling.model_dump(mode="json", exclude_defaults=True),
         "algorithm": spec.algorithm.model_dump(mode="json", exclude_defaults=True),
         "max_model_len": roles.rollout.max_model_len,
-        "critic": roles.critic is not None,
+        "critic": roles.critic is not None and not spec.values_at_batch,  # whether a scored group has values
         "old_logprobs": [spec.needs_old_logprobs, spec.old_logprobs_at_batch],
         "sources": [source.model_dump(mode="json", include=_OF_SOURCE, exclude_defaults=True) for source in mixture],
         **scoring,

@@ -29,6 +29,7 @@ from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError, WorkerRaised
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
+from troupe.orchestrator.rollouts.sample_counts import replaced_counts, sample_counts
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
@@ -161,6 +162,10 @@ class RolloutScheduler:
         self._refused = 0
         self._without_signal = 0
         """Zero-advantage groups replaced since the last batch."""
+        self.replaced: Counter[str] = Counter()
+        """Samples of the groups that were replaced on the way to the last batch, by metric (see `sample_counts`)."""
+        self._replaced_since: Counter[str] = Counter()
+        """Those of the groups that were replaced since."""
         self._in_checkpoint = deque(ledger.open_groups())
         """Groups that were open at the checkpoint from which the run resumes, and that are not opened again yet."""
         self._kept: dict[str, GroupProgress] = {}
@@ -183,6 +188,7 @@ class RolloutScheduler:
         """
         self._refused = state.get("refused", 0)
         self._without_signal = state.get("without_signal", 0)
+        self._replaced_since = Counter(state.get("replaced", {}))
         known = {group.prompt_uid: (group.attempt, self.settings[group.row].samples) for group in self._in_checkpoint}
         usable = [
             group
@@ -210,6 +216,7 @@ class RolloutScheduler:
             "failed_open": {uid: group.failed for uid, group in self._groups.items() if group.failed},
             "refused": self._refused,
             "without_signal": self._without_signal,
+            "replaced": dict(self._replaced_since),
         }
 
     def progress(self, running: Sequence[tuple[Sequence[FinishedSamples], TableRef]]) -> list[GroupProgress]:
@@ -270,6 +277,7 @@ class RolloutScheduler:
                 self._failed_samples = 0
                 self._refused = 0
                 self._without_signal = 0
+                self.replaced, self._replaced_since = self._replaced_since, Counter()
                 for group in self._groups.values():
                     group.failed = 0
                 return batch
@@ -279,6 +287,7 @@ class RolloutScheduler:
     def resample(self, groups: Sequence[ScoredGroup]) -> None:
         """Samples groups of the last batch again, because their data were lost before training."""
         self._batch = []
+        self._replaced_since.update(self.replaced)  # they belong to the batch that is sampled again
         for group in groups:
             uid = group.summary.prompt_uid
             self._launch(PromptPick(uid, group.row), self._ledger.retry(uid))
@@ -436,7 +445,9 @@ class RolloutScheduler:
         if greedy:
             rewards, _ = await self._scorer.rewards.score(greedy[0][1], functions)
             if rewards.rewards[0] is None:
-                self._replace(group, f"reward of the greedy response: {rewards.statuses[0]}", failed=True)
+                self._replace(
+                    group, f"reward of the greedy response: {rewards.statuses[0]}", failed=True, scored=scored
+                )
                 return
             scored = replace(scored, greedy_reward=rewards.rewards[0])
         self._settle(group, scored)
@@ -496,7 +507,7 @@ class RolloutScheduler:
         """
         failures = [(i, s) for i, s in enumerate(scored.rewards.statuses) if s != "ok"]
         if len(scored.rewards.statuses) - len(failures) < self._min_group:
-            self._replace(group, f"reward: {failures[0][1]}", failed=True)
+            self._replace(group, f"reward: {failures[0][1]}", failed=True, scored=scored)
             return
         for sample_index, status in failures:
             failed_before = scored.summary.samples[sample_index].status != OK
@@ -507,6 +518,7 @@ class RolloutScheduler:
         settings = self.settings[scored.row]
         if self._without_signal < self._replaceable and (why := self._signal.problem(scored, settings)):
             self._without_signal += 1
+            self._replaced_since.update(sample_counts(scored, settings.environment))
             self._drop(group, f"no signal: {why}")
             if self._observe is not None:
                 self._observe(group.pick.row, scored.rewards)
@@ -530,12 +542,19 @@ class RolloutScheduler:
             if not self._running[group.started_at_version]:
                 del self._running[group.started_at_version]
 
-    def _replace(self, group: _Open, reason: str, *, failed: bool, detail: str = "") -> None:
-        """Drops a failed or refused group, counts it, and opens its slot for another prompt."""
+    def _replace(
+        self, group: _Open, reason: str, *, failed: bool, detail: str = "", scored: ScoredGroup | None = None
+    ) -> None:
+        """Drops a failed or refused group, counts it, and opens its slot for another prompt.
+
+        `scored`: the group, where its rewards are what failed.
+        """
         logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)
         if failed:
-            self._count_failures(self.settings[group.pick.row].samples)
+            settings = self.settings[group.pick.row]
+            self._replaced_since.update(replaced_counts(settings.samples, scored, settings.environment))
+            self._count_failures(settings.samples)
         else:
             self._count_refusal(reason)
         self._dispatch()

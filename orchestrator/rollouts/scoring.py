@@ -24,6 +24,7 @@ from troupe.orchestrator.spec.rollout import GroupSettings
 from troupe.orchestrator.training.batch import plan_rows
 from troupe.orchestrator.training.ledger import kind_of
 from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary
+from troupe.workers.contract.reward_values import differ
 from troupe.workers.contract.roles import Reward, TableRef
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ class ScoredGroup:
     def has_signal(self) -> bool:
         """Whether the rewards of its samples and candidates, or of their steps, differ."""
         others = () if self.candidates is None else self.candidates.rewards
-        rewards = {reward for reward in (*self.rewards.rewards, *others) if reward is not None}
-        return self.rewards.steps_differ or len(rewards) > 1
+        rewards = (reward for reward in (*self.rewards.rewards, *others) if reward is not None)
+        return self.rewards.steps_differ or differ(rewards)
 
     @property
     def rewarded(self) -> list[int]:
@@ -95,7 +96,7 @@ class SignalTest:
         elif component is None:
             if not group.has_signal:
                 return "all rewards of the group are equal"
-        elif len({group.rewards.components[component][i] for i in group.rewarded}) < 2:
+        elif not differ(value for i in group.rewarded if (value := group.rewards.components[component][i]) is not None):
             return f"all values of {component} in the group are equal"
         if settings.mask_truncated and group.truncated.issuperset(group.rewarded):
             return "all samples of the group are truncated"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import ScoreTokens, TrainerGroup
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import PromptOrder
 from troupe.orchestrator.data.row_table import RowTable
@@ -24,6 +27,7 @@ from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers, std
 from troupe.orchestrator.rollouts.kept_samples import write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
+from troupe.orchestrator.rollouts.sample_counts import sample_counts
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
@@ -31,8 +35,8 @@ from troupe.orchestrator.training.batch import Batch, GroupOrigin, SourceSnapsho
 from troupe.orchestrator.training.checkpoint import SAMPLES
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import PrepareRequest, SampleSummary
+from troupe.workers.contract.reward_values import differ, is_solved
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
@@ -54,6 +58,29 @@ class RolloutComponents:
     """Learns from the rewards of every batch which prompts `prompts` draws next."""
 
 
+@dataclass(frozen=True)
+class _BatchScorer:
+    """A trainer that scores the tokens of a whole batch, between the updates of two steps."""
+
+    what: str
+    """What it computes, for the console."""
+    group: TrainerGroup[Any]
+    score: ScoreTokens
+    """A method of the group."""
+
+
+def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
+    """The trainers whose scores have to be those before the step's updates, where they train during generation."""
+    found: list[_BatchScorer] = []
+    if spec.old_logprobs_at_batch:
+        policy = workers.require_policy()
+        found.append(_BatchScorer("old log-probs", policy, policy.compute_logprobs))
+    if spec.values_at_batch:
+        critic = workers.require_critic()
+        found.append(_BatchScorer("values", critic, critic.compute_values))
+    return found
+
+
 class RolloutSource:
     """The `BatchSource` of rollouts: takes groups from the scheduler and computes their advantages."""
 
@@ -72,8 +99,8 @@ class RolloutSource:
         """
         self._spec = spec
         self._trajectories = out / "trajectories" if spec.output.trajectories else None
-        self._old_logprobs_at_batch = spec.old_logprobs_at_batch
         self._components = components
+        self._batch_scorers = _batch_scorers(spec, components.workers)
         self._console = console
         self._stop = stop
         self._advantage_state = advantage_state or AdvantageState()
@@ -130,11 +157,20 @@ class RolloutSource:
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
         metrics |= episode_metrics(self._groups, self._components.scheduler.settings) | self._source_metrics()
+        metrics |= self._sample_counts()
         metrics["rollout/tokens_per_s"] = self._components.pool.meter.read()
         if any(one.mask_truncated for one in self._components.scheduler.settings.entries):
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum
         return metrics if curriculum is None else metrics | curriculum.metrics()
+
+    def _sample_counts(self) -> dict[str, float]:
+        """Dispatched and failed samples of the step: of the batch, and of the groups replaced on the way to it."""
+        scheduler = self._components.scheduler
+        counts = Counter(scheduler.replaced)
+        for group in self._groups:
+            counts.update(sample_counts(group, scheduler.settings[group.row].environment))
+        return {name: float(count) for name, count in counts.items()}
 
     def _source_metrics(self) -> dict[str, float]:
         """Metrics by source of a mixture; empty where there is one source."""
@@ -224,18 +260,26 @@ class RolloutSource:
         rollouts = [group.rollouts for group in groups]
         tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
         policy, timeout_s = self._components.workers.require_policy(), self._spec.schedule.train_timeout_s
-        if self._old_logprobs_at_batch:
-            self._console.phase("old log-probs", 0, 1)
-            lengths = [length for group in groups for length in row_lengths(group.summary)]
-            plans = plan_rows(lengths, policy)
-            scored = await policy.compute_logprobs(plans, *rollouts, timeout_s=timeout_s)
-            tables += [table for _, table in scored]
+        if self._batch_scorers:
+            tables += await self._score_batch(groups)
         request = self._prepare_request(groups)
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
         self._advantage_state = self._advantage_state.after(summary.state)
         self._train = table
         texts = None if self._components.texts is None else self._components.texts.pick()
         return Batch(summary, table, texts=texts, groups=tuple(map(_origin, groups)))
+
+    async def _score_batch(self, groups: Sequence[ScoredGroup]) -> list[TableRef]:
+        """Token scores of the batch by every trainer that scores whole batches, concurrently."""
+        self._console.phase(" and ".join(scorer.what for scorer in self._batch_scorers), 0, 1)
+        lengths = [length for group in groups for length in row_lengths(group.summary)]
+        rollouts = [group.rollouts for group in groups]
+        timeout_s = self._spec.schedule.train_timeout_s
+        scored = await gather_all(
+            scorer.score(plan_rows(lengths, scorer.group), *rollouts, timeout_s=timeout_s)
+            for scorer in self._batch_scorers
+        )
+        return [table for scores in scored for _, table in scores]
 
     def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
         """What `PolicyGroup.prepare` needs besides the tables."""
@@ -307,7 +351,6 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
         for one in group.summary.samples
     )
     prompts, responses, oldest, reasons = zip(*counts, strict=True)  # one pass over thousands of samples
-    failed = sum(len(group.rewards.statuses) - group.rewards.statuses.count("ok") for group in groups)
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": std(rewards),
@@ -319,7 +362,6 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
         "truncated": reasons.count("length") / len(reasons),
         "staleness/mean": version - fmean(oldest),
         "staleness/max": float(version - min(oldest)),
-        "failed_samples": float(failed),
         "seconds/reward": sum(group.rewards.seconds for group in groups),
         "tokens": float(sum(prompts) + sum(responses)),
         "response_tokens_per_s": sum(responses) / seconds if seconds > 0 else 0.0,
@@ -333,7 +375,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
 
 def _is_mixed(group: ScoredGroup) -> bool:
     """Whether the rewards of its samples differ."""
-    return len({reward for reward in group.rewards.rewards if reward is not None}) > 1
+    return differ(reward for reward in group.rewards.rewards if reward is not None)
 
 
 def source_metrics(
@@ -369,7 +411,7 @@ def source_metrics(
             f"{name}/mixed": fmean(_is_mixed(group) for group in members),
         }
         if own.solved_at is not None:
-            solved = [value >= own.solved_at for group in members for value in _measured(group, component)]
+            solved = [is_solved(v, own.solved_at) for group in members for v in _measured(group, component)]
             metrics[f"{name}/pass_rate"] = fmean(solved) if solved else 0.0
     return metrics
 
@@ -382,7 +424,7 @@ def _measured(group: ScoredGroup, component: str | None) -> list[float]:
 
 
 def episode_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSettings]) -> dict[str, float]:
-    """Turns, failures and waits of the episodes of a batch, and the means of the numbers that environments report.
+    """Turns, ends and waits of the episodes of a batch, and the means of the numbers that environments report.
 
     Args:
         groups: Scored groups.
@@ -422,15 +464,13 @@ def _of_episodes(part: str, samples: Sequence[SampleSummary]) -> dict[str, float
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     return {
         f"episodes{part}/turns": fmean(episode.turns for episode in episodes),
-        f"episodes{part}/failed": float(sum(sample.status != OK for sample in samples)),
-        f"episodes{part}/restarted": float(sum(episode.restarts > 0 for episode in episodes)),
         f"episodes{part}/max_turns": fmean(sample.finish_reason == "max_turns" for sample in samples),
         f"seconds/environment{part}": fmean(episode.environment_s for episode in episodes),
     }
 
 
 def candidate_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Mean reward of the answers from other sources, how often one is the best of its group, and how many failed."""
+    """Mean reward of the answers from other sources, and how often one is the best of its group."""
     ranked = [(group.rewards.rewards, group.candidates.rewards) for group in groups if group.candidates is not None]
     if not ranked:
         return {}
@@ -443,5 +483,4 @@ def candidate_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {
         "candidates/reward": fmean(rewards) if rewards else 0.0,
         "candidates/chosen": fmean(chosen),
-        "candidates/failed": float(len(given) - len(rewards)),
     }

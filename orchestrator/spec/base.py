@@ -118,7 +118,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         """Tokens that a prompt may have."""
 
     def room_for(self, section: str) -> PromptRoom:
-        """Tokens that a prompt of this section in `data` may have."""
+        """Tokens that a prompt of this section in `data` may have (of a mixture: `train.0`, or `train.0 (math)`)."""
         return self.prompt_room
 
     @property
@@ -274,10 +274,14 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
                 yield "roles.reference.model", f"roles.{name}.sequence_parallel_size", role.sequence_parallel_size
 
     def warnings(self) -> list[str]:
-        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies, and
-        adapters that were trained with other chat templates.
+        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies or
+        that were trained with other chat templates, and held-out data that no evaluation uses.
         """
-        return [*unverified_adapters(self.models()), *forgotten_templates(self.models())]
+        return [*unverified_adapters(self.models()), *forgotten_templates(self.models()), *self._unused_eval()]
+
+    def _unused_eval(self) -> Iterator[str]:
+        if self.evaluation is None and any(name.partition(".")[0] == "eval" for name in self.data_sources()):
+            yield "data.eval: the run never evaluates on it; add `evaluation: {}` (without it, only `troupe eval` does)"
 
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""

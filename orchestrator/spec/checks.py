@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.locations import checkpoint_problems
+from troupe.orchestrator.spec.locations import checkpoint_problems, is_url
 from troupe.orchestrator.spec.preflight import READ_TOKENS, Finding
 from troupe.orchestrator.spec.rollout import NO_ENVIRONMENT, RolloutSpec, environment_role
 from troupe.orchestrator.spec.sections import (
@@ -32,7 +31,6 @@ IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Custom code: `package.module:attribute`."""
 
 NEEDS_DISK = "is not a folder: a run writes to a disk of the driver (on a cluster a shared one)"
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 INSIDE_ANOTHER = (
     *("workers", "min_workers", "max_workers", "cpus", "gpus", "accelerator", "node_labels", "strategy"),
@@ -55,6 +53,9 @@ def trainer_problems(trainers: Mapping[str, TrainerRole]) -> Iterator[Finding]:
             yield f"roles.{name}.offload_optimizer", "needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded"
         if role.kernels == "liger" and role.gpus == 0:
             yield f"roles.{name}.kernels", "liger needs GPUs; use torch on the CPU"
+        if role.schedule == "constant" and changed(role, "min_lr_ratio"):
+            why = "has no effect on a constant learning rate: set schedule to linear or cosine, or this to 0"
+            yield f"roles.{name}.min_lr_ratio", why
         size = role.sequence_parallel_size
         if role.workers % size:
             yield f"roles.{name}.sequence_parallel_size", f"{size} does not divide the role's {role.workers} workers"
@@ -127,11 +128,6 @@ def best_problems(spec: RunSpec) -> Iterator[Finding]:
         yield "checkpoint.best.metric", f"no evaluation reports '{best.metric[:60]}' ({hint})"
     elif best.mode == "max" and best.metric.rpartition("/")[2].endswith(_LOW_IS_GOOD):
         yield "checkpoint.best.mode", f"the highest {best.metric} would be the worst; set it to min"
-
-
-def is_url(path: str | Path) -> bool:
-    """Whether an output path is a URL. As a path it would be a folder called `s3:`, also after `Path` took a slash."""
-    return _URL.match(str(path)) is not None
 
 
 def output_problems(spec: RunSpec) -> Iterator[Finding]:

@@ -19,7 +19,14 @@ from troupe.orchestrator.spec.checks import (
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import DataSource, EvaluationConfig, HeldOut, MixedSource, ReasoningGymSource
+from troupe.orchestrator.spec.sections import (
+    CurriculumConfig,
+    DataSource,
+    EvaluationConfig,
+    HeldOut,
+    MixedSource,
+    ReasoningGymSource,
+)
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
@@ -176,11 +183,8 @@ def data_problems(spec: RolloutSpec) -> Iterator[Finding]:
                 yield f"data.{split}.size", f"{source.size} prompts cannot cover {len(source.recipes)} recipes"
         elif source.candidates is not None:
             yield from _candidates(spec, split)
-    curriculum = spec.data.curriculum
-    if curriculum is not None and curriculum.component is not None:
-        yield from component_problems(spec, "data.curriculum.component", curriculum.component, spec.data.mixture)
-    if curriculum is not None and curriculum.over_sources and len(spec.data.mixture) < 2:
-        yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
+    if spec.data.curriculum is not None:
+        yield from _curriculum(spec, spec.data.curriculum)
     prompts = {f"data.{split}": source for split, source in sources.items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
     seeds = {split: source.seed for split, source in sources.items() if isinstance(source, ReasoningGymSource)}
@@ -190,6 +194,29 @@ def data_problems(spec: RolloutSpec) -> Iterator[Finding]:
                 why = f"must differ from data.{split}.seed, {seeds[place]}: the tasks would be the same"
                 yield f"data.{place}.seed", why
     yield from _mixture(spec)
+
+
+def _curriculum(spec: RolloutSpec, curriculum: CurriculumConfig) -> Iterator[Finding]:
+    """A curriculum that cannot tell which samples are solved, or over the only source."""
+    if curriculum.over_sources and len(spec.data.mixture) < 2:
+        yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
+    wrong = (
+        []
+        if curriculum.component is None
+        else list(component_problems(spec, "data.curriculum.component", curriculum.component, spec.data.mixture))
+    )
+    yield from wrong
+    unknown = [number for number, one in enumerate(spec.group_settings) if one.solved_at is None]
+    if wrong or not unknown:
+        return
+    what = "the reward" if curriculum.component is None else f"the component '{curriculum.component}'"
+    if len(unknown) == len(spec.group_settings):
+        why = f"{what} does not say which samples are solved: set the value of a right response, such as 1.0"
+        yield "data.curriculum.solved_at", why
+        return
+    for number in unknown:
+        why = f"{what} of this source does not say which samples are solved: set the value of a right response"
+        yield f"data.train.{number}.solved_at", f"{why}, for data.curriculum"
 
 
 def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
@@ -202,7 +229,7 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"{path}.group_size", f"{spec.algorithm.name} compares samples of a group: needs at least {least}"
         if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
             limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
-            yield f"{path}.max_tokens", f"must be at most {limit}, for which prompts leave room; raise that"
+            yield f"{path}.max_tokens", f"must be at most {limit}, the longest response of the run; raise that"
 
 
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:

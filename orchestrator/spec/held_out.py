@@ -82,8 +82,14 @@ class HeldOutSettings:
         return f"data.{self.section}.rewards" if self.own_rewards else "roles.reward.functions"
 
 
-def right_from(functions: Sequence[RewardFunctionConfig]) -> float | None:
-    """The sum of reward functions from which a response is right; None: they do not say."""
+def right_from(functions: Sequence[RewardFunctionConfig], component: str | None = None) -> float | None:
+    """The sum of reward functions from which a response is right; None: they do not say.
+
+    `component`: label of one of them, whose value (it has no weight) is looked at instead of the sum.
+    """
+    if component is not None:
+        says = any(one.name in RIGHT_OR_WRONG for one in functions if one.component == component)
+        return 1.0 if says else None
     weighted = [function for function in functions if function.weight]
     if len(weighted) != 1:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from troupe.orchestrator.spec.locations import is_commit, is_hub_name
@@ -74,5 +75,12 @@ def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
 
 
 def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
+    """Whether a section can mean the files that another is pinned to.
+
+    Those are names in order; the section may have patterns, in any order, each of which names one of them at least.
+    """
     same = (source.dataset_name, source.subset, source.split) == (pinned.dataset_name, pinned.subset, pinned.split)
-    return same and not is_commit(source.revision) and source.files in ((), pinned.files)
+    if not same or is_commit(source.revision):
+        return False
+    named = [{name for name in pinned.files if name == one or fnmatch(name, one)} for one in source.files]
+    return not named or (all(named) and set().union(*named) == set(pinned.files))

@@ -20,9 +20,10 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec import offline_checks, rollout_checks, yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks import NEEDS_DISK, is_url
+from troupe.orchestrator.spec.checks import NEEDS_DISK
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text
+from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec

@@ -13,6 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]
 _NO_OWNERS = frozenset({"models", "datasets", "spaces", "api"})
 """First parts of the hub's own addresses, which no user or organization can have as a name: `models/x` is a folder."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _STORES = ("s3", "gs", "abfs", "file")
 """Kinds of object stores, by the scheme of the URL."""
 _NO_CREDENTIALS = "a spec holds no credentials; give them to the nodes' environment"
@@ -52,6 +53,11 @@ def is_hub_name(path: str, root: Path | None = None) -> bool:
 def is_commit(revision: str | None) -> bool:
     """Whether a revision is a full commit hash, which never moves."""
     return revision is not None and bool(_COMMIT.fullmatch(revision))
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether a path is a URL. As a path it would be in a folder called `s3:`, also after `Path` took a slash."""
+    return _URL.match(str(path)) is not None
 
 
 def url_problem(url: str) -> str | None:

@@ -6,7 +6,7 @@ that cannot work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -134,6 +134,7 @@ class RolloutSpec(RunSpec, frozen=True):
                 GroupSettings(
                     self.group_size,
                     environment=self._environment_of(None),
+                    solved_at=self._solved_in_training(None),
                     mask_truncated=self.algorithm.mask_truncated,
                     signal_in=self.algorithm.dynamic_sampling_on,
                 ),
@@ -141,21 +142,30 @@ class RolloutSpec(RunSpec, frozen=True):
         return tuple(self._of_source(number, source) for number, source in enumerate(self.data.mixture))
 
     def _of_source(self, number: int, source: MixedSource) -> GroupSettings:
-        solved_at, curriculum = source.solved_at, self.data.curriculum
-        if solved_at is None:
-            derived = self._solved_by_role if source.rewards is None else right_from(source.rewards)
-            solved_at = derived if curriculum is None else curriculum.solved_at
         own = "" if source.rewards is None else f"data.train.{number}"
         return GroupSettings(
             samples=source.group_size or self.group_size,
             source=source.name,
             max_tokens=source.max_tokens,
             rewards=own,
-            solved_at=solved_at,
+            solved_at=self._solved_in_training(source.rewards) if source.solved_at is None else source.solved_at,
             environment=self._environment_of(source.environment),
             mask_truncated=self.algorithm.mask_truncated if source.mask_truncated is None else source.mask_truncated,
             signal_in=source.dynamic_sampling_on or self.algorithm.dynamic_sampling_on,
         )
+
+    def _solved_in_training(self, rewards: Sequence[RewardFunctionConfig] | None) -> float | None:
+        """From which value of the reward, or of the curriculum's component, a sample is solved; None: it is not said.
+
+        `rewards`: the functions of its source; None: those of the role.
+        """
+        curriculum = self.data.curriculum
+        if curriculum is not None and curriculum.solved_at is not None:
+            return curriculum.solved_at
+        component = None if curriculum is None else curriculum.component
+        if component is None and rewards is None:
+            return self.solved_at
+        return right_from(self.roles.reward.functions if rewards is None else rewards, component)
 
     def _environment_of(self, name: str | None) -> str | None:
         """The environment of samples by its name in their source; None: they are single responses."""
@@ -270,15 +280,19 @@ class RolloutSpec(RunSpec, frozen=True):
         return self.needs_old_logprobs and self.schedule.max_staleness > 0
 
     @property
-    def solved_at(self) -> float | None:
-        """Reward from which a held-out sample counts as solved; None: the reward does not say."""
-        if self.evaluation is not None and self.evaluation.solved_at is not None:
-            return self.evaluation.solved_at
-        return self._solved_by_role
+    def values_at_batch(self) -> bool:
+        """Whether the critic's values are computed for the whole batch instead of for each group during generation.
+
+        The critic trains while groups of later steps are generated: only once it is their turn is it the critic before
+        the step's updates.
+        """
+        return self.roles.critic is not None and self.schedule.max_staleness > 0
 
     @property
-    def _solved_by_role(self) -> float | None:
-        """Reward of a right response by the functions of the role; None: they do not say."""
+    def solved_at(self) -> float | None:
+        """Reward of the role from which a sample counts as solved; None: neither evaluation nor reward say."""
+        if self.evaluation is not None and self.evaluation.solved_at is not None:
+            return self.evaluation.solved_at
         reward = self.roles.reward
         return None if reward.model is not None and reward.model_weight else right_from(reward.functions)
 
@@ -527,14 +541,24 @@ class RolloutSpec(RunSpec, frozen=True):
         return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
 
     def room_for(self, section: str) -> PromptRoom:
-        """See `RunSpec.room_for`; beside the longest response of an evaluation."""
-        longest = self.roles.rollout.max_model_len
-        for held_out in self.held_out_sets():
-            response = held_out.sampling.max_tokens
-            if held_out.section == section and response is not None and held_out.environment is None:
-                words = f"roles.rollout.max_model_len {longest} leaves beside a response of {response} in evaluation"
-                return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
-        return self.prompt_room
+        """See `RunSpec.room_for`; beside the longest response of the section's samples, or a turn of their episodes.
+
+        A turn may have what the conversation leaves of the model's length, and needs one token.
+        """
+        place = section.partition(" ")[0]  # of a mixture with the source: `train.0 (math)`
+        sources = zip(self.data.train_sources(), self.group_settings, strict=True)
+        lengths = {name: (own.environment, own.max_tokens, f"data.{name}") for name, own in sources}
+        for own in self.held_out_sets():
+            lengths[own.section] = own.environment, own.sampling.max_tokens, "evaluation"
+        environment, response, where = lengths.get(place, (None, None, ""))
+        longest, field = self.roles.rollout.max_model_len, "roles.rollout.max_model_len"
+        if environment is not None:
+            return PromptRoom(longest - 1, field, f"{field} {longest} leaves beside a turn of one token")
+        if response is None:
+            return self.prompt_room
+        return PromptRoom(
+            longest - response, field, f"{field} {longest} leaves beside a response of {response} in {where}"
+        )
 
     @property
     def trainer(self) -> str:

@@ -571,8 +571,8 @@ class MixedPrompts(SourceShare):
     """Reward functions of this source, in place of the functions and the model of `roles.reward`; null: those."""
     solved_at: float | None = None
     """A sample with at least this reward counts as solved, in the source's pass rate and in the curriculum; null:
-    `data.curriculum.solved_at`, and without a curriculum the weight of the only reward function with a weight, where
-    that is one that says right or wrong, such as `exact_match`; otherwise there is no pass rate."""
+    `data.curriculum.solved_at`, and without it by the rule of `evaluation.solved_at`, applied to the source's rewards;
+    where these do not say it there is no pass rate, and a curriculum needs it."""
     group_size: int | None = Field(default=None, ge=1)
     """Samples per prompt; null: `algorithm.group_size`."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -627,10 +627,13 @@ class CurriculumConfig(Frozen):
     A pass over the data draws a prompt with probability max(floor, 4 p (1 - p)), where p = (solved + 1) / (samples + 2)
     counts its samples in finished steps. A prompt without results is always drawn."""
 
-    solved_at: float = 1.0
-    """A sample with at least this reward counts as solved."""
+    solved_at: float | None = None
+    """A sample with at least this reward counts as solved; null: `evaluation.solved_at`, or by the rule that stands
+    there. Of a component the rule is: 1 for a function that says right or wrong, such as `exact_match`. Where neither
+    says it, this is required."""
     component: str | None = None
-    """Reward component that `solved_at` is compared with (its label, or `reward_model`); null: the reward."""
+    """Reward component that `solved_at` is compared with (its label, or `reward_model`), without its weight; null: the
+    reward."""
     floor: float = Field(default=0.1, ge=0.01, le=1.0)
     """Least probability with which a pass over the data draws a prompt."""
     decay: float = Field(default=0.5, ge=0.0, le=1.0)

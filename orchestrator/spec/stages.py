@@ -85,7 +85,7 @@ def plan_chain(document: yaml_reader.Document, out: Path | None, parse: Parse) -
     name, sections = _sections(document)
     folder = out or Path((document.data.get("output") or {}).get("folder") or "runs") / name
     runs: list[PlannedRun] = []
-    problems: list[Problem] = []
+    problems: list[Problem] = list(_lost_overrides(document, sections))
     for stage in sections:
         try:
             runs.append(_plan_stage(document, name, stage, folder, runs, list(sections), parse))
@@ -119,9 +119,43 @@ def _sections(document: yaml_reader.Document) -> tuple[str, Mapping[str, Any]]:
             problems.append(source.problem(path, "expected a section"))
         elif section and "name" in section:
             problems.append(source.problem(f"{path}.name", "a stage is named by its key; remove it"))
+        elif isinstance(section, dict) and "folder" in _section(section, "output"):
+            why = "has no effect: stages are written to the chain's folder; set output.folder beside `stages`"
+            problems.append(source.problem(f"{path}.output.folder", why))
     if problems:
         raise SpecError(problems)
     return str(name), {stage: section or {} for stage, section in stages.items()}
+
+
+def _section(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of a stage as it was written; empty where it is none."""
+    return data[key] if isinstance(data.get(key), dict) else {}
+
+
+def _lost_overrides(document: yaml_reader.Document, sections: Mapping[str, Any]) -> Iterator[Problem]:
+    """Values that `--set` gives the shared part, and that every stage replaces by its own."""
+    shared = {key: value for key, value in document.data.items() if key != _STAGES}
+    stages = {name: _merge_sections(shared, section) for name, section in sections.items()}
+    places = document.source.places.items()
+    given = [path for path, place in places if place.file == yaml_reader.OVERRIDE and path[0] != _STAGES]
+    for path in given:
+        around = any(other != path and other[: len(path)] == path for other in given)
+        if not around and not any(_keeps(stage, shared, path) for stage in stages.values()):
+            field = format_path(path)
+            own = ", ".join(f"{_STAGES}.{name}.{field}" for name in stages)
+            yield document.source.problem(field, f"has no effect: every stage has its own; set {own}")
+
+
+def _keeps(stage: Any, shared: Any, path: FieldPath) -> bool:
+    """Whether a stage has the value of the shared part at this path; of a section: one of its fields."""
+    for part in path:
+        try:
+            stage, shared = stage[part], shared[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    if isinstance(shared, dict) and isinstance(stage, dict):
+        return not shared or any(_keeps(stage, shared, (key,)) for key in shared)
+    return stage == shared
 
 
 def _plan_stage(

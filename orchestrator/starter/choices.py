@@ -103,6 +103,14 @@ class Data:
     """Reward function that fits the answers; None: nothing is sampled."""
     without_evaluation: str = ""
     """Why nothing is held out; empty: something is."""
+    unused: tuple[str, ...] = ()
+    """Columns that look like parts of the prompt, and that the spec does not use."""
+
+    @property
+    def unused_note(self) -> str:
+        """What to do about the columns that the spec does not use; empty without one."""
+        columns = ", ".join(self.unused)
+        return f"Not used: {columns}. Where the prompt needs more, join it into one column." if columns else ""
 
 
 def check_algorithm(name: str) -> None:

@@ -39,6 +39,13 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
 OpenRLHF."""
 _CONVERSATIONS = ("messages", "conversations")
 """Names of a column with whole conversations."""
+_BESIDE_A_CONVERSATION = ("system", "system_prompt", "tools", "image", "images")
+_BESIDE_A_PROMPT = (
+    *("instruction", "question", "problem", "query", "input", "context", "contexts", "passage", "passages"),
+    *("document", "documents", "article", "paragraph", "history", "choices", "options", "starter_code"),
+    *_BESIDE_A_CONVERSATION,
+)
+"""Names of columns without which a prompt may make no sense: those of Alpaca, Dolly, SQuAD, MMLU and LiveCodeBench."""
 _OFFLINE_COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
     "demonstrations": ("prompt", "response"),
     "pairs": ("prompt", "chosen", "rejected"),
@@ -61,6 +68,7 @@ def read_data(choices: Choices) -> Data:
     train, held_out, why = find_tables(choices.data)
     found = _examples(choices, train) if choices.offline else _prompts(choices, train)
     columns = {name: value for name, value in found.section["train"].items() if name not in train.section}
+    found = replace(found, unused=_unused(columns, train))
     if held_out is not None and (lost := [name for name in columns.values() if name and name not in held_out.rows[0]]):
         held_out, why = None, f"the held-out part has no column {lost[0]}"
     if held_out is None:
@@ -104,6 +112,14 @@ def _examples(choices: Choices, table: Table) -> Data:
     return Data({"train": table.section | columns}, prompt_tokens, longest)
 
 
+def _unused(columns: Mapping[str, str | None], table: Table) -> tuple[str, ...]:
+    """Columns that look like parts of the prompt, have values, and are none of the spec's `columns`."""
+    prompt = None if "messages" in columns else columns.get("prompt", "prompt")
+    whole = prompt is None or isinstance(table.rows[0].get(prompt), list)
+    parts = (name for name in (_BESIDE_A_CONVERSATION if whole else _BESIDE_A_PROMPT) if name not in columns.values())
+    return tuple(name for name in parts if any(row.get(name) not in (None, "", [], {}) for row in table.rows))
+
+
 def _found(column: str, table: Table) -> str | None:
     return next((name for name in _COLUMNS[column] if name in table.rows[0]), None)
 
@@ -132,7 +148,7 @@ def fitting_reward(answers: Sequence[Any]) -> Earned:
     Raises:
         UsageError: There are no answers, or the trial fails.
     """
-    given = [right for right in answers if right not in (None, "", [])][:_ANSWERS]
+    given = [right for right in answers if right not in (None, "", []) and right == right][:_ANSWERS]  # NaN is missing
     texts = [list(map(str, right if isinstance(right, list) else [right])) for right in given]
     if not texts:
         raise UsageError("--data: the column with the answer is empty")

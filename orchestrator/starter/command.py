@@ -113,8 +113,17 @@ def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
     return replace(choices, difficulty=found)
 
 
-def text_of(choices: Choices, output: Path) -> str:
-    """The spec for these choices. Raises UsageError, SpecError or DoesNotFit."""
+def text_of(choices: Choices, output: Path, say: Callable[[str], None] = lambda _: None) -> str:
+    """The spec for these choices.
+
+    Args:
+        choices: The user's choices.
+        output: The file that it is for.
+        say: Gets what the user should know at once, besides the heading of the file.
+
+    Raises:
+        UsageError, SpecError, DoesNotFit: There is no such spec.
+    """
     if choices.data.startswith(GYM):
         check_task(choices.data.removeprefix(GYM))
     data = read_data(choices)
@@ -140,6 +149,9 @@ def text_of(choices: Choices, output: Path) -> str:
         heading.append(f"Difficulty: that of the task, not tried: {choices.not_tried}.")
     if data.reward is not None and data.reward.note:
         heading.append(f"Reward: {data.reward.note}.")
+    if data.unused:
+        heading.append(data.unused_note)
+        say(data.unused_note)
     if data.without_evaluation:
         heading.append(f"No evaluation: {data.without_evaluation} (data.eval).")
     if adapters:

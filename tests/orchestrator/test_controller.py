@@ -30,9 +30,10 @@ from tests.fakes import (
 )
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
-from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
+from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
@@ -44,6 +45,8 @@ from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.reporting.verdicts.data import dropped_samples, failing_rewards
+from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
@@ -119,14 +122,22 @@ class RolloutRun(FakeRun[RolloutSpec]):
             curriculum = curriculum_of(self.spec, settings)
             prompts = prompt_order(self.spec, data, curriculum)
         else:
-            curriculum = None if self.curriculum is None else Curriculum(self.curriculum, 17)
+            curriculum = (
+                None
+                if self.curriculum is None
+                else Curriculum(self.curriculum, 17, RowTable((0,), (CurriculumSource("", 1.0),)))
+            )
             prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
         if found:
             prompts.restore(found.state["source"]["prompts"])
         pool = self.pool = self.engine_pool()
         policy = self.policy = policy_group(*self.policies)
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
-        scorer = Scorer(rewards, [TokenScorer(policy, policy.compute_logprobs, 1.0)])
+        scorers = [TokenScorer(policy, policy.compute_logprobs, 1.0)]
+        critics = self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
+        if critics is not None and not self.spec.values_at_batch:
+            scorers.append(TokenScorer(critics, critics.compute_values, 1.0))
+        scorer = Scorer(rewards, scorers)
         console = Console(io.StringIO())
         texts = None
         if self.texts:
@@ -137,7 +148,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         scheduler = RolloutScheduler(self.spec, pool, scorer, ledger, prompts.next, None, done, observe, settings)
         self.found, self.scheduler = found, scheduler
         makers = RolloutComponents(
-            Workers({"policy": policy}),
+            Workers({"policy": policy} if critics is None else {"policy": policy, "critic": critics}),
             pool,
             scheduler,
             rewards,
@@ -146,8 +157,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
             texts,
             curriculum,
         )
-        self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
-        updates = RolloutUpdates(self.spec, policy, self.critics, console)
+        updates = RolloutUpdates(self.spec, policy, critics, console)
         sync = FileSync(policy, pool, self.sync_timeout_s)
         recovery = self.recovery(updates, sync.push, store, console, done)
         pool.renew = lambda: recovery.retry(sync.renew)
@@ -230,6 +240,22 @@ def test_candidates_compete_with_the_samples_and_are_not_counted_as_samples(tmp_
     assert run.lines()[1]["candidates/reward"] == 1 / 3
 
 
+def test_a_step_counts_the_samples_of_groups_that_failed_as_a_whole(tmp_path: Path) -> None:
+    """Two prompts of the first step have no reward for any sample, one for one: they fail whatever is sampled."""
+    run = RolloutRun(tmp_path, schedule={"steps": 2}, checkpoint={"every_steps": 0})
+    whole = {(f"e0-r{row}", i): "error: TypeError" for row in (1, 3) for i in range(4)}
+    run.reward.fail = whole | {("e0-r2", 0): "timeout after 5 s"}
+    outcome = run.run()
+    assert outcome.drop_reasons == {"reward: error: TypeError": 8, "reward: timeout after 5 s": 1}
+    first, second = run.lines()
+    assert (first["failed_samples"], first["dispatched_samples"]) == (9.0, 28.0)
+    assert (second["failed_samples"], second["dispatched_samples"]) == (0.0, 20.0)
+    history = History.of(run.lines(), run.spec.model_dump(mode="json"))
+    assert history.share_of_samples("failed_samples").values == (9 / 28, 0.0)
+    assert [found.name for found in failing_rewards(History.of(run.lines()[:1]))] == ["failing-rewards"]
+    assert not list(dropped_samples(history))
+
+
 def test_truncated_samples_are_trained_unless_the_spec_masks_them(tmp_path: Path) -> None:
     run = RolloutRun(tmp_path)
     for engine in run.engines:
@@ -249,6 +275,17 @@ def test_every_sample_is_trained_once_at_any_max_staleness(tmp_path: Path, stale
     assert max(line["staleness/max"] for line in run.lines()) <= staleness
     assert len(run.policies[0].updates) == 4
     assert {e.version for e in run.engines} == {4}
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_values_are_those_of_the_critic_before_the_steps_updates(tmp_path: Path, staleness: int) -> None:
+    """Also where groups were generated while an earlier critic was in use, or between its two updates of a step."""
+    run = RolloutRun(tmp_path, schedule={"max_staleness": staleness, "minibatches": 2}, roles={"critic": {}})
+    run.run()
+    (policy,) = run.policies
+    assert [len(batch) for batch in policy.values] == [5] * 4
+    for step, batch in enumerate(policy.values):
+        assert set(map(tuple, batch.values())) == {(2 * step,)}, step
 
 
 def test_zero_advantage_rows_are_skipped_and_count_in_the_totals(tmp_path: Path) -> None:

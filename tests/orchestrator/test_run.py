@@ -79,3 +79,18 @@ async def test_workers_that_start_first_wait_for_the_check(cluster: Any) -> None
     async with asyncio.timeout(60):
         assert (await started(asyncio.create_task(check()))).refused == {"train": 3}
     assert cluster.log == ["start workers", "close", "abandon"]
+
+
+def test_a_run_begins_with_the_warnings_of_its_spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Begun(Exception):
+        pass
+
+    def begin(*_: Any) -> LocalFiles:
+        raise Begun
+
+    monkeypatch.setattr(run_module, "fetch", begin)
+    spec, shown = load_rollout_spec(GRPO, ["roles.policy.warmup_updates=99"]), io.StringIO()
+    with pytest.raises(Begun):
+        run_module.run(RunRequest(spec, tmp_path / "run", False, None), Console(shown))
+    (line,) = spec.warnings()
+    assert f"warning: {line}" in " ".join(shown.getvalue().split())

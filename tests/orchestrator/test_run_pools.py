@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
 
 from tests.clock import on_virtual_time
 from tests.conftest import ROOT
+from tests.fakes import FakeCritic, FakePolicy, critic_group, policy_group
 from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.worker_group import ReferenceGroup
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
@@ -117,6 +119,20 @@ PREFIXES = {
     "judge": "judge",
 }
 """Fields of `failures` with the restarts of each role."""
+
+
+@pytest.mark.parametrize(
+    ("staleness", "methods"), [(0, ["score", "compute_values", "compute_logprobs"]), (1, ["score"])]
+)
+def test_trainers_score_groups_during_generation_only_while_they_do_not_train(
+    staleness: int, methods: list[str]
+) -> None:
+    """Beside updates only the frozen reference does: scores of the trainers are those before a step's updates."""
+    pools, _ = pools_of(load_rollout_spec(SPECS / "tiny-ppo.yaml", [f"schedule.max_staleness={staleness}"]))
+    reference = ReferenceGroup("reference", [Handle("reference-0")], 1024)  # pyright: ignore[reportArgumentType]
+    groups = {"policy": policy_group(FakePolicy()), "critic": critic_group(FakeCritic()), "reference": reference}
+    pools.context = replace(pools.context, workers=Workers({**pools.context.workers.by_role, **groups}))
+    assert [cast("Any", scorer._score_tokens).__name__ for scorer in pools.token_scorers()] == methods
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.real.commands import Run, kill, ledger_balances, running, trajectories
+from tests.real.paused_game import PAUSE
 
 TINY = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 ENDLESS = ("schedule.steps=1000", "checkpoint.every_steps=0", "sampling.max_tokens=24", "failures.health_interval_s=2")
+LETTERS = "{name: letter_share, args: {letters: aeiou}}"
+"""A reward function that gives a random model rewards, for its last turn."""
 
 
 @pytest.mark.real
 def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
-    """A critic, rewards of turns, two environment workers; every number that the run writes agrees with its table."""
+    """A critic, rewards of turns, two environment workers; every number that the run writes agrees with its table.
+
+    Samples are up to one step older than the weights that they train.
+    """
     options = (
         *("algorithm.name=ppo", "algorithm.group_size=2", "schedule.prompts_per_step=8"),
         *("roles.critic={cpus: 0.25, threads: 1, learning_rate: 1e-3, micro_batch_tokens: 2048}",),
-        *("roles.reward.functions.0.process=true", "roles.environment.workers=2", "roles.environment.episodes=4"),
-        *("algorithm.kl.coef=0.0",),
+        f"roles.reward.functions=[{{name: environment, process: true}}, {LETTERS}]",
+        *("roles.environment.workers=2", "roles.environment.episodes=4"),
+        *("algorithm.kl.coef=0.0", "schedule.steps=3", "schedule.max_staleness=1"),
     )
     with running(Run(tmp_path, TINY, *options, name="ppo-turns")) as run:
         assert run.wait() == 0, run.output
@@ -31,6 +39,11 @@ def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
         assert ledger_balances(line) and line["ledger/dropped"] == 0
         assert (line["workers/environment"], line["episodes/failed"], line["episodes/turns"]) == (2, 0, 3)
         assert line["prompt_tokens/cached"] > 0.3, "later turns read their prompt from the cache"
+        # The only update of a step begins with the critic that gave the values, however old the samples are.
+        assert line["critic/value"] == pytest.approx(line["value_mean"], abs=1e-5)
+        assert line["critic/value_clip_fraction"] == 0
+    assert {line["staleness/max"] for line in run.metrics} == {0, 1}
+    assert abs(run.metrics[-1]["value_mean"]) > 1e-3, "the critic starts with values of 0"
     table = trajectories(run.out, 1).to_pylist()
     assert len(table) == 16
     for row in table:
@@ -55,7 +68,9 @@ def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_lef
     """
     reference = ("roles.reference={cpus: 0.25, threads: 1, micro_batch_tokens: 2048}", "algorithm.kl.coef=0.01")
     restarts = ("failures.reference_restarts=1", "failures.environment_restarts=1")
-    with running(Run(tmp_path, TINY, *ENDLESS, *reference, *restarts, name="killed")) as run:
+    paused = ("roles.environment.name=tests.real.paused_game:PausedGame", f"roles.environment.args.folder={tmp_path}")
+    overrides, env = (*ENDLESS, *reference, *restarts, *paused), {"PYTHONPATH": str(ROOT)}
+    with running(Run(tmp_path, TINY, *overrides, name="killed", env=env)) as run:
         run.wait_for_step(1)
         for role in ("RewardWorker", "ReferenceWorker"):
             kill(run, role)
@@ -63,11 +78,12 @@ def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_lef
             run.wait_for_step(run.metrics[-1]["step"] + 2)
         assert {line["ledger/retries"] for line in run.metrics} == {0}
         assert restarted(run) == 0
-        time.sleep(0.3)  # the next step's episodes have begun, and take a second
-        kill(run, "EnvironmentWorker")
+        with in_an_episode(run, tmp_path, "first"):
+            kill(run, "EnvironmentWorker")
         step = run.wait_until(lambda: restarted(run), "episodes that start again")
         run.wait_for_step(step + 1)
-        kill(run, "EngineCore")
+        with in_an_episode(run, tmp_path, "second"):
+            kill(run, "EngineCore")
         run.wait_until(lambda: run.metrics[-1]["ledger/retries"] > 0, "a retry on a new engine")
         run.wait_for_step(run.metrics[-1]["step"] + 1)
         kill(run, "EnvironmentWorker")
@@ -79,6 +95,15 @@ def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_lef
         assert "no environment worker is left (1 of 1 restarts used: failures.environment_restarts)" in run.output
         assert run.leftover_processes() == []
     assert run.weight_files == []
+
+
+@contextmanager
+def in_an_episode(run: Run, folder: Path, name: str) -> Iterator[None]:
+    """No turn of an episode ends within the block, which one has begun."""
+    (folder / PAUSE).write_text(name)
+    run.wait_until((folder / name).exists, "a turn of an episode")
+    yield
+    (folder / PAUSE).unlink()
 
 
 def restarted(run: Run) -> int:

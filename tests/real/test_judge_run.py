@@ -23,6 +23,7 @@ def test_a_judge_scores_every_sample_and_is_replaced_as_the_engine_is_until_no_r
     """
     small = ("roles.judge.model.path=.cache/models/tiny-llama", "sampling.max_tokens=64")
     endless = ("schedule.steps=1000", "failures.health_interval_s=2", "failures.engine_restarts=1")
+    endless += ("roles.rollout.max_num_seqs=2",)  # generating a step takes seconds
     with running(Run(tmp_path, TINY, *small, *endless, "schedule.prompts_per_step=8", name="killed")) as run:
         run.wait_for_step(1)
         engine_of(run, "JudgeWorker").kill()
@@ -49,7 +50,7 @@ def assert_judged(run: Run) -> None:
     for line in lines:
         assert ledger_balances(line) and line["ledger/dropped"] == 0
         assert line["ledger/trained"] == 32 * line["step"]
-    for line in lines[:-1]:  # the trajectories of the last one may be being written
+    for line in lines[:-2]:  # the trajectories of the last two may not be written
         table = trajectories(run.out, line["step"]).to_pylist()
         assert len(table) == 32 and {row["status"] for row in table} == {"ok"}
         assert all(round(10 * row["reward"], 6) in range(11) for row in table), "a score from 0 to 10"

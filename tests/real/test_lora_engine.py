@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.real.rollout_helpers import chat, prompt_table, reference_logprobs, rollout_config
+from tests.real.rollout_helpers import chat, prompt_table, reference_logprobs, rollout_config, until_sampling
 from troupe.workers.contract.config import LoraConfig, ModelConfig, RolloutConfig
 from troupe.workers.contract.messages import GroupRequest, WeightUpdate
 from troupe.workers.engine import settings
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 LORA = LoraConfig(rank=3, alpha=4.5)
 PROMPTS = prompt_table(chat("Name a colour, and then another one, and so on, until there is none left."))
 REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=0, samples=3, seed=11)
-LONG, TEMPERATURE = 300, 0.7
+LONG, TEMPERATURE = 600, 0.7
 
 
 @dataclass
@@ -168,12 +168,13 @@ async def test_running_requests_continue_with_the_next_version(worker: RolloutWo
     config = worker._config
     longer = config.sampling.model_copy(update={"max_tokens": LONG})
     worker._config = config.model_copy(update={"sampling": longer})
+    state = {name: parameter.detach().clone() for name, parameter in policy.adapter.named_parameters()}
+    policy.train()
+    update = policy.publish()
     try:
         running = asyncio.create_task(rows(worker, request))
-        await asyncio.sleep(0.5)
-        state = {name: parameter.detach().clone() for name, parameter in policy.adapter.named_parameters()}
-        policy.train()
-        await worker.update_weights(policy.publish())
+        await until_sampling(worker, 2)
+        await worker.update_weights(update)
         found = await running
     finally:
         worker._config = config
@@ -266,7 +267,7 @@ async def test_an_engine_that_rests_wakes_with_the_next_adapters(worker: Rollout
     worker._config = config.model_copy(update={"sampling": longer})
     try:
         running = asyncio.create_task(rows(worker))
-        await asyncio.sleep(0.3)
+        await until_sampling(worker, 3)
         await worker.rest()
         policy.train()
         async with planted(worker, "not pushed"):
@@ -277,7 +278,7 @@ async def test_an_engine_that_rests_wakes_with_the_next_adapters(worker: Rollout
         assert not worker._memory.awake  # nothing wakes an engine whose adapters were not verified
         await worker.update_weights(policy.publish())
         running = asyncio.create_task(rows(worker))
-        await asyncio.sleep(0.3)
+        await until_sampling(worker, 3)
         await worker.rest()
         policy.train()
         await worker.update_weights(policy.publish())

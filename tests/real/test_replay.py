@@ -65,10 +65,10 @@ class PPORun:
 def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPORun]:
     """PPO with a critic, texts and two updates per step. Critic, critic and policy are killed in its first start."""
     folder = tmp_path_factory.mktemp("replay")
-    sets = ("checkpoint.every_steps=2", "checkpoint.keep=10", "failures.trainer_restarts=2", *TEXTS)
+    sets = ("checkpoint.every_steps=4", "checkpoint.keep=10", "failures.trainer_restarts=2", *TEXTS)
     with running(Run(folder, PPO, *sets, "schedule.steps=1000", name="ppo")) as first:
-        kill_each(first, (1, "CriticWorker"), (3, "CriticWorker"))
-        first.wait_for_step(5)
+        kill_each(first, (1, "CriticWorker"), (5, "CriticWorker"))
+        first.wait_for_step(9)
         kill(first, "PolicyWorker")
         assert first.wait() == 1, first.output
         assert first.leftover_processes() == []
@@ -99,12 +99,12 @@ def test_a_dead_critic_is_brought_back_with_the_policy_until_no_restart_is_left(
     last = r"error: policy-0\.\w+: .*2 of 2 restarts used: failures.trainer_restarts"
     assert re.match(last, first.error_lines[0]), first.error_lines
     assert "policy and critic restarted from the initial model, " in first.stdout
-    assert re.search(r"policy and critic restarted from the checkpoint of step [24], ", first.stdout)
+    assert re.search(r"policy and critic restarted from the checkpoint of step [48], ", first.stdout)
     assert [line["step"] for line in ppo_run.metrics] == list(range(1, len(ppo_run.metrics) + 1))
     for line in ppo_run.metrics:
         assert ledger_balances(line)
         assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
-    assert ppo_run.saved >= 4  # saved, or being saved, when step 5 was reported
+    assert ppo_run.saved >= 8  # saved before step 9 was reported
 
 
 def test_ppo_with_a_critic_increases_the_reward(ppo_run: PPORun) -> None:
@@ -159,10 +159,10 @@ def test_a_planted_bug_in_the_loss_is_found(ppo: Path, tmp_path: Path) -> None:
     text = file.read_text()
     assert text.count(PLANTED[0]) == 1
     file.write_text(text.replace(*PLANTED))
-    replay = replayed(ppo, 3, "--against", str(checkout), code=1)
-    assert equal_steps(replay) == [3], "this code repeats the step from the checkpoint before it"
+    replay = replayed(ppo, 5, "--against", str(checkout), code=1)
+    assert equal_steps(replay) == [5], "this code repeats the step from the checkpoint before it"
     found = replay.stdout
-    assert re.search(rf"^{checkout} differs first in step 3$", found, re.MULTILINE), found
+    assert re.search(rf"^{checkout} differs first in step 5$", found, re.MULTILINE), found
     assert re.search(r"^  policy: \d+ of \d+ parameters; the first is \S+$", found, re.MULTILINE), found
     assert "  critic: " not in found, "the critic's loss is the same"
     assert "  update 2 of 2: policy/loss is " in found, "before the first update the ratio is 1, and nothing is bounded"

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def failing(folder: Path) -> Iterator[Run]:
-    """A run with `max_staleness: 1` whose reward function fails for some samples, and after step 2 for all."""
+    """A run with `max_staleness: 1` whose reward function fails for some samples, and after some steps for all."""
     judges = folder / "judges"
     judges.mkdir()
     (judges / "failing_judge.py").write_text(FUNCTION)
@@ -44,9 +44,9 @@ def failing(folder: Path) -> Iterator[Run]:
         *("roles.rollout.max_num_seqs=2", "failures.max_failed_fraction=1"),
     )
     with running(Run(folder, GRPO, *overrides, name="failing", env={"PYTHONPATH": str(judges)})) as run:
-        run.wait_for_step(2)
-        # How far generation and training overlap depends on the machine's load.
-        run.wait_until(lambda: _updated_in_flight(run, run.metrics[:-1]), "a response with two weight versions")
+        # How far generation and training overlap depends on the machine's load. Of the last two steps the samples may
+        # not be written.
+        run.wait_until(lambda: _updated_in_flight(run, run.metrics[:-2]), "a response with two weight versions")
         (judges / "always").touch()
         run.wait()
         yield run

@@ -148,13 +148,13 @@ async def test_an_update_during_generation_records_the_version_of_every_token(
     old = trainer.publish()
     await worker.update_weights(old)
     before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
-    with sampling_config(worker, top_p=0.9):
-        running = [asyncio.create_task(generate_rows(worker, 4)) for _ in range(2)]
-        await until_sampling(worker, 8)
     for kind in KINDS:
         perturb(trainer.model, kind)
     new = trainer.publish()
-    await worker.update_weights(new)
+    with sampling_config(worker, top_p=0.9):
+        running = [asyncio.create_task(generate_rows(worker, 4)) for _ in range(2)]
+        await until_sampling(worker, 8)
+        await worker.update_weights(new)
     rows = [row for group in await asyncio.gather(*running) for row in group]
     assert len(rows) == 8
     for row in rows:

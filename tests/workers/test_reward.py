@@ -29,6 +29,8 @@ from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunc
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
 from troupe.workers.contract.reward_names import NO_ANSWER
 from troupe.workers.contract.samples import SAMPLES
+from troupe.workers.data.chat import encode_prompt
+from troupe.workers.data.examples import encode_conversation, encode_response
 from troupe.workers.data.trajectories import join_rewards, write_trajectories
 from troupe.workers.reward import RewardWorker, combine, component_labels
 from troupe.workers.rewards.loading import RewardFunctionError
@@ -310,8 +312,42 @@ def test_sampled_ids_are_used_where_the_vocabulary_is_the_same(tmp_path: Path) -
 def test_another_vocabulary_is_given_the_text(tmp_path: Path) -> None:
     words = list(reversed(WORDS))
     model = reward_model(save_reward_model(tmp_path, words))
-    expected = [words.index(word) for word in ("<user>", "one", "<assistant>", "two", "three")]
+    expected = [words.index(word) for word in ("<user>", "one", "<assistant>", "two", "three", "<eos>")]
     assert model.encode(rollouts(["two three"], ids=[[5, 6]])) == [expected]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> four {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}",
+        "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} four {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}",
+    ],
+    ids=["no end", "text behind the end", "text and no end"],
+)
+def test_the_score_is_read_where_training_read_it(tmp_path: Path, template: str) -> None:
+    """Sampled ids, an episode's conversation and a response of another tokenizer all end as an example does."""
+    model = reward_model(save_reward_model(tmp_path, template=template))
+    asked = [{"role": "user", "content": "one"}]
+    prompt = encode_prompt(model.tokenizer, json.dumps(asked), 32)
+    trained = [*prompt, *encode_response(model.tokenizer, json.dumps(asked), prompt, "two three")]
+    assert trained[-3:] == [5, 6, 1]
+    sampled = rollouts(["two three"], prompt=prompt, ids=[[5, 6, 1]])
+    other = rollouts(["two three"], prompt=[*prompt, 8], ids=[[5, 6]])
+    played = json.dumps([*asked, {"role": "assistant", "content": "two three"}])
+    place = sampled.schema.get_field_index("conversation")
+    episode = sampled.set_column(place, sampled.schema.field(place), [[played]])
+    for table in (sampled, other, episode):
+        assert model.encode(table) == [trained]
+
+
+def test_a_conversation_that_ends_with_a_tool_ends_as_the_template_writes_it(tmp_path: Path) -> None:
+    model = reward_model(save_reward_model(tmp_path))
+    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    said.append({"role": "user", "content": "four"})
+    assert encode_conversation(model.tokenizer, said) == [2, 4, 3, 5, 2, 7]
 
 
 def test_without_a_chat_template_the_vocabulary_must_be_the_same(tmp_path: Path) -> None:
@@ -326,7 +362,7 @@ def test_without_a_chat_template_the_vocabulary_must_be_the_same(tmp_path: Path)
 def test_a_chat_template_of_the_spec_replaces_the_reward_model_s_own(tmp_path: Path) -> None:
     path, words = save_reward_model(tmp_path / "model", list(reversed(WORDS)), template=None), list(reversed(WORDS))
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }} <eos> {% endfor %}")
-    for chosen, said in ((str(tmp_path / "own.jinja"), "one <eos> two three <eos>"), ("none", "one two three")):
+    for chosen, said in ((str(tmp_path / "own.jinja"), "one <eos> two three <eos>"), ("none", "one two three <eos>")):
         model = RewardModel(ModelConfig(path=path, dtype="float32", chat_template=chosen), 64, "cpu")
         table = rollouts([" two three"], ids=[[5, 6]])
         assert model.encode(table) == [[words.index(word) for word in said.split()]]

@@ -218,7 +218,7 @@ class OptimizerConfig(Frozen):
     warmup_updates: int = Field(default=0, ge=0)
     """Optimizer updates over which the learning rate rises linearly from 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Final learning rate as a fraction of the peak."""
+    """Final learning rate of `linear` and `cosine` as a fraction of the peak."""
 
 
 class TrainerConfig(OptimizerConfig):

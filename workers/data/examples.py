@@ -105,6 +105,29 @@ def encode_turns(
     return ids, mask
 
 
+def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+    """Token ids of a whole conversation, up to where `encode_turns` ends: a reward model reads its score there.
+
+    A conversation that ends with another message than the assistant's, or whose last text the template leaves out, ends
+    as the template writes it.
+
+    Raises:
+        Exception: a chat template can raise anything.
+    """
+    shown = as_text(tokenizer, messages)
+    whole = render_as_text(tokenizer, shown, open_turn=False)
+    last = shown[-1]
+    if last["role"] != "assistant" or not isinstance(last.get("content"), str):
+        return token_ids(tokenizer, whole)
+    last["content"] += MARK
+    _, mark, behind = render_as_text(tokenizer, shown, open_turn=False).rpartition(MARK)
+    if not mark or not whole.endswith(behind):
+        return token_ids(tokenizer, whole)
+    closing, own = _closing(tokenizer, behind), turn_ends(tokenizer).own
+    ids = token_ids(tokenizer, whole[: len(whole) - len(behind) + len(closing)])
+    return ids if closing or own is None else [*ids, own]
+
+
 def _behind(
     tokenizer: PreTrainedTokenizerBase, said: list[dict[str, str]], turns: Sequence[dict[str, str]], place: int
 ) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.reward_values import total
 from troupe.workers.environments.base import Environment
 from troupe.workers.environments.tools import unread_call
 
@@ -112,7 +113,7 @@ class OpenEnv(Environment):
                 rewards.append(float(result.reward))
             if done := result.done:
                 break
-        return Observation(answers, reward=sum(rewards) if rewards else None, done=done)
+        return Observation(answers, reward=total(rewards) if rewards else None, done=done)
 
     def _read(self, text: str) -> dict[str, Any]:
         """The action that a turn is. Raises ValueError if it is none."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.reward_values import is_solved
 from troupe.workers.environments.base import Environment
 from troupe.workers.environments.reward_environment import RewardFunction
 
@@ -43,7 +44,7 @@ class Retry(Environment):
         """The reward of a right or of the last answer, or the feedback."""
         value = await self._reward.value(message["content"], self._row)
         self._left -= 1
-        solved = value >= self._solved_at
+        solved = is_solved(value, self._solved_at)
         if solved or not self._left:
             return Observation(reward=self._scale * value, done=True, info={"solved": float(solved)})
         self._scale *= self._discount

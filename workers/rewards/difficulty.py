@@ -9,6 +9,7 @@ import reasoning_gym
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from troupe.workers.contract.reward_values import is_solved
 from troupe.workers.data.response_text import response_text
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.rewards.answer_text import in_thought
@@ -71,4 +72,5 @@ def _prompt(tokenizer: Any, question: str) -> str:
 
 
 def _is_right(text: str, entry: dict[str, Any], task: str, opens_thought: bool) -> bool:
-    return score(text, entry["answer"], {"recipe": task, "entry": entry}, opens_thought=opens_thought) >= 1.0
+    value = score(text, entry["answer"], {"recipe": task, "entry": entry}, opens_thought=opens_thought)
+    return is_solved(value, 1.0)

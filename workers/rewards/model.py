@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from troupe.workers.contract.config import Device, ModelConfig
+from troupe.workers.data.examples import encode_conversation
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
 from troupe.workers.models.adapter_files import PREFIX
@@ -111,7 +112,8 @@ class RewardModel:
         """Token ids of prompt plus response for this model.
 
         If this model's tokenizer and chat template give the same prompt ids for the messages, the sampled ids are used;
-        otherwise, and for the conversation of an episode, it is rendered again from its text.
+        otherwise, and for the conversation of an episode, it is rendered again from its text, up to the end of the last
+        turn: examples of which reward models are trained end there too.
 
         Raises:
             ValueError: the vocabulary differs, and there is no chat template to render the conversation.
@@ -130,23 +132,21 @@ class RewardModel:
                 sequences.append(prompt_ids + response_ids)
                 continue
             if row["conversation"]:
-                sequences.append(self._render(json.loads(row["conversation"]), open_turn=False))
+                sequences.append(encode_conversation(self.tokenizer, json.loads(row["conversation"])))
                 continue
             if messages not in rendered:
-                rendered[messages] = self._render(json.loads(messages), open_turn=True)
+                opened = render(self.tokenizer, json.loads(messages), open_turn=True)
+                rendered[messages] = token_ids(self.tokenizer, opened)
             if rendered[messages] == prompt_ids:
                 sequences.append(prompt_ids + response_ids)
             else:
                 reply = {"role": "assistant", "content": row["response"]}
-                sequences.append(self._render([*json.loads(messages), reply], open_turn=False))
+                sequences.append(encode_conversation(self.tokenizer, [*json.loads(messages), reply]))
         return sequences
 
     def gpu_peak(self) -> int:
         """Peak bytes that torch has allocated on the model's GPU; 0 on the CPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
-
-    def _render(self, messages: list[dict[str, str]], *, open_turn: bool) -> list[int]:
-        return token_ids(self.tokenizer, render(self.tokenizer, messages, open_turn=open_turn))
 
     def _reads(self, ids: Sequence[int], text: str) -> bool:
         known = max(ids, default=0) < self.vocab_size

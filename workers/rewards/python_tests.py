@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from troupe.workers.rewards.answer_text import visible
 from troupe.workers.rewards.assertions import Assertions, parse_assertions
 from troupe.workers.sandbox.limits import SandboxLimits
-from troupe.workers.sandbox.run import run_python
+from troupe.workers.sandbox.run import SandboxStarter, run_python
 
 Style = Literal["auto", "stdin", "function"]
 
@@ -30,6 +29,7 @@ _RESULTS_KIB = 4096
 
 _DRIVER = '''
 import importlib, json, os, signal, sys
+from time import monotonic
 
 channel = open(os.dup(1), "wb")
 os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
@@ -68,6 +68,7 @@ def plain(value):
 
 
 def main(seconds):
+    began = monotonic()
     cases = importlib.import_module("cases").CASES
     signal.signal(signal.SIGALRM, interrupt)
     for number, calls in enumerate(cases):
@@ -78,7 +79,7 @@ def main(seconds):
         except BaseException as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
             results = None
-        channel.write(json.dumps([number, results]).encode() + b"\\n")
+        channel.write(json.dumps([number, results, monotonic() - began]).encode() + b"\\n")
         channel.flush()
 
 
@@ -122,7 +123,8 @@ def python_tests(
             `auto`: `function` where the cases name a function or are assertions.
         tests: Where the cases are: `answer`, or a key of the metadata.
         timeout_s: Seconds of one case. A case that takes longer fails.
-        total_s: Seconds of all cases. Those that are left fail. The component's own `timeout_s` must be longer.
+        total_s: Seconds of all cases. Where it is used up and a case failed, those that are left fail too. The
+            component's own `timeout_s` must be longer. Neither time counts the start of sandboxes.
         memory_mib: Memory of the program.
         partial: Whether some of the cases count for a part of the reward.
         max_cases: Number of cases that are run, the first ones; 0: all.
@@ -133,6 +135,7 @@ def python_tests(
 
     Raises:
         ValueError: the test cases cannot be used.
+        TimeoutError: `total_s` was used up, though no case had failed.
         SandboxError: the sandbox failed.
     """
     if style not in ("auto", "stdin", "function"):
@@ -146,20 +149,10 @@ def python_tests(
     if _is_function_style(given, style):
         setup, cases = _function_cases(given, metadata, tolerance)
         cases = cases[: max_cases or None]
-        passed = _run_calls(code, setup, cases, replace(limits, timeout_s=total_s), timeout_s)
-        return passed / len(cases) if partial else float(passed == len(cases))
+        verdicts = _run_calls(code, setup, cases, replace(limits, timeout_s=total_s), timeout_s)
+        return _judge(verdicts, len(cases), partial)
     pairs = _stdin_cases(given)[: max_cases or None]
-    passed, deadline = 0, time.monotonic() + total_s
-    for stdin, expected in pairs:
-        left = min(timeout_s, deadline - time.monotonic())
-        if left <= 0:
-            break
-        result = run_python(code, stdin, limits=replace(limits, timeout_s=left))
-        right = result.ok and not result.stdout_discarded and same_output(result.stdout, expected, tolerance)
-        passed += right
-        if not right and not partial:
-            break
-    return passed / len(pairs) if partial else float(passed == len(pairs))
+    return _judge(_run_programs(code, pairs, limits, total_s, tolerance, partial), len(pairs), partial)
 
 
 def extract_code(response: str) -> str:
@@ -190,6 +183,21 @@ def _same_word(ours: str, theirs: str, tolerance: float) -> bool:
         return math.isclose(float(ours), float(theirs), rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
+
+
+def _judge(verdicts: Sequence[bool], cases: int, partial: bool) -> float:
+    """The reward of a program, by the verdicts on the cases that were run.
+
+    Raises:
+        TimeoutError: not all were run, and none of those that were failed: the program may be right.
+    """
+    if len(verdicts) < cases and all(verdicts):
+        raise TimeoutError(
+            f"time for {len(verdicts)} of {cases} cases, none of which failed: raise total_s and the timeout_s of the "
+            "function, or set max_cases"
+        )
+    passed = sum(verdicts)
+    return passed / cases if partial else float(passed == cases)
 
 
 def _read_tests(given: Any) -> Any:
@@ -279,26 +287,57 @@ def _same_value(ours: Any, theirs: Any, tolerance: float) -> bool:
     return bool(ours == theirs)
 
 
-def _run_calls(code: str, setup: list[str], cases: list[_Case], limits: SandboxLimits, timeout_s: float) -> int:
-    """Number of cases that pass. All run in one sandbox, one after the other."""
+def _run_programs(
+    code: str, pairs: list[tuple[str, str]], limits: SandboxLimits, total_s: float, tolerance: float, partial: bool
+) -> list[bool]:
+    """Whether the cases pass that were run until time was up, or one failed and not `partial`.
+
+    Each runs in a separate sandbox, so that a program finds nothing of earlier cases.
+    """
+    verdicts: list[bool] = []
+    left, longest = total_s, min(limits.timeout_s, total_s)
+    with SandboxStarter() as starter:
+        for stdin, expected in pairs:
+            allowed = min(longest, left)
+            result = run_python(code, stdin, limits=replace(limits, timeout_s=allowed), starter=starter)
+            if result.timed_out and allowed < longest:
+                break  # it had less than a case may take
+            right = result.ok and not result.stdout_discarded and same_output(result.stdout, expected, tolerance)
+            verdicts.append(right)
+            left -= result.program_s
+            if left <= 0 or not (right or partial):
+                break
+    return verdicts
+
+
+def _run_calls(code: str, setup: list[str], cases: list[_Case], limits: SandboxLimits, timeout_s: float) -> list[bool]:
+    """Whether the cases pass that were run until time was up. All run in one sandbox, one after the other."""
     calls = ["(" + "".join(f"lambda: ({call}), " for call in case.calls) + ")," for case in cases]
     lines = ["import solution", "globals().update(vars(solution))", *setup, "CASES = (", *calls, ")"]
     modules = {"solution": code, "cases": "\n".join(lines)}
     result = run_python(f"{_DRIVER}\nmain({timeout_s!r})\n", limits=limits, modules=modules)
     found = _read_results(result.stdout)
-    return sum(
-        len(results := found.get(number, [])) == len(case.calls) and case.passes(results)
+    verdicts = [
+        len(results := found[number][0]) == len(case.calls) and case.passes(results)
         for number, case in enumerate(cases)
-    )
+        if number in found
+    ]
+    last_s = limits.timeout_s - max((ended_s for _, ended_s in found.values()), default=0.0)
+    if len(verdicts) < len(cases) and (not result.timed_out or last_s >= min(timeout_s, limits.timeout_s)):
+        verdicts.append(False)  # the program ended early, or a case swallowed the end of its time
+    return verdicts
 
 
-def _read_results(text: str) -> dict[int, list[Any]]:
-    """The results of each case. The text is whatever the program wrote: what is not a result is skipped."""
-    found: dict[int, list[Any]] = {}
+def _read_results(text: str) -> dict[int, tuple[list[Any], float]]:
+    """The results of each case, none if it failed, and the seconds after which it ended.
+
+    The text is whatever the program wrote: what is not a result is skipped.
+    """
+    found: dict[int, tuple[list[Any], float]] = {}
     for line in text.splitlines():
         try:
-            number, results = json.loads(line)
-            found.setdefault(int(number), [_restore(result) for result in results])
+            number, results, ended_s = json.loads(line)
+            found.setdefault(int(number), ([_restore(result) for result in results or ()], float(ended_s)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             continue
     return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_values import total
 from troupe.workers.isolation.child import LOAD_TIMEOUT_S, MAX_REPLY, Child, InvalidReply
 from troupe.workers.isolation.descendants import used_bytes
 from troupe.workers.rewards.loading import RewardFunctionError
@@ -243,7 +244,7 @@ class EnvironmentReward:
         """One outcome per sample; an episode without a reward has 0."""
         return [
             RewardResult(
-                sum(reward for _, reward in s.turn_rewards), steps=s.turn_rewards if self.config.process else ()
+                total(reward for _, reward in s.turn_rewards), steps=s.turn_rewards if self.config.process else ()
             )
             for s in samples
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from troupe.workers.contract.reward_values import is_solved
 from troupe.workers.rewards.loading import load
 
 
@@ -27,6 +28,6 @@ def _earns(function: Callable[..., Any], right: Sequence[str]) -> bool:
     """Whether the first right answer, as the data have it or in a box, earns 1."""
     metadata = {"right_answers": list(right)} if len(right) > 1 else {}
     try:
-        return any(function(text, right[0], metadata) == 1.0 for text in (right[0], f"\\boxed{{{right[0]}}}"))
+        return any(is_solved(function(text, right[0], metadata), 1.0) for text in (right[0], f"\\boxed{{{right[0]}}}"))
     except (ValueError, IndexError):  # it does not read answers of this form, or there is none
         return False

@@ -1,14 +1,18 @@
-"""The process that builds a sandbox, in three steps that each have fewer rights than the one before.
+"""The process that builds sandboxes, one after another, each in three steps with fewer rights than the one before.
 
-1. The *supervisor* is a child of the process that called `run_python`. It clones a process into new namespaces and
-   writes its user map. When that process ends, or the owner pipe closes, it kills what is left and ends.
+The process is a child of the one that called `run_python`. It forks a supervisor for each sandbox, which saves the
+start of an interpreter; nothing else is shared.
+
+1. The *supervisor* clones a process into new namespaces and writes its user map. When that process ends, or the owner
+   pipe closes, it kills what is left and ends.
 2. The *init* is process 1 of the new process namespace. It makes a separate root file system and leaves the host's.
    When it ends, the kernel kills every process in the namespace. It watches the memory of all of them.
 3. The *program* gives up every right and becomes the interpreter that runs the code.
 
-The request is JSON in a file descriptor (see `troupe.workers.sandbox.run`). The answer is one line of JSON:
-``{"wait_status", "out_of_memory"}``, or ``{"failure", "step", "errno"}`` where the sandbox could not be made. This
-module imports only what it needs, because its start is part of every call.
+The request is JSON in a file descriptor (see `troupe.workers.sandbox.run`). The answers are lines of JSON:
+``{"started"}`` when the program starts and ``{"wait_status", "out_of_memory", "program_s"}`` when it has ended, or
+``{"failure", "step", "errno"}`` where the sandbox could not be made. This module imports only what it needs, because
+its start is part of the cost.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import platform
 import resource
 import select
 import signal
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -32,6 +38,8 @@ INSIDE_ID = 1000
 UNPRIVILEGED_ID = 65534
 """User and group of the program, outside, where the caller is root: the process limit does not bind root."""
 WATCH_INTERVAL_MS = 25
+DESCRIPTORS = 6
+"""Descriptors that start a sandbox: the request, standard input, output and error, the status pipe, the owner pipe."""
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
@@ -80,18 +88,43 @@ def _call(step: str, result: int) -> int:
 
 
 def main() -> NoReturn:
-    """Run one program. The arguments are the descriptors of the request, of the status pipe and of the owner pipe."""
-    request_fd, status, owner_pipe = map(int, sys.argv[1:4])
-    for descriptor in (request_fd, status, owner_pipe):
-        os.set_inheritable(descriptor, False)
+    """Run programs, each in a sandbox, until the caller closes the socket whose descriptor is the argument.
+
+    A message in it carries the descriptors of one sandbox (see `DESCRIPTORS`).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the caller too, who closes the owner pipe
-    with os.fdopen(request_fd, "rb") as file:
-        request: dict[str, Any] = json.loads(file.read())
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    requests.set_inheritable(False)
+    while len(descriptors := socket.recv_fds(requests, 1, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)[1]) == DESCRIPTORS:
+        try:
+            with _step("fork"):
+                supervisor = os.fork()
+            if supervisor == 0:
+                requests.close()
+                _supervise(*descriptors)
+        except SetupError as error:
+            _report(descriptors[4], {"failure": str(error), "step": error.step, "errno": error.number})
+        else:
+            os.waitpid(supervisor, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    os._exit(0)
+
+
+def _supervise(request_fd: int, stdin: int, stdout: int, stderr: int, status: int, owner_pipe: int) -> NoReturn:
+    """Run one program, and end when nothing of it is left."""
     try:
+        _call("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+        for standard, given in enumerate((stdin, stdout, stderr)):
+            os.dup2(given, standard)
+            os.close(given)
+        with os.fdopen(request_fd, "rb") as file:
+            request: dict[str, Any] = json.loads(file.read())
         _keep(request, status, owner_pipe)
     except SetupError as error:
         _report(status, {"failure": str(error), "step": error.step, "errno": error.number})
-    os._exit(0)
+    finally:
+        os._exit(0)
 
 
 def _report(status: int, message: dict[str, Any]) -> None:
@@ -181,6 +214,8 @@ def _init(request: dict[str, Any], status: int, ready: int, drops_user: bool) ->
             _call("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
         _call("set the host name", _libc.sethostname(b"sandbox", 7))
         _make_root(request)
+        _report(status, {"started": True})
+        began = time.monotonic()
         with _step("fork"):
             program = os.fork()
         if program == 0:
@@ -189,7 +224,8 @@ def _init(request: dict[str, Any], status: int, ready: int, drops_user: bool) ->
             os.close(descriptor)
         exceeded = _watch(program, request["limits"]["memory_mib"] * 2**20)
         _, wait_status = os.waitpid(program, 0)
-        _report(status, {"wait_status": wait_status, "out_of_memory": exceeded})
+        program_s = time.monotonic() - began
+        _report(status, {"wait_status": wait_status, "out_of_memory": exceeded, "program_s": program_s})
     except SetupError as error:
         _report(status, {"failure": str(error), "step": error.step, "errno": error.number})
     finally:

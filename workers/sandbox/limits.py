@@ -10,7 +10,8 @@ class SandboxLimits:
     """Bounds of one program and of everything that it starts."""
 
     timeout_s: float = 5.0
-    """Wall-clock seconds, the start of the interpreter included. Then everything in the sandbox is killed."""
+    """Wall-clock seconds of the program, the start of its interpreter included but not that of the sandbox. Then
+    everything in the sandbox is killed."""
     memory_mib: int = 512
     """Address space of a process, and private memory of all processes together."""
     disk_mib: int = 64
@@ -58,6 +59,8 @@ class SandboxResult:
     """Bytes of stderr beyond the limit."""
     wall_s: float = 0.0
     """Seconds from the start of the sandbox until nothing of it was left."""
+    program_s: float = 0.0
+    """Seconds from the start of the program until it ended or was killed: what `SandboxLimits.timeout_s` bounds."""
 
     @property
     def ok(self) -> bool:

@@ -10,21 +10,25 @@ import json
 import os
 import platform
 import selectors
+import socket
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from troupe.workers.sandbox.limits import SandboxLimits, SandboxResult
 from troupe.workers.sandbox.seccomp import is_supported
 
 _OLDEST_KERNEL = (5, 14)
 """The first Linux that counts the processes of a user namespace by themselves."""
+_START_S = 30.0
+"""Seconds in which a sandbox must be made. They do not count against the program's time."""
 _GRACE_S = 5.0
 """Seconds that the sandbox's own processes get to end after the program was killed."""
 _CHUNK = 2**16
@@ -82,7 +86,12 @@ class SandboxUnavailable(SandboxError):
 
 
 def run_python(
-    code: str, stdin: str = "", *, limits: SandboxLimits | None = None, modules: Mapping[str, str] | None = None
+    code: str,
+    stdin: str = "",
+    *,
+    limits: SandboxLimits | None = None,
+    modules: Mapping[str, str] | None = None,
+    starter: SandboxStarter | None = None,
 ) -> SandboxResult:
     """Run Python code in a separate sandbox, and return when nothing of it is left.
 
@@ -91,6 +100,7 @@ def run_python(
         stdin: What it reads from standard input.
         limits: What it may use.
         modules: Source of modules that it can import, by name.
+        starter: What starts the sandbox, where several are started one after another. None: one of its own.
 
     Returns:
         What the program did. No fault of the program raises.
@@ -104,10 +114,12 @@ def run_python(
     if not all(name.isidentifier() and name.isascii() for name in sources):
         raise ValueError(f"modules must have plain names, got {sorted(sources)}")
     started = time.monotonic()
-    with _sandbox(_request(sources, limits)) as (process, status, owner_pipe):
-        transfer = _Transfer(process, status, stdin.encode("utf-8", "replace"), limits.output_kib * 1024)
-        timed_out = transfer.run(started + limits.timeout_s, owner_pipe)
-    end = _read_status(transfer.status, timed_out)
+    with contextlib.ExitStack() as stack:
+        starter = starter or stack.enter_context(SandboxStarter())
+        ends = stack.enter_context(starter.start(_request(sources, limits)))
+        transfer = _Transfer(ends, stdin.encode("utf-8", "replace"), limits.output_kib * 1024)
+        timed_out = transfer.run(limits.timeout_s)
+    end = _check_report(transfer.report, timed_out)
     wait_status = end.get("wait_status")
     code_or_signal = os.waitstatus_to_exitcode(wait_status) if wait_status is not None else -9
     stderr = transfer.stderr.text()
@@ -121,6 +133,7 @@ def run_python(
         stdout_discarded=transfer.stdout.discarded,
         stderr_discarded=transfer.stderr.discarded,
         wall_s=time.monotonic() - started,
+        program_s=limits.timeout_s if timed_out else end["program_s"],
     )
 
 
@@ -202,56 +215,80 @@ def _ends_with_memory_error(stderr: str) -> bool:
     return bool(lines) and lines[-1].startswith("MemoryError")
 
 
-@contextlib.contextmanager
-def _sandbox(request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], int, list[int]]]:
-    """Start the sandbox; yields its process, the status pipe and the owner pipe. It is gone at the end of the block."""
-    owner_pipe_read, owner_pipe_write = os.pipe()
-    status_read, status_write = os.pipe()
-    descriptor = os.memfd_create("request")
-    owner_pipe = [owner_pipe_write]
-    process: subprocess.Popen[bytes] | None = None
-    try:
+@dataclass(frozen=True)
+class _Ends:
+    """This side of the pipes of a sandbox. They are not buffered."""
+
+    stdin: FileIO
+    stdout: FileIO
+    stderr: FileIO
+    status: FileIO
+    """What `troupe.workers.sandbox.inside` reports; closed when nothing of the sandbox is left."""
+    owner: FileIO
+    """When it is closed, everything in the sandbox is killed."""
+
+
+class SandboxStarter:
+    """A process that makes sandboxes one after another, which saves the start of an interpreter for each.
+
+    The sandboxes share nothing: each has separate namespaces and a separate file system. A context manager, for one
+    thread at a time.
+    """
+
+    def __enter__(self) -> Self:
+        """Start the process."""
+        self._requests, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env={},
+                    cwd="/",
+                )
+            except BaseException:
+                self._requests.close()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process."""
+        self._requests.close()
         try:
-            with open(descriptor, "wb", closefd=False) as file:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @contextlib.contextmanager
+    def start(self, request: dict[str, Any]) -> Iterator[_Ends]:
+        """Start a sandbox. What is left of it is killed at the end of the block.
+
+        Raises:
+            SandboxError: the process has ended.
+        """
+        with contextlib.ExitStack() as ours:
+            with contextlib.ExitStack() as theirs:
+                file = theirs.enter_context(open(os.memfd_create("request"), "wb", buffering=0))
                 file.write(json.dumps(request).encode())
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            given = (descriptor, status_write, owner_pipe_read)
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *map(str, given)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=given,
-                env={},
-                cwd="/",
-            )
-        finally:
-            for one in (descriptor, status_write, owner_pipe_read):
-                os.close(one)
-        yield process, status_read, owner_pipe
-    finally:
-        _cut(owner_pipe)
-        os.close(status_read)
-        if process is not None:
-            _end(process)
+                file.seek(0)
+                pipes = [_pipe(ours, theirs, kept) for kept in ("wb", "rb", "rb", "rb", "wb")]
+                try:
+                    socket.send_fds(self._requests, [b"x"], [file.fileno(), *(given for _, given in pipes)])
+                except OSError as error:
+                    raise SandboxError(f"the process that makes sandboxes has ended: {error}") from error
+            yield _Ends(*(kept for kept, _ in pipes))
 
 
-def _cut(owner_pipe: list[int]) -> None:
-    """Close the owner pipe, if it is not closed: everything in the sandbox is killed."""
-    if owner_pipe:
-        os.close(owner_pipe.pop())
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-    try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack, kept: str) -> tuple[FileIO, int]:
+    """A pipe: the end that is kept, opened in the mode `kept`, and the other."""
+    read, write = os.pipe()
+    mine, given = (read, write) if kept == "rb" else (write, read)
+    theirs.callback(os.close, given)
+    return ours.enter_context(FileIO(mine, kept)), given
 
 
 class _Kept:
@@ -278,42 +315,52 @@ class _Kept:
 class _Transfer:
     """Feeds a program and collects what it writes, until its sandbox has ended."""
 
-    def __init__(self, process: subprocess.Popen[bytes], status: int, stdin: bytes, limit: int) -> None:
+    def __init__(self, ends: _Ends, stdin: bytes, limit: int) -> None:
         self.stdout, self.stderr = _Kept(limit, end=False), _Kept(limit, end=True)
-        self.status = b""
+        self.report: dict[str, Any] = {}
+        self._ends = ends
         self._stdin = memoryview(stdin)
         self._selector = selectors.DefaultSelector()
-        streams = {process.stdin: self._feed, process.stdout: self.stdout.add, process.stderr: self.stderr.add}
-        self._fed = process.stdin
-        for stream, action in streams.items():
-            if stream is not None:
-                os.set_blocking(stream.fileno(), False)
-                kind = selectors.EVENT_WRITE if stream is process.stdin else selectors.EVENT_READ
-                self._selector.register(stream.fileno(), kind, action)
-        self._status_fd = status
-        self._selector.register(status, selectors.EVENT_READ, self._add_status)
+        actions = {ends.stdout: self.stdout.add, ends.stderr: self.stderr.add, ends.status: self._add_report}
+        for stream, action in {ends.stdin: self._feed, **actions}.items():
+            os.set_blocking(stream.fileno(), False)
+            kind = selectors.EVENT_WRITE if stream is ends.stdin else selectors.EVENT_READ
+            self._selector.register(stream.fileno(), kind, action)
 
-    def run(self, deadline: float, owner_pipe: list[int]) -> bool:
+    def run(self, timeout_s: float) -> bool:
         """Transfer until the sandbox has ended, which the end of the status pipe says.
 
-        Waits for the program, until the deadline; then for the end of the processes that were killed.
+        Waits for the start of the program, `_START_S` at most; for the program, until its time is up; then for the end
+        of the processes that were killed.
 
         Returns:
-            Whether the deadline ended it.
+            Whether the program's time limit ended it.
+
+        Raises:
+            SandboxError: the sandbox did not start, or did not end.
         """
-        timed_out = False
+        deadline = time.monotonic() + _START_S
+        started = cut = False
+        status = self._ends.status.fileno()
         with self._selector:
-            while self._status_fd in self._selector.get_map():
+            while status in self._selector.get_map():
+                if self.report and not started:
+                    started, deadline = True, time.monotonic() + timeout_s
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    if timed_out:
+                    if not started:
+                        raise SandboxError(
+                            f"the sandbox did not start within {_START_S:g} s: the machine is overloaded"
+                        )
+                    if cut:
                         raise SandboxError("the sandbox did not end after it was killed")
-                    timed_out, deadline = True, time.monotonic() + _GRACE_S
-                    _cut(owner_pipe)
+                    cut = True
+                    deadline = time.monotonic() + _GRACE_S
+                    self._ends.owner.close()
                 self._step(max(0.0, left))
             while set(self._selector.get_map()) and self._step(0.0):  # what is left in the pipes
                 pass
-        return timed_out and not self.status
+        return cut and "wait_status" not in self.report
 
     def _step(self, timeout_s: float) -> bool:
         """Handle what is ready. Returns whether anything was."""
@@ -339,28 +386,27 @@ class _Transfer:
             return
         except BrokenPipeError:
             self._stdin = self._stdin[:0]
-        if not self._stdin and self._fed is not None:
+        if not self._stdin:
             self._selector.unregister(descriptor)
-            self._fed.close()
+            self._ends.stdin.close()
 
-    def _add_status(self, chunk: bytes) -> None:
-        self.status += chunk
+    def _add_report(self, chunk: bytes) -> None:
+        for line in chunk.splitlines():  # whole lines: each is one small write
+            self.report |= json.loads(line)
 
 
-def _read_status(status: bytes, timed_out: bool) -> dict[str, Any]:
-    """The last message of the sandbox.
+def _check_report(report: dict[str, Any], timed_out: bool) -> dict[str, Any]:
+    """What the sandbox reported.
 
     Raises:
         SandboxUnavailable: the machine does not permit a step of the setup.
-        SandboxError: there is no message, though the program was not killed.
+        SandboxError: it did not report the program's end, though the program was not killed.
     """
-    lines = [json.loads(line) for line in status.splitlines()]
-    for message in lines:
-        if "failure" in message:
-            raise _explain(message)
-    if not lines and not timed_out:
+    if "failure" in report:
+        raise _explain(report)
+    if not timed_out and "wait_status" not in report:
         raise SandboxError("the sandbox ended without a result: a process of it was killed from outside")
-    return lines[-1] if lines else {}
+    return report
 
 
 def _explain(message: dict[str, Any]) -> SandboxError:

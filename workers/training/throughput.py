@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -49,18 +50,20 @@ class UpdateMeter:
         self._padding += batch.padding / sharing
 
     def metrics(self) -> dict[str, float]:
-        """`padding`, `tokens_per_s` of one worker and, where the device's peak is known, `mfu`. Collective.
+        """`padding`, `tokens_per_s` of one worker and, where the peak of every rank is known, `mfu`. Collective.
 
         A token costs two operations for each parameter in the forward pass and four in the backward pass. Attention
         and what gradient checkpointing computes again do not count as used.
         """
         seconds = all_reduce({"seconds": time.perf_counter() - self._began}, self._device, "max")["seconds"]
-        totals = all_reduce({"tokens": self._tokens, "padding": self._padding}, self._device, "sum")
+        peak = (peak_flops(torch.cuda.get_device_name()) if self._device == "cuda" else None) or math.nan
+        sums = {"tokens": self._tokens, "padding": self._padding, "peak": peak}
+        totals = all_reduce(sums, self._device, "sum")  # the ranks may have GPUs of several types
         rate = (totals["tokens"] - totals["padding"]) / seconds / dist.get_world_size()
         found = {"padding": totals["padding"] / max(totals["tokens"], 1.0), "tokens_per_s": rate}
-        peak = peak_flops(torch.cuda.get_device_name()) if self._device == "cuda" else None
-        used = None if peak is None else used_parameters(self._module)
-        return found if peak is None or used is None else found | {"mfu": 6.0 * used * rate / peak}
+        peak = totals["peak"] / dist.get_world_size()
+        used = None if math.isnan(peak) else used_parameters(self._module)
+        return found if used is None else found | {"mfu": 6.0 * used * rate / peak}
 
 
 def used_parameters(module: ModelModule) -> int | None:

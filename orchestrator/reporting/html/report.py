@@ -25,7 +25,7 @@ from troupe.orchestrator.reporting.html.timeline import (
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
 from troupe.orchestrator.reporting.run_folder import METRICS, RunFolder
 from troupe.orchestrator.reporting.verdicts.history import History
-from troupe.orchestrator.spec.checks import is_url
+from troupe.orchestrator.spec.locations import is_url
 from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.units import MIB
 

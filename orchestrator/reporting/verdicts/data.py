@@ -19,10 +19,7 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
         ("failed_samples", "have no reward: their function raised or timed out", "Try the function on these responses"),
         ("episodes/failed", "ended without a result", "Read the reasons in the log"),
     ):
-        failed, size = run[name], float(run.samples_per_step)
-        if not size or not any(failed.values):
-            continue
-        shares = failed.map(size.__rtruediv__)
+        failed, shares = run[name], run.share_of_samples(name)
         found = shares.stretch(lambda value: value > _SOME, at_least=1)
         if found is None:
             continue
@@ -37,7 +34,10 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
             found.until,
             (name, "reward/mean"),
             (
-                Remedy(f"{remedy}: their `status` is the reason (filter the samples by `status`)."),
+                Remedy(
+                    f"{remedy}: their `status` is the reason (filter the samples by `status`). "
+                    "The ledger in this report lists the reasons of groups that were replaced as a whole, too."
+                ),
                 Remedy("Give slow functions more time.", _more_time(run)),
             ),
         )

@@ -215,10 +215,28 @@ class History:
         started = [event.get("capacity") for event in self.events if event.get("event") == "run_started"]
         return started[-1] if started and isinstance(started[-1], Mapping) else {}
 
+    def share_of_samples(self, name: str) -> Series:
+        """A metric that counts samples of the step, as a share of those that were dispatched for the step.
+
+        Steps recorded before `dispatched_samples` existed are judged by their batch as the spec has it.
+        """
+        dispatched, counted = dict(self["dispatched_samples"]), self[name]
+        shares = [
+            (step, count / size) for step, count in counted if (size := dispatched.get(step, self._samples_per_batch))
+        ]
+        return Series(name, tuple(step for step, _ in shares), tuple(share for _, share in shares))
+
     @property
-    def samples_per_step(self) -> int:
-        """Samples of a step's batch; 0 where the spec does not say."""
-        return int(self.get("schedule.prompts_per_step", 0)) * int(self.get("algorithm.group_size", 1) or 1)
+    def _samples_per_batch(self) -> int:
+        """Samples of a step's batch, the most where sources differ; 0 where the spec does not say."""
+        return int(self.get("schedule.prompts_per_step", 0)) * max(self.group_sizes)
+
+    @property
+    def group_sizes(self) -> frozenset[int]:
+        """Samples per prompt, of all sources; 1 where the spec does not say."""
+        usual, sources = int(self.get("algorithm.group_size", 1)), self.get("data.train")
+        own = [one.get("group_size") for one in sources] if isinstance(sources, list) else []
+        return frozenset(size or usual for size in own or [usual])
 
     @property
     def reward_rises(self) -> bool:

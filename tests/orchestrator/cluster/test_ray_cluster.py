@@ -292,18 +292,21 @@ async def test_a_look_shows_where_a_worker_is_and_what_it_does(cluster: Cluster)
     """The worker is looked at while a call runs that was made at once: it is located before its first call ends."""
     cluster.watch(TIMEOUT_S)
     worker = spawn(cluster)
-    call = asyncio.create_task(worker.call(Probe.sleep, TIMEOUT_S, 8.0))
+    call = asyncio.create_task(worker.call(Probe.sleep, TIMEOUT_S, TIMEOUT_S))
     async with asyncio.timeout(TIMEOUT_S):
         while worker.name not in cluster.locations():
             await asyncio.sleep(0.1)
-    (open_call,) = cluster.open_calls()
-    reports = await asyncio.to_thread(cluster.inspect, {os.getpid(): "driver-0"}, (Path("/tmp"),), 5.0)
-    await call
+        (open_call,) = cluster.open_calls()
+        while True:
+            (report,) = await asyncio.to_thread(cluster.inspect, {os.getpid(): "driver-0"}, (Path("/tmp"),), 5.0)
+            by_worker = {process.worker: process for process in report.processes}
+            threads = by_worker["probe-0"].threads
+            if threads and threads[-1].frames[0].source == "time.sleep(seconds)":  # else it computes, on the way there
+                break
     cluster.kill(worker)
-    (report,) = reports
-    by_worker = {process.worker: process for process in report.processes}
+    with pytest.raises(WorkerDied):
+        await call
     assert (open_call.worker, open_call.method) == ("probe-0", "sleep")
     assert {"driver-0", "raylet", "gcs_server"} <= by_worker.keys()
-    assert by_worker["probe-0"].threads[-1].frames[0].source == "time.sleep(seconds)"
     assert report.node.disks[0][0] == "/tmp"
     assert cluster.locations() == {}

@@ -177,6 +177,41 @@ def test_a_held_out_set_leaves_room_for_its_own_longest_response(model: Path) ->
     assert found.refused == {"train": 0, "eval.short": 0, "eval.long": 1}
 
 
+def test_a_source_of_a_mixture_leaves_room_for_its_own_longest_response(model: Path) -> None:
+    """As in the engine: `RolloutWorker._encode` has the longest response of the source."""
+    middle = " ".join(["word"] * 50)
+    prompts = model.parent / "prompts.jsonl"
+
+    def sources(*others: str) -> str:
+        one = f"kind: jsonl, path: {prompts}"
+        return f"data.train=[{', '.join(f'{{name: s{n}, {one}{other}}}' for n, other in enumerate(others))}]"
+
+    run = ("tiny-grpo", [middle])
+    assert check(model, *run, sources(", max_tokens: 16"), *LENGTHS) == PromptCheck(refused={"train": 0})
+    assert check(model, *run, sources(", max_tokens: 16", ""), *LENGTHS).problems  # the second source's are too long
+    found = check(model, "tiny-grpo", [middle, " ".join(["word"] * 90)], sources(", max_tokens: 16"), *LENGTHS)
+    (line,) = found.lines
+    assert line.startswith("1 of the first 2 prompts of data.train.0 (s0) have more than the 112 tokens that ")
+    assert "leaves beside a response of 16 in data.train.0" in line
+
+
+@pytest.mark.parametrize("held_out", ["{}", "{sampling: {max_tokens: 8}}"])
+def test_the_first_prompt_of_an_episode_needs_room_for_one_token(held_out: str, model: Path) -> None:
+    """As in `EpisodeRunner`, whose turns take what the conversation leaves."""
+    source = f"kind: jsonl, path: {model.parent / 'prompts.jsonl'}"
+    sets = (
+        "roles.environment={name: single_turn}",
+        "data.held_out=false",
+        f"data.eval={{own: {{{source}, {held_out[1:-1]}}}}}",
+    )
+    middle, long = " ".join(["word"] * 50), " ".join(["word"] * 150)
+    assert check(model, "tiny-grpo", [middle], *sets, *LENGTHS).lines == ()
+    lines = check(model, "tiny-grpo", [middle, long], *sets, *LENGTHS).lines
+    assert [line.partition(" that ")[0] for line in lines] == [
+        f"1 of the first 2 prompts of data.{name} have more than the 127 tokens" for name in ("train", "eval.own")
+    ]
+
+
 def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
     request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100, "answers": []}
     messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3

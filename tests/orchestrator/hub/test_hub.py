@@ -216,6 +216,28 @@ def test_a_source_of_a_mixture_is_pinned_in_its_place() -> None:
     assert with_pins(spec("main", "[]"), pinned) == pinned
 
 
+@pytest.mark.parametrize(
+    ("files", "kept"),
+    [
+        ("[]", True),
+        ("['data/*.parquet']", True),
+        ("[data/b.parquet, data/a.parquet]", True),
+        ("['data/[b].parquet', data/a.parquet]", True),
+        ("['*']", True),
+        ("[data/a.parquet]", False),  # fewer files
+        ("['data/*.parquet', data/c.parquet]", False),  # others
+        ("['data/*.jsonl']", False),
+    ],
+)
+def test_files_by_patterns_or_in_another_order_stay_pinned(files: str, kept: bool) -> None:
+    def spec(revision: str, files: str) -> RolloutSpec:
+        data = f"data.train={{kind: hub, name: acme/words, revision: {revision}, files: {files}}}"
+        return load_rollout_spec(SPEC, [data])
+
+    pinned, again = spec("a" * 40, "[data/a.parquet, data/b.parquet]"), spec("main", files)
+    assert with_pins(again, pinned) == (pinned if kept else again)
+
+
 def test_a_resumed_run_keeps_its_commits(tmp_path: Path) -> None:
     data = "data.train={{kind: hub, name: acme/words, revision: {}, files: {}}}"
     commit, other = "a" * 40, "b" * 40

@@ -30,6 +30,7 @@ from tests.fakes import (
 from tests.faults.stalls import may_mount, own_disk
 from tests.orchestrator.test_cli import troupe
 from tests.orchestrator.test_controller import RolloutRun
+from tests.orchestrator.test_mailbox import messages, wait_for
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageError, WorkerDied
@@ -620,4 +621,4 @@ def test_a_missing_run_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.M
     (folder / "run.json").write_text(f'{{"host": "{host}", "pid": {os.getpid()}}}')
     with pytest.raises(TroupeError, match=r"did not answer within 0\.2 s"):
         ask(tmp_path, {}, 0.2)
-    assert sorted(path.name for path in folder.iterdir()) == ["run.json"]
+    wait_for(lambda: messages(folder) == ["run.json"])

@@ -22,10 +22,10 @@ from troupe.orchestrator.replay.against import (
     require_checkout,
     write_result,
 )
-from troupe.orchestrator.replay.plan import plan_replay
+from troupe.orchestrator.replay.plan import plan_replay, spec_of
 from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_problem
 from troupe.orchestrator.replay.resample import compare_samples, first_difference, plan_resample
-from troupe.orchestrator.replay.step_record import REPLAY, STEP, StepRecord, folder_of, packed_texts
+from troupe.orchestrator.replay.step_record import REPLAY, STEP, StepRecord, folder_of, packed_texts, read_step
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -115,6 +115,22 @@ def test_paths_of_a_kept_spec_do_not_depend_on_the_current_folder(
     keep(1)
     monkeypatch.chdir(tmp_path)
     assert plan_replay(tmp_path, 1).spec.model.path == str(ROOT / ".cache/models/tiny-llama")
+
+
+def test_an_adapter_and_a_template_of_a_kept_spec_do_not_depend_on_it_either(
+    tmp_path: Path, keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    (there / "own" / "adapter").mkdir(parents=True)
+    (there / "own" / "chat.jinja").write_text("{{ messages }}")
+    changes = ["roles.policy.lora={rank: 4}", "model.adapter=own/adapter", "model.chat_template=own/chat.jinja"]
+    keep(1, load_rollout_spec(SPECS / "tiny-grpo.yaml", changes), working_folder=str(there))
+    keep(2, load_rollout_spec(SPECS / "tiny-grpo.yaml", ["model.chat_template=none"]), working_folder=str(there))
+    (there / "none").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = plan_replay(tmp_path, 1).spec.model
+    assert (model.adapter, model.chat_template) == (str(there / "own/adapter"), str(there / "own/chat.jinja"))
+    assert spec_of(read_step(tmp_path / REPLAY, 2)).model.chat_template == "none"
 
 
 def test_steps_with_other_trainers_are_not_repeated_together(tmp_path: Path, keep: Keep) -> None:

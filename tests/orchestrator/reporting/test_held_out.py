@@ -110,6 +110,19 @@ def test_a_single_prompt_has_no_interval_and_no_reward_no_estimate() -> None:
     assert failed.metrics("eval/") == {"eval/prompts": 1.0, "eval/refused": 1.0, "eval/failed_samples": 1.0}
 
 
+def test_an_estimate_of_a_single_prompt_has_no_interval_whatever_the_set_has() -> None:
+    """Of three prompts one has rewards; of two with rewards, one has enough samples for pass@2 and for a vote."""
+    alone = summarize(
+        [result(0.5), result(None), result(None)], refused=0, samples=1, solved_at=1.0, average="avg", pass_at=[]
+    )
+    assert alone.estimates == {"reward": MeanEstimate(0.5, None, None, 1), "avg": MeanEstimate(0.0, None, None, 1)}
+    assert not {"eval/reward_low", "eval/avg_high"} & {*alone.metrics("eval/")}
+    results = [result(1.0, 0.0, answers=(0, 0)), result(0.0, None, answers=(0, 1))]
+    found = summarize(results, refused=0, samples=2, solved_at=1.0, average="avg", pass_at=[2]).estimates
+    assert found["pass@2"] == MeanEstimate(1.0, None, None, 1) and found["maj@2"] == MeanEstimate(0.5, None, None, 1)
+    assert found["avg"].low is not None and found["avg"].prompts == 2
+
+
 def test_levels_are_reported_in_the_order_of_their_numbers() -> None:
     results = [result(1.0, level="10"), result(0.0, level="2"), result(1.0, level="2"), result(1.0), result(None)]
     found = summarize(results, refused=0, samples=1, solved_at=1.0, average="avg", pass_at=[])

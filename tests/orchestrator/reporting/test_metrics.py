@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.orchestrator.reporting.metrics import PhaseTimers, merge_update_metrics, pass_at_k, std
+from troupe.orchestrator.reporting.metrics import PhaseTimers, merge_update_metrics, merge_updates, pass_at_k, std
 from troupe.workers.contract.messages import Peak, ScoreSummary, UpdateMetrics, WorkerHealth
 from troupe.workers.telemetry.peak_memory import resident_peak
 
@@ -91,6 +91,26 @@ def test_values_that_are_not_finite_can_be_equal(norm: float) -> None:
 def test_ranks_that_disagree_are_an_error(ranks: list[UpdateMetrics], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         merge_update_metrics(ranks)
+
+
+def test_a_step_reports_the_largest_of_its_updates_where_the_metric_is_a_largest_value() -> None:
+    """The mean of 1, 1, 1 and 30 would be below the bound that the algorithms' pages name."""
+    updates = [{"policy/ratio_max": ratio, "policy/kl_ref": ratio} for ratio in (1.0, 30.0, 1.0, 1.0)]
+    assert merge_updates([*updates, {"policy/nll": 2.0}]) == {
+        "policy/ratio_max": 30.0,
+        "policy/kl_ref": 8.25,
+        "policy/nll": 2.0,
+    }
+    assert math.isnan(merge_updates([{"critic/value_abs_max": 1.0}, {"critic/value_abs_max": math.nan}]).popitem()[1])
+
+
+@pytest.mark.parametrize("lost", [math.inf, math.nan])
+def test_a_skipped_update_hides_no_gradient_norm(lost: float) -> None:
+    norms = [{"policy/grad_norm": norm, "policy/loss": norm} for norm in (1.0, lost, 3.0)]
+    merged = merge_updates(norms)
+    assert merged["policy/grad_norm"] == 2.0
+    assert not math.isfinite(merged["policy/loss"]), "a loss that is lost shows"
+    assert not math.isfinite(merge_updates(norms[1:2])["policy/grad_norm"])
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))

@@ -13,7 +13,7 @@ from troupe.workers.contract.messages import Answer, Peak
 _WRITTEN = """
 advantage_mean advantage_std critic/grad_norm critic/learning_rate critic/loss critic/sequences critic/skipped_updates
 critic/tokens critic/value critic/value_abs_max critic/value_clip_fraction critic/value_error
-data/eval_bad_rows data/eval_rows data/train_bad_rows data/train_rows epoch eval/accuracy
+data/eval_bad_rows data/eval_rows data/train_bad_rows data/train_rows dispatched_samples epoch eval/accuracy
 eval/calibration_error eval/examples eval/failed_samples eval/loss eval/margin eval/preference_loss eval/prompts
 eval/refused eval/response_tokens eval/reward eval/score eval/solved_at examples explained_variance failed_samples
 groups/mixed kl_ref ledger/dispatched ledger/dropped ledger/in_flight ledger/retries ledger/trained memory/critic

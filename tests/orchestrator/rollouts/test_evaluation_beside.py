@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fakes import FaultyEngine, FaultyWorker, fake_pool, fake_spec
+from tests.fakes import FakePolicy, FakeTable, FaultyEngine, FaultyWorker, fake_pool, fake_spec
 from tests.orchestrator.test_best_checkpoint import DATA
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import Controller
@@ -21,30 +23,57 @@ from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, engine_sampler
 from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
 from troupe.orchestrator.spec.data_checks import held_out_problems
-from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.contract.messages import GroupRequest, RankPlan, UpdateMetrics
 
 PROMPTS = 6
 EVAL_S = 0.02
 """What an engine takes for a held-out prompt: longer than the training steps of the fakes."""
+WAIT_S = 60.0
 
 
 class Recording(FaultyEngine):
-    """Records the version at which each held-out prompt was sampled."""
+    """Records the version at which each held-out prompt was sampled, and pauses in the middle of one on request."""
 
     def __init__(self, name: str, rng: random.Random) -> None:
         super().__init__(name, rng)
         self.evaluated: list[tuple[str, int]] = []
         self.trained_on: list[str] = []
+        self.begun = 0
+        """Held-out prompts that it has received."""
+        self.evaluates = asyncio.Event()
+        """Cleared: held-out prompts wait in it."""
+        self.evaluates.set()
         self.wait: Callable[[str], float] = lambda uid: EVAL_S if uid.startswith("eval") else 0.001
         self._seconds = lambda request: self.wait(request.prompt_uid)
 
     async def generate(self, request: GroupRequest, prompts: object, finished: Any = None) -> Any:
-        found = await super().generate(request, prompts, finished)
-        if request.prompt_uid.startswith("eval"):
-            self.evaluated.append((request.prompt_uid, self.version))
-        else:
+        if not request.prompt_uid.startswith("eval"):
+            found = await super().generate(request, prompts, finished)
             self.trained_on.append(request.prompt_uid)
-        return found
+            return found
+        oldest = self.version
+        self.begun += 1
+        await self.evaluates.wait()
+        summary, table = await super().generate(request, prompts, finished)
+        self.evaluated.append((request.prompt_uid, self.version))
+        return replace(summary, samples=tuple(replace(one, oldest_version=oldest) for one in summary.samples)), table
+
+
+class WaitingPolicy(FakePolicy):
+    """Waits before its update of one step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.waits, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def update(
+        self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0, texts: FakeTable | None = None
+    ) -> UpdateMetrics:
+        if len(self.updates) + 1 == self.step:
+            self.waits.set()
+            await self.go_on.wait()
+        return await super().update(plan, batch, kl_old_coef, texts)
 
 
 class PoolRun(RolloutRun):
@@ -65,10 +94,14 @@ class PoolRun(RolloutRun):
         self.during: Callable[[Controller], Awaitable[None]] | None = None
         """Runs beside the run."""
 
-    def slow(self, seconds: float) -> None:
-        """Held-out prompts take so long, for what has to happen meanwhile on a busy machine too."""
+    def pause_evaluations(self) -> None:
+        """Held-out prompts wait in their engine, for what has to happen meanwhile."""
         for engine in self.recording:
-            engine.wait = lambda uid: seconds if uid.startswith("eval") else 0.001
+            engine.evaluates.clear()
+
+    def continue_evaluations(self) -> None:
+        for engine in self.recording:
+            engine.evaluates.set()
 
     def beside(self) -> EvaluationBeside:
         (settings,) = self.spec.held_out_sets()
@@ -131,13 +164,15 @@ def test_one_engine_keeps_the_version_while_others_get_newer_ones(tmp_path: Path
 
 def test_the_evaluating_engine_gets_no_groups_and_then_catches_up(tmp_path: Path) -> None:
     run, seen = PoolRun(tmp_path, engines=2), list[tuple[int, int, list[str]]]()
-    run.slow(0.3)
+    run.pause_evaluations()
 
     async def watch(controller: Controller) -> None:
         while controller.version < 8:
             for engine, recorded in zip(run.pool.engines, run.recording, strict=True):
                 if engine.held:
                     seen.append((engine.version, controller.version, list(recorded.trained_on)))
+                    if controller.version > engine.version:
+                        run.continue_evaluations()
             await asyncio.sleep(0.001)
 
     run.during = watch
@@ -150,25 +185,31 @@ def test_the_evaluating_engine_gets_no_groups_and_then_catches_up(tmp_path: Path
 
 
 async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def test_a_lost_engine_s_evaluation_begins_again_where_the_version_still_is(tmp_path: Path) -> None:
     """The updates wait until then: no newer version has been sent."""
-    run = PoolRun(tmp_path, schedule={"steps": 3})
-    run.policies[0].update_s = 0.4
-    run.slow(0.3)
+    run, policy = PoolRun(tmp_path, schedule={"steps": 3}), WaitingPolicy(3)
+    run.policies = [policy]
+    run.pause_evaluations()
+    lost: list[str] = []
 
     async def kill(controller: Controller) -> None:
-        await until(lambda: run.held() and controller.version == 2)
-        run.workers()[run.held()[0]].kill()
+        await policy.waits.wait()
+        lost.extend(run.held())
+        run.workers()[lost[0]].kill()
+        run.continue_evaluations()
+        await until(lambda: run.held() not in ([], lost))
+        policy.go_on.set()
 
     run.during = kill
     run.run()
     assert run.evaluations() == {2: PROMPTS}
-    (engines,) = sampled_at(run).values()
-    assert max(engines.values()) == PROMPTS
+    ((engine, prompts),) = sampled_at(run)[2].items()
+    assert engine not in lost and prompts == PROMPTS
 
 
 def test_an_evaluation_whose_version_is_nowhere_is_made_up_for(
@@ -176,11 +217,12 @@ def test_an_evaluation_whose_version_is_nowhere_is_made_up_for(
 ) -> None:
     """The engine dies after newer versions were sent: no result of it is used, and the next step is evaluated."""
     run = PoolRun(tmp_path, evaluation={"every_steps": 3, "beside": True, "at_start": False, "at_end": False})
-    run.slow(0.5)
+    run.pause_evaluations()
 
     async def kill(controller: Controller) -> None:
         await until(lambda: run.held() and run.pool.version > 3)
         run.workers()[run.held()[0]].kill()
+        run.continue_evaluations()
 
     run.during = kill
     run.run()
@@ -190,35 +232,53 @@ def test_an_evaluation_whose_version_is_nowhere_is_made_up_for(
 
 
 def test_an_engine_that_leaves_hands_its_evaluation_over(tmp_path: Path) -> None:
-    run = PoolRun(tmp_path, schedule={"steps": 3})
-    run.policies[0].update_s = 0.4
-    run.slow(0.3)
+    """It leaves with unfinished prompts, and its process ends."""
+    run, policy = PoolRun(tmp_path, schedule={"steps": 3}), WaitingPolicy(3)
+    run.policies = [policy]
+    run.pause_evaluations()
+    left: list[str] = []
 
     async def retire(controller: Controller) -> None:
-        await until(lambda: run.held() and controller.version == 2)
-        await run.pool.retire(run.held()[0], 5.0)
+        await policy.waits.wait()
+        left.extend(run.held())
+        worker = run.workers()[left[0]]
+        await run.pool.retire(left[0], 0.0)
+        worker.kill()
+        run.continue_evaluations()
+        await until(run.held)
+        policy.go_on.set()
 
     run.during = retire
     run.run()
     assert run.evaluations() == {2: PROMPTS} and len(run.pool.engines) == 2
+    ((engine, prompts),) = sampled_at(run)[2].items()
+    assert engine not in left and prompts == PROMPTS
 
 
-def test_the_last_engine_takes_new_weights_and_the_evaluation_is_not_used(tmp_path: Path) -> None:
+def test_the_last_engine_takes_new_weights_and_the_evaluation_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """All others die, and cannot be replaced: training goes before the evaluation, which would be of two versions."""
     run = PoolRun(tmp_path, engines=2, failures={"engine_restarts": 0, "health_interval_s": 9.0})
-    run.slow(0.3)
+    policy = WaitingPolicy(4)
+    run.policies = [policy]
+    run.pause_evaluations()
 
     async def kill(controller: Controller) -> None:
-        await until(lambda: run.held() and controller.version == 2)
-        await until(lambda: len(run.recording[0].trained_on + run.recording[1].trained_on) >= 12)
-        (other,) = set(run.workers()) - set(run.held())
-        await until(lambda: run.pool.version == 3)
+        await policy.waits.wait()  # step 4 has its samples, and step 2 is being evaluated
+        (held,) = run.held()
+        (other,) = set(run.workers()) - {held}
         run.workers()[other].kill()
+        await run.pool.probe_all()
+        policy.go_on.set()
+        await until(lambda: {one.name: one.version for one in run.recording}[held] == 4)
+        run.continue_evaluations()
 
     run.during = kill
     outcome = run.run()
     assert outcome.ledger["trained"] == 8 * 20
-    assert set(run.evaluations().values()) == {PROMPTS}
+    assert re.search(r"the evaluation of step 2 is lost: rollout-\d has received other weights", caplog.text)
+    assert run.evaluations() == dict.fromkeys((4, 6, 8), PROMPTS)
 
 
 def test_a_run_with_one_engine_left_waits_for_its_evaluations(tmp_path: Path) -> None:
@@ -265,7 +325,7 @@ def test_a_token_of_another_version_is_found(tmp_path: Path) -> None:
 
     async def run() -> None:
         built = PoolRun(tmp_path)
-        built.slow(0.5)
+        built.pause_evaluations()
         built.build()
         pool: EnginePool = built.pool
         evaluation = await built.beside().begin(0)
@@ -273,8 +333,10 @@ def test_a_token_of_another_version_is_found(tmp_path: Path) -> None:
         (engine,) = [engine for engine in pool.engines if engine.held]
         pool.version = 1
         task = asyncio.create_task(evaluation)
-        await asyncio.sleep(0.1)
-        next(one for one in built.recording if one.name == engine.name).version = 1
+        (recording,) = [one for one in built.recording if one.name == engine.name]
+        await until(lambda: recording.begun)
+        recording.version = 1
+        built.continue_evaluations()
         with pytest.raises(EvaluationLost, match="has received other weights"):
             await task
         await pool.close()

@@ -16,6 +16,7 @@ from tests.fakes import FakeTable, FaultyEngine, fake_spec
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.rollouts.kept_samples import GROUPS, fingerprint
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import MANIFEST, SAMPLES, Checkpoint, CheckpointStore, verify
 from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, SampleSummary
 
@@ -181,15 +182,16 @@ def test_a_kill_throws_away_only_what_was_finished_after_the_last_checkpoint(
     assert none == 0
 
 
-def stopped_run(out: Path) -> tuple[RolloutRun, Checkpoint]:
-    """A run that was stopped with finished samples in its newest checkpoint."""
+def stopped_run(out: Path, table: str = "rollouts", *, critic: bool = False) -> tuple[RolloutRun, Checkpoint]:
+    """A run that was stopped with finished samples, and a table of this kind, in its newest checkpoint."""
     for seed in range(20):
-        run = slow_run(out / str(seed), seed)
+        run = slow_run(out / str(seed), seed, roles={"critic": {}} if critic else {})
         stop_after(run, 20 + seed)
         found = newest(run.out)
-        if (found.path / SAMPLES / GROUPS).exists():
+        groups = found.path / SAMPLES / GROUPS
+        if groups.exists() and any(table in group["tables"] for group in json.loads(groups.read_text())["groups"]):
             return run, found
-    raise AssertionError("no run had finished samples")
+    raise AssertionError(f"no checkpoint had {table} of open groups")
 
 
 def test_a_stop_adds_samples_to_a_checkpoint_that_is_written_already(tmp_path: Path) -> None:
@@ -261,3 +263,26 @@ def test_a_resumed_run_with_a_smaller_staleness_limit_keeps_to_it(tmp_path: Path
     outcome = again.run()
     assert outcome.ledger["trained"] == outcome.ledger["dispatched"] == 6 * 3 * GROUP_SIZE
     assert {line["staleness/max"] for line in again.lines() if line["step"] > found.step} == {0}
+
+
+def test_values_of_kept_groups_are_those_of_the_critic_that_trains_on_them(tmp_path: Path) -> None:
+    run, found = stopped_run(tmp_path, "rewards", critic=True)
+    again = slow_run(run.out, 99, resume=True, roles={"critic": {}})
+    again.run()
+    assert again.taken_over > 0
+    for one, steps in ((run, found.step), (again, 6 - found.step)):  # the fakes count from each start
+        batches = [list(batch.values()) for batch in one.policies[0].values]
+        assert batches == [[[step]] * 3 for step in range(steps)]
+
+
+def test_groups_whose_values_an_earlier_version_kept_are_sampled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It scored them during generation, with critics that have trained since."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(RolloutSpec, "values_at_batch", False)
+        run, _ = stopped_run(tmp_path, "values", critic=True)
+    again = slow_run(run.out, 99, resume=True, roles={"critic": {}})
+    assert again.run().ledger["trained"] == 6 * 3 * GROUP_SIZE
+    assert again.taken_over == 0
+    assert all(len(versions) == 1 for batch in again.policies[0].values for versions in batch.values())

@@ -29,12 +29,13 @@ from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, EnginesLost
 from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
+from troupe.orchestrator.rollouts.sample_counts import replaced_counts, sample_counts
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.algorithms.custom import CustomAlgorithm, GroupRewards
-from troupe.workers.contract.messages import RankPlan, RewardSummary
+from troupe.workers.contract.messages import EpisodeSummary, GroupSummary, RankPlan, RewardSummary, SampleSummary
 
 
 class FakeRollouts:
@@ -474,6 +475,60 @@ def test_failed_samples_of_groups_that_are_sampled_again_do_not_count_on_resume(
     scored = [group for group in found if group.scored is not None and group.prompt_uid in state["failed_open"]]
     assert state["failed_samples"] == sum(state["failed_open"].values()) >= 2
     assert on_virtual_time(resumed(state, scored[0]))["failed_samples"] == 1
+
+
+def test_samples_of_replaced_groups_are_counted_once_across_a_checkpoint_and_a_lost_batch() -> None:
+    """Two groups are replaced: one whose rewards fail, one without a signal, in which one sample fails as well."""
+    fail = {("e0-r1", i): "error" for i in range(4)} | {("e0-r2", 0): "error"}
+    given: dict[str, Any] = {"reward": FaultyReward(fail, uniform=frozenset({"e0-r2"})), "dynamic_sampling": 1}
+    counted = {"dispatched_samples": 8, "failed_samples": 5}
+
+    async def run(rollouts: FakeRollouts) -> None:
+        rollouts.scheduler.start()
+        for _ in range(2):  # the data of the first batch are lost, and it is sampled again
+            batch = await asyncio.wait_for(rollouts.scheduler.next_batch(), 10)
+            assert len(batch) == 5 and rollouts.scheduler.replaced == counted
+            assert rollouts.scheduler.state()["replaced"] == {}
+            rollouts.scheduler.resample(batch)
+            assert rollouts.scheduler.state()["replaced"] == counted
+        await rollouts.scheduler.close()
+        await rollouts.pool.close()
+
+    first = FakeRollouts(steps=1, **given)
+    on_virtual_time(run(first))
+    resumed = FakeRollouts(steps=1, ledger=Ledger.restore(first.ledger.state()))
+    resumed.scheduler.restore(first.scheduler.state(), [])
+    assert resumed.scheduler.state()["replaced"] == counted
+    on_virtual_time(resumed.train(1))
+    assert resumed.scheduler.replaced == counted
+
+
+def test_a_group_that_no_engine_could_generate_has_no_failed_rewards() -> None:
+    assert replaced_counts(4, None, None) == {"dispatched_samples": 4}
+
+
+def test_failed_episodes_count_by_environment() -> None:
+    """Two of three episodes ended without a result; one of these had started again, as the third had."""
+    states = (("timeout", 1), ("error", 0), ("ok", 2))
+    episodes = [EpisodeSummary(1, 5, 10, 0, 0.0, restarts=restarts) for _, restarts in states]
+    samples = tuple(
+        SampleSummary(i, 10, 5, "stop", 0, 0, status=status, episode=episode)
+        for i, ((status, _), episode) in enumerate(zip(states, episodes, strict=True))
+    )
+    rewards = RewardSummary("e0-r0", 0, ("timeout", "error", "ok"), (None, None, 1.0), {})
+    table = FakeTable("rollouts", ("e0-r0",))
+    group = ScoredGroup(GroupSummary("e0-r0", 0, "rollout-0", samples, 1.0), rewards, table, table, ())
+    counts = sample_counts(group, "maze")
+    assert counts == {
+        "dispatched_samples": 3,
+        "failed_samples": 2,
+        "episodes/failed": 2,
+        "episodes/restarted": 2,
+        "episodes/maze/failed": 2,
+        "episodes/maze/restarted": 2,
+    }
+    assert replaced_counts(3, group, "")["failed_samples"] == 3
+    assert "episodes/failed" not in sample_counts(group, None)
 
 
 def test_groups_are_opened_in_order_a_few_per_loop_iteration() -> None:

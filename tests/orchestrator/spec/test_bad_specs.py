@@ -1022,7 +1022,7 @@ CPU_CASES += [
     ),
     mixed_case(
         "mixed_longer",
-        "31: data.train.0.max_tokens: must be at most sampling.max_tokens, 32, for which prompts leave room; "
+        "31: data.train.0.max_tokens: must be at most sampling.max_tokens, 32, the longest response of the run; "
         "raise that",
         "repeats: 2",
         "max_tokens: 33",

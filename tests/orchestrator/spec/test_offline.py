@@ -249,6 +249,39 @@ def test_a_field_of_one_stage_is_set_by_its_path() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "own"),
+    [
+        (
+            "schedule.steps=9",
+            "stages.sft.schedule.steps, stages.reward_model.schedule.steps, stages.again.schedule.steps",
+        ),
+        ("schedule={steps: 9, examples_per_step: 9}", "stages.sft.schedule, stages.reward_model.schedule"),
+        ("data.train={kind: csv, path: c.csv}", "stages.sft.data.train, stages.reward_model.data.train"),
+        ("data.train.path=c.jsonl", "stages.sft.data.train.path, stages.reward_model.data.train.path"),
+        ("data.train={limit: 5}", "stages.sft.data.train, "),  # a section of another kind is replaced whole
+        ("schedule=null", "stages.sft.schedule, "),
+    ],
+)
+def test_a_shared_field_that_every_stage_has_is_set_in_the_stages(override: str, own: str) -> None:
+    with pytest.raises(SpecError) as error:
+        plan_runs(yaml_reader.override(yaml_reader.parse(CHAIN, "spec.yaml"), [override]))
+    field = override.partition("=")[0]
+    assert f"--set: {field}: has no effect: every stage has its own; set {own}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("seed=3", "name=other", "model.path=models/other", "algorithm.name=sft", "data={}", "data.max_length=64"),
+        *("roles.policy={micro_batch_tokens: 4096, workers: 2}", "schedule={steps: 9, minibatches: 2}"),
+        *("output.folder=other", "stages.sft.schedule.steps=9", "data.train.kind=parquet"),
+    ],
+)
+def test_a_shared_field_that_a_stage_takes_over_may_be_set(override: str) -> None:
+    assert len(plan_runs(yaml_reader.override(yaml_reader.parse(CHAIN, "spec.yaml"), [override]))) == 3
+
+
+@pytest.mark.parametrize(
     ("old", "new", "line"),
     [
         ('reward_model:\n    model: {path: "stage:sft"}', 'reward_model:\n    model: {path: "stage:stf"}',
@@ -264,6 +297,9 @@ def test_a_field_of_one_stage_is_set_by_its_path() -> None:
          "13: stages.reward_model.schedule.steps: must be at least 1, got 0"),
         ("  again:", "  A b:", "16: stages.A b: may hold lowercase letters, digits and, between them, '_' and '-'"),
         ("  sft:\n", "  sft:\n    name: x\n", "8: stages.sft.name: a stage is named by its key; remove it"),
+        ("  sft:\n", "  sft:\n    output: {folder: elsewhere}\n",
+         "8: stages.sft.output.folder: has no effect: stages are written to the chain's folder; set output.folder "
+         "beside `stages`"),
         ("name: chain\n", "", "1: name: is required: lowercase letters, digits and, between them, '-'"),
     ],
 )  # fmt: skip

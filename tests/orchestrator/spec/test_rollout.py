@@ -399,6 +399,56 @@ def test_what_counts_as_solved_follows_from_the_reward_unless_it_is_set(
     assert load(tmp_path, GRPO, reward, data, held, "evaluation={solved_at: 0.7}").solved_at == 0.7
 
 
+@pytest.mark.parametrize(
+    ("functions", "curriculum", "solved_at"),
+    [
+        ("[{name: numeric}]", "", 1.0),
+        ("[{name: reasoning_gym, weight: 0.5}]", "", 0.5),
+        ("[{name: reasoning_gym, weight: 0.5}]", "solved_at: 0.4", 0.4),
+        ("[{name: letter_share, args: {letters: a}}]", "solved_at: 0.4", 0.4),
+        ("[{name: letter_share, args: {letters: a}}, {name: numeric, weight: 0.2}]", "component: numeric", 1.0),
+    ],
+)
+def test_a_curriculum_follows_the_reward_unless_it_says_what_is_solved(
+    tmp_path: Path, functions: str, curriculum: str, solved_at: float
+) -> None:
+    """A component is compared without its weight."""
+    reward, given = f"roles.reward.functions={functions}", f"data.curriculum={{{curriculum}}}"
+    data = "data.train={kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 1}"
+    spec = load(tmp_path, GRPO, reward, data, given)
+    assert [one.solved_at for one in spec.group_settings] == [solved_at]
+
+
+def test_a_curriculum_that_nothing_tells_what_is_solved_is_refused(tmp_path: Path) -> None:
+    shaped = "roles.reward.functions=[{name: numeric}, {name: length, weight: 0.1}]"
+    with pytest.raises(
+        SpecError, match=r"data\.curriculum\.solved_at: the reward does not say which samples are solved"
+    ):
+        load(tmp_path, GRPO, shaped, "data.curriculum={}")
+    with pytest.raises(SpecError, match="the component 'length' does not say which samples are solved"):
+        load(tmp_path, GRPO, shaped, "data.curriculum={component: length}")
+    with pytest.raises(SpecError) as several:  # one thing is wrong
+        load(tmp_path, GRPO, shaped, "data.curriculum={component: lenght}")
+    assert "solved_at" not in str(several.value)
+    held = ("data.eval={kind: jsonl, path: eval.jsonl}", "evaluation={solved_at: 0.9}")
+    assert load(tmp_path, GRPO, shaped, "data.curriculum={}", *held).group_settings[0].solved_at == 0.9
+
+
+def test_a_curriculum_over_a_mixture_asks_each_source_what_is_solved(tmp_path: Path) -> None:
+    sums = "{name: sums, kind: jsonl, path: s.jsonl, rewards: [{name: numeric, weight: 2}]}"
+    own = "{name: own, kind: jsonl, path: o.jsonl, rewards: [{name: length}]OWN}"
+    train = f"data.train=[{sums}, {{name: role, kind: jsonl, path: r.jsonl}}, {own}]"
+
+    def solved(own: str, curriculum: str) -> list[float | None]:
+        spec = load(tmp_path, GRPO, train.replace("OWN", own), f"data.curriculum={{{curriculum}}}")
+        return [one.solved_at for one in spec.group_settings]
+
+    assert solved(", solved_at: 30", "") == [2.0, 1.0, 30.0]
+    assert solved(", solved_at: 30", "solved_at: 1.5") == [1.5, 1.5, 30.0]
+    with pytest.raises(SpecError, match=r"data\.train\.2\.solved_at: the reward of this source does not say"):
+        solved("", "")
+
+
 SETS = """\
   eval:
     sums:

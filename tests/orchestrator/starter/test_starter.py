@@ -287,6 +287,36 @@ def test_rows_of_other_libraries_are_read_as_they_are(
         assert f"# Reward: {reward}: 4 of 4 answers of the data earn 1." in (tmp_path / "run.yaml").read_text()
 
 
+ALPACA = {"instruction": "Translate", "input": "one", "output": "un", "text": "Below is ..."}
+DOLLY = {"instruction": "Who?", "context": "It was X.", "response": "X", "category": "qa"}
+MMLU = {"question": "Which?", "choices": ["a", "b"], "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "algorithm", "unused"),
+    [
+        (ALPACA, "sft", "input"),
+        (ALPACA | {"input": ""}, "sft", ""),
+        (DOLLY, "sft", "context"),
+        (MMLU, "grpo", "choices"),
+        (GSM8K | {"tools": None, "system": "Be brief.", "image": "x"}, "grpo", "system, image"),
+        (TRL_CHAT | {"system": "Be brief.", "input": "Hello"}, "sft", "system"),
+        (VERL | {"question": "1 + 1?"}, "grpo", ""),
+    ],
+)
+def test_a_column_that_looks_like_a_part_of_the_prompt_is_not_left_out_without_a_word(
+    row: dict[str, Any], algorithm: str, unused: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "train.parquet")
+    said: list[str] = []
+    choices = chosen(tiny_model, algorithm=algorithm, data=str(tmp_path / "train.parquet"))
+    text = text_of(choices, tmp_path / "run.yaml", said.append)
+    note = f"Not used: {unused}. Where the prompt needs more, join it into one column."
+    assert said == ([note] if unused else [])
+    assert text.count("Not used:") == text.count(f"\n# {note}\n") == len(said)
+    check(text, tmp_path / "run.yaml", choices)
+
+
 def test_what_is_held_out_is_found_beside_the_data_or_the_spec_says_why_not(tiny_model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(8)]
     for name in ("train-0.csv", "train-1.csv", "test-0.csv", "test-1.csv", "other.csv"):

@@ -106,6 +106,23 @@ def test_a_rank_that_dies_in_any_phase_is_brought_back(
     assert {engine.version for engine in run.engines} == {4}
 
 
+@pytest.mark.parametrize("rank", ["critic-0", "policy-0"])
+def test_a_trainer_that_dies_while_a_batch_is_scored_scores_it_when_it_is_brought_back(
+    tmp_path: Path, rank: str
+) -> None:
+    """Log-probs and values of a batch that may be stale are computed concurrently, and both are repeated."""
+    method = {"critic-0": "compute_values", "policy-0": "compute_logprobs"}[rank]
+    sections: dict[str, Any] = {"schedule": {"max_staleness": 1}, "algorithm": {"name": "ppo_penalty", "kl_states": 12}}
+    run = RecoveringRun(tmp_path, (rank, method, 3), **sections)
+    assert run.spec.old_logprobs_at_batch and run.spec.values_at_batch
+    outcome = run.run()
+    assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
+    assert run.controller.components.recovery.budget.total == 1
+    before, after = run.policies[0], fakes_of(run.policy)[0].target
+    versions = [versions for batch in [*before.values, *after.values] for versions in batch.values()]
+    assert versions == [[2 * step] for step in range(4) for _ in range(5)]
+
+
 def test_calls_under_way_are_repeated_after_a_restart_and_never_beside_it(tmp_path: Path) -> None:
     """The critic is lost while it scores groups of the next step, in the middle of the policy's updates of this one.
 

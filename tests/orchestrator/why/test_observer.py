@@ -22,6 +22,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.faults.stalls import frozen, may_mount, own_disk
 from tests.forked_commands import run_command
+from tests.orchestrator.test_mailbox import wait_for
 from tests.orchestrator.why.observed_run import Cluster
 from tests.processes import suspend
 from troupe.orchestrator.errors import WorkerDied
@@ -72,7 +73,7 @@ def test_a_run_that_waits_answers_itself(tmp_path: Path) -> None:
         stopped = ask(tmp_path)
     assert said["summary"].startswith("step 1 waits for policy-0 (update, ")
     assert stopped["cause"] == "worker_stopped"
-    assert not list((tmp_path / FOLDER).glob("answer-*")) and not list((tmp_path / FOLDER).glob("request-*"))
+    wait_for(lambda: not [*(tmp_path / FOLDER).glob("answer-*"), *(tmp_path / FOLDER).glob("request-*")])
 
 
 def test_a_blocked_event_loop_is_named_with_its_line(tmp_path: Path) -> None:

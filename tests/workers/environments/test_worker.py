@@ -59,10 +59,9 @@ def test_a_process_serves_one_episode_after_another() -> None:
         for number in range(5):
             await worker.begin(str(number), ROW)
             pids.add((await worker.step(str(number), SAY)).observation.info["pid"])
-            await asyncio.sleep(0.05)
         assert len(pids) == 1
 
-    play(test, args={"turns": 1})
+    play(test, args={"turns": 1}, episodes=1)
 
 
 def test_an_episode_waits_for_a_free_place() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.rewards import python_tests as module
 from troupe.workers.rewards.assertions import parse_assertions
 from troupe.workers.rewards.python_tests import extract_code, python_tests, same_output
 from troupe.workers.rewards.runner import RewardProcess, Sample
+from troupe.workers.sandbox.limits import SandboxLimits, SandboxResult
+from troupe.workers.sandbox.run import SandboxStarter
 
 DOUBLE = {"inputs": ["1\n", "2\n", "21\n"], "outputs": ["2\n", "4\n", "42\n"]}
 ADD = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["a", "b"]], "outputs": [3, [1, 2], "ab"]}
@@ -75,12 +80,63 @@ def test_unicode_passes_through() -> None:
     assert score("print(input()[::-1])", {"inputs": ["äß\u4f60\U0001f600"], "outputs": ["\U0001f600\u4f60ßä"]}) == 1.0
 
 
+SLEEPS = "import time\ntime.sleep(int(input()))\nprint(1)"
+
+
 def test_all_cases_share_one_time_limit() -> None:
-    """The second case takes what is left."""
+    """The second case fails for itself; it and the third take the time of those that are left."""
     tests = {"inputs": ["0"] + ["60"] * 49, "outputs": ["1"] * 50}
-    value = score("import time\ntime.sleep(int(input()))\nprint(1)", tests, total_s=2.0, partial=True)
-    assert value == pytest.approx(1 / 50)
+    assert score(SLEEPS, tests, timeout_s=1.0, total_s=2.0, partial=True) == pytest.approx(1 / 50)
     assert score("print(1)", {"inputs": ["1"] * 50, "outputs": ["1"] * 50}, max_cases=2) == 1.0
+
+
+def test_a_program_that_no_case_failed_when_the_time_was_up_has_no_reward() -> None:
+    """It may be right: 0 would be a verdict that nobody reached."""
+    message = r"time for 1 of 3 cases, none of which failed: raise total_s"
+    with pytest.raises(TimeoutError, match=message):
+        score(SLEEPS, {"inputs": ["0", "60", "0"], "outputs": ["1"] * 3}, total_s=1.2)
+    calls = {"fn_name": "f", "inputs": [[0], [60], [0]], "outputs": [1] * 3}
+    with pytest.raises(TimeoutError, match=message):
+        score("import time\ndef f(x): return time.sleep(x) or 1", calls, total_s=1.2, partial=True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",  # as the program, and when it is imported
+        "def f(x):\n    while True:\n        try:\n            while x: pass\n            return 1\n"
+        "        except BaseException: pass\nf(1)",
+    ],
+)
+def test_a_program_that_hangs_for_as_long_as_a_case_may_take_is_wrong(code: str) -> None:
+    assert score(code, {"inputs": ["1"] * 9, "outputs": ["1"] * 9}, timeout_s=0.5, total_s=1.0) == 0.0
+    calls = {"fn_name": "f", "inputs": [[0], [1], [0]], "outputs": [1] * 3}
+    assert score(code, calls, timeout_s=0.5, total_s=1.5) == 0.0
+
+
+def test_only_the_programs_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes that take 10 times as long to start as their programs to run, and longer than `total_s` together."""
+    run, allowed = module.run_python, []
+
+    def start_slowly(code: str, stdin: str, *, limits: SandboxLimits, starter: SandboxStarter) -> SandboxResult:
+        time.sleep(0.05)
+        allowed.append(limits.timeout_s)
+        return replace(run(code, stdin, limits=limits, starter=starter), program_s=0.03125)
+
+    monkeypatch.setattr(module, "run_python", start_slowly)
+    tests = {"inputs": [str(number) for number in range(12)], "outputs": [str(number) for number in range(12)]}
+    assert score("print(input())", tests, total_s=0.5, timeout_s=0.5) == 1.0
+    assert allowed == [0.5 - 0.03125 * number for number in range(12)]
+
+
+def test_a_case_finds_nothing_of_an_earlier_one() -> None:
+    code = """
+import os, subprocess
+print(sorted(os.listdir("/tmp")), len([name for name in os.listdir("/proc") if name.isdigit()]))
+open("/tmp/left", "w").write(input())
+subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+    assert score(code, {"inputs": ["1"] * 3, "outputs": ["[] 1"] * 3}, timeout_s=20.0, total_s=60.0) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,16 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from troupe.workers.sandbox import seccomp
+from troupe.workers.sandbox import run, seccomp
 from troupe.workers.sandbox.limits import SandboxLimits
-from troupe.workers.sandbox.run import SandboxError, SandboxUnavailable, _explain, check_sandbox, run_python
+from troupe.workers.sandbox.run import (
+    SandboxError,
+    SandboxStarter,
+    SandboxUnavailable,
+    _explain,
+    check_sandbox,
+    run_python,
+)
 
 
 def test_a_program_reads_its_input_and_prints() -> None:
@@ -90,6 +97,37 @@ def test_a_program_that_takes_too_long_is_stopped() -> None:
     result = run_python("print('early', flush=True)\nwhile True: pass", limits=SandboxLimits(timeout_s=2.0))
     assert (result.stdout, result.timed_out, result.ok, result.exit_code) == ("early\n", True, False, None)
     assert result.wall_s >= 2.0
+
+
+def test_the_start_of_the_sandbox_is_not_the_programs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_BOOTSTRAP", f"import time; time.sleep(1.5); {run._BOOTSTRAP}")
+    result = run_python("print(1)", limits=SandboxLimits(timeout_s=1.4))
+    assert result.stdout == "1\n" and not result.timed_out
+    assert 0.0 < result.program_s < 1.4 < 1.5 < result.wall_s
+
+
+def test_a_sandbox_that_does_not_start_is_an_error_and_not_a_slow_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_BOOTSTRAP", f"import time; time.sleep(1.0); {run._BOOTSTRAP}")
+    monkeypatch.setattr(run, "_START_S", 0.1)
+    with pytest.raises(SandboxError, match=r"did not start within 0\.1 s"):
+        run_python("print(1)")
+
+
+def test_several_programs_start_from_one_process() -> None:
+    with SandboxStarter() as starter:
+        results = [run_python(f"print({number})", starter=starter) for number in range(3)]
+        assert [result.stdout for result in results] == ["0\n", "1\n", "2\n"]
+        assert run_python("while True: pass", limits=SandboxLimits(timeout_s=0.3), starter=starter).timed_out
+        failed = run_python("print(input())\nraise SystemExit(3)", "after it", starter=starter)
+        assert (failed.stdout, failed.exit_code) == ("after it\n", 3)
+
+
+def test_where_the_process_that_starts_programs_is_killed_the_error_says_so() -> None:
+    with SandboxStarter() as starter:
+        starter._process.kill()
+        starter._process.wait()
+        with pytest.raises(SandboxError, match="the process that makes sandboxes has ended"):
+            run_python("print(1)", starter=starter)
 
 
 def test_a_deep_recursion_is_an_error_of_the_program() -> None:

@@ -236,6 +236,18 @@ def test_paths_outside_every_claim_are_reported() -> None:
     assert deploy(NODE, pvc=["models:/models"], gib_per_node=512)[1] == []
 
 
+def test_checkpoints_in_an_object_store_need_no_claim_and_those_on_a_disk_do() -> None:
+    def sent(url: str, *claims: str) -> tuple[Any, list[str]]:
+        text, notes = deploy(NODE, f"checkpoint.path={url}", pvc=["models:/models", *claims], gib_per_node=512)
+        spec = yaml.safe_load(next(yaml.safe_load_all(text))["data"]["spec.yaml"])
+        return spec["checkpoint"]["path"], notes
+
+    for url in ("s3://bucket/runs?region=eu-west-1", "abfs://box@me.dfs.core.windows.net/runs"):
+        assert sent(url) == (url, [])
+    assert sent("file:///mnt/runs", "runs:/mnt") == ("file:///mnt/runs", [])
+    assert sent("file:///mnt/runs")[1][0].startswith("checkpoint.path: /mnt/runs is not on any --pvc")
+
+
 def test_relative_paths_are_resolved_against_the_root_or_the_first_claim() -> None:
     def folder(**flags: Any) -> str:
         return documents(NODE, **flags)[0]["spec"]["entrypoint"].split()[6]

@@ -10,7 +10,7 @@ from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.speed import growing_memory
 from troupe.orchestrator.reporting.verdicts.verdict import Level
 
-from .cases import HELD_OUT, TUNED, Case
+from .cases import HELD_OUT, TUNED, Case, lines_of, spec_of
 
 CASES = (*TUNED, *HELD_OUT)
 LEAST_RECALL = 0.9
@@ -50,6 +50,15 @@ def test_verdicts_name_recorded_evidence_and_remedies_that_load(case: Case) -> N
         for remedy in verdict.remedies:
             assert fits(remedy, history.spec)
             assert not remedy.spec or isinstance(yaml.safe_load(remedy.spec), dict)
+
+
+@pytest.mark.parametrize(("function", "offered"), [("planted_rewards:always_one", False), ("last_number", True)])
+def test_a_curriculum_is_proposed_where_the_reward_says_what_is_solved(function: str, offered: bool) -> None:
+    spec = spec_of("sick-constant-reward")
+    spec["roles"]["reward"]["functions"][0] |= {"name": function, "label": "goal"}
+    history = History.of(lines_of("sick-constant-reward"), spec)
+    (verdict,) = [one for one in apply_rules(history) if one.name == "no-signal"]
+    assert ("data:\n  curriculum: {}" in [remedy.spec for remedy in verdict.remedies]) is offered
 
 
 def test_memory_that_flattens_is_no_leak_at_any_step() -> None:

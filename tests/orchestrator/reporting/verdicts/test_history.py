@@ -54,6 +54,19 @@ def test_lines_become_series_and_later_lines_of_a_step_win() -> None:
     assert run.get("roles.critic.workers", 0) == 0
 
 
+def test_a_count_of_samples_is_a_share_of_what_the_step_dispatched() -> None:
+    """Steps of earlier versions do not say what they dispatched: their batch has 2 prompts of 8 samples at most."""
+    lines = [{"step": 1, "failed": 4.0}, {"step": 2, "failed": 4.0, "dispatched_samples": 20.0}]
+    spec = {
+        "schedule": {"prompts_per_step": 2},
+        "algorithm": {"group_size": 4},
+        "data": {"train": [{"name": "a"}, {"name": "b", "group_size": 8}]},
+    }
+    assert History.of(lines, spec).share_of_samples("failed") == Series("failed", (1, 2), (4 / 16, 4 / 20))
+    assert History.of(lines, spec).group_sizes == {4, 8} and History.of([]).group_sizes == {1}
+    assert History.of(lines).share_of_samples("failed") == Series("failed", (2,), (4 / 20,))
+
+
 def test_remedies_are_lines_of_a_spec() -> None:
     assert field("roles.policy.learning_rate", 3e-6) == "roles:\n  policy:\n    learning_rate: 3e-06"
     functions = [{"name": "regex", "args": {"pattern": "a: b"}, "weight": 1.0, "label": None}]

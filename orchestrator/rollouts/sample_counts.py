@@ -1,0 +1,55 @@
+"""How many samples of a group were dispatched and have failed, by name of the metric that reports it.
+
+A step reports the sum over the groups of its batch and over those that were replaced on the way to it: what fails for a
+whole prompt replaces its group, and is in no batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from troupe.orchestrator.rollouts.scoring import ScoredGroup
+from troupe.workers.contract.environments import OK
+
+DISPATCHED, FAILED = "dispatched_samples", "failed_samples"
+
+
+def sample_counts(group: ScoredGroup, environment: str | None) -> Counter[str]:
+    """Counts of a scored group, zeros included.
+
+    Args:
+        group: The group.
+        environment: Name of the environment that its samples are episodes in, empty for one without a name; None: they
+            are single responses.
+
+    Returns:
+        Its samples, and those without a reward; its candidates without a reward where it has candidates; episodes that
+        failed and that started again, and the same by environment where this has a name.
+    """
+    statuses = group.rewards.statuses
+    counts = Counter({DISPATCHED: len(statuses), FAILED: len(statuses) - statuses.count("ok")})
+    if group.candidates is not None:
+        counts["candidates/failed"] = sum(reward is None for reward in group.candidates.rewards)
+    played = [(sample, sample.episode) for sample in group.summary.samples if sample.episode is not None]
+    if environment is None or not played:
+        return counts
+    failed = sum(sample.status != OK for sample, _ in played)
+    restarted = sum(episode.restarts > 0 for _, episode in played)
+    for part in ("", f"/{environment}") if environment else ("",):
+        counts.update({f"episodes{part}/failed": failed, f"episodes{part}/restarted": restarted})
+    return counts
+
+
+def replaced_counts(samples: int, group: ScoredGroup | None, environment: str | None) -> Counter[str]:
+    """Counts of a group that is replaced because of a failure: it takes all of its samples with it.
+
+    Args:
+        samples: Samples of the group.
+        group: The group, where its rewards have failed; None: its samples were never scored.
+        environment: See `sample_counts`.
+    """
+    if group is None:
+        return Counter({DISPATCHED: samples})
+    counts = sample_counts(group, environment)
+    counts[FAILED] = counts[DISPATCHED]
+    return counts

@@ -1,0 +1,102 @@
+"""Which fields of a spec hold paths: they are made absolute where the spec is sent elsewhere, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from tests.conftest import ROOT
+from troupe.orchestrator.live.diff import field_changes
+from troupe.orchestrator.spec.errors import models_in
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.paths import absolute_paths, path_fields
+from troupe.orchestrator.spec.rollout import RolloutSpec
+
+GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+STORES = ("s3://bucket/runs?region=eu-west-1", "gs://bucket/a", "abfs://box@me.dfs.core.windows.net/a", "file:///mnt/c")
+
+PATHS = {"path", "folder", "adapter", "chat_template"}
+URLS = {"url"}
+NEITHER = {
+    *("name", "revision", "dataset", "subset", "split", "files", "accelerator", "node_labels", "tool_parser", "engine"),
+    *(
+        "targets",
+        "modules_to_save",
+        "args",
+        "env",
+        "label",
+        "regex",
+        "choice",
+        "json_schema",
+        "grammar",
+        "stop",
+        "host",
+    ),
+    *("system", "template", "prompt", "answer", "metadata", "candidates", "level", "text", "component", "metric"),
+    *("response", "messages", "chosen", "rejected", "margin", "answers", "scores", "project", "environment", "eval"),
+    *("dynamic_sampling_on",),
+}
+"""Names of text fields that hold something else, or sections by name."""
+
+
+def of_text(model: type[BaseModel]) -> Iterator[str]:
+    """Names of the fields that hold text, in a model and those below it."""
+    for name, field in model.model_fields.items():
+        if _has_text(field.annotation):
+            yield name
+        for below in models_in(field.annotation):
+            yield from of_text(below)
+
+
+def _has_text(annotation: Any) -> bool:
+    return annotation is str or (
+        get_origin(annotation) is not Literal and any(_has_text(part) for part in get_args(annotation))
+    )
+
+
+def test_every_field_of_text_is_known_to_hold_a_path_or_something_else() -> None:
+    found = {name for spec in (RolloutSpec, OfflineSpec) for name in of_text(spec)}
+    assert found == PATHS | URLS | NEITHER
+    for name in sorted(found):
+        document = {"roles": {"reward": {name: "a/b"}}}
+        held = {"roles": {"reward": {name: "/root/a/b"}}} if name in PATHS else document
+        assert absolute_paths(document, Path("/root")) == held
+        assert dict(path_fields(document)) == ({f"roles.reward.{name}": "a/b"} if name in PATHS else {})
+
+
+@pytest.mark.parametrize("url", STORES)
+def test_the_url_of_a_store_is_sent_as_it_is(url: str, tmp_path: Path) -> None:
+    spec = load_rollout_spec(GRPO, [f"checkpoint.path={url}", "weight_sync={backend: store, url: 's3://b/w'}"])
+    sent = tmp_path / "sent.yaml"
+    sent.write_text(yaml.safe_dump(absolute_paths(spec.model_dump(mode="json"), tmp_path)))
+    there = load_rollout_spec(sent)
+    assert (there.checkpoint, there.weight_sync) == (spec.checkpoint, spec.weight_sync)
+
+
+def test_a_store_on_a_disk_is_a_path_that_other_machines_need() -> None:
+    document = {"checkpoint": {"path": "file:///mnt/a%20b?x=y"}, "weight_sync": {"url": "file:///w"}}
+    assert dict(path_fields(document)) == {"checkpoint.path": "/mnt/a b", "weight_sync.url": "/w"}
+    chain = {"stages": {"sft": {"checkpoint": {"path": "file:///mnt"}}, "grpo": {"checkpoint": {"path": "s3://b/c"}}}}
+    assert dict(path_fields(chain)) == {"stages.sft.checkpoint.path": "/mnt"}
+
+
+def test_keys_of_others_are_no_fields() -> None:
+    form = {"properties": {"x": {"default": {"path": "a"}}}}
+    document = {"sampling": {"structured": {"json_schema": form}}, "roles": {"policy": {"node_labels": {"path": "a"}}}}
+    assert absolute_paths(document, Path("/root")) == document
+    assert list(path_fields(document)) == []
+
+
+def test_an_adapter_by_its_absolute_path_is_no_other_adapter() -> None:
+    lora = ["roles.policy.lora={rank: 4}"]
+    relative, absolute = (
+        load_rollout_spec(GRPO, [*lora, f"model.adapter={path}"])
+        for path in ("own/adapter", Path("own/adapter").absolute())
+    )
+    assert field_changes(relative, absolute) == []
