@@ -20,7 +20,7 @@ _MOST_ADAPTED = 2.0**30
 def adapted_coef(coef: float, start: float) -> float:
     """A coefficient that follows a divergence, within a factor of 2^30 of the one that it started from.
 
-    Nothing else bounds it: after many steps on one side of the target it would be 0, where no factor brings it back, or
+    Without these limits, after many steps on one side of the target, it would be 0, where no factor brings it back, or
     infinite.
     """
     return min(max(coef, start / _MOST_ADAPTED), start * _MOST_ADAPTED)
@@ -72,7 +72,7 @@ class AdvantageState(Frozen):
     kl_coef: float | None = None
     """The adaptive KL coefficient; None before the first batch and where `kl_target` is not set."""
     kl_start: float | None = None
-    """What it started from; None: there is none, or an earlier version wrote the state."""
+    """What it started from; None where `kl_coef` is None, and in the state of an earlier version."""
     rewards: Moments = Moments()
     """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()
