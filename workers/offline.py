@@ -6,7 +6,7 @@ algorithms differ in their objective (`workers/algorithms/offline_objectives.py`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from troupe.workers.contract.offline_messages import (
 )
 from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, tokenize
 from troupe.workers.data.tokenizer import load_chat_tokenizer
-from troupe.workers.data.turn_ends import turn_ends
+from troupe.workers.data.turn_ends import padding_besides, turn_ends
 from troupe.workers.models.modeling import (
     CausalLogprobs,
     RewardScores,
@@ -180,7 +180,8 @@ class RewardTrainer(OfflineRank):
         announce(Activity.MODEL)
         partitioner = partitioner_for(config.model, config.trainer)
         model = load_value(self._below, partitioner)
-        _keep_last_token(model.config.get_text_config(), self._tokens(), turn_ends(self._tokens()).ids)
+        text_config = model.config.get_text_config()
+        text_config.pad_token_id = padding_besides(turn_ends(self._tokens()).ids, text_config, self._tokens())
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
         language = share_backbone(model, self._below, self._chunks(model), partitioner) if keeps_language else None
         self._train(RewardScores(model, language), model, torch_dtype(config.model.dtype))
@@ -223,19 +224,6 @@ def _unscored(batch: ExampleMicroBatch, point: float) -> Scored:
         targets=batch.tokens.targets,
         reference_point=point,
     )
-
-
-def _keep_last_token(text_config: Any, tokenizer: PreTrainedTokenizerBase, of_turns: Collection[int]) -> None:
-    """Choose a padding token that ends no turn.
-
-    A classifier reads its score at the last token that is not padding. If padding and end of turn were the same token,
-    it would read the score one token too early.
-    """
-    configured = text_config.eos_token_id
-    ends = {*of_turns, *(configured if isinstance(configured, list) else [configured])}
-    choices = (text_config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
-    free = [choice for choice in choices if choice is not None and choice not in ends]
-    text_config.pad_token_id = free[0] if free else (0 if 0 not in ends else text_config.vocab_size - 1)
 
 
 def _terms(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:

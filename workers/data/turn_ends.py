@@ -61,6 +61,24 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
     return known[1]
 
 
+def padding_besides(ends: Collection[int], text_config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """A padding token that ends no turn.
+
+    A classifier of transformers reads its score at the last token that is not padding. If padding and end of turn were
+    the same token, it would read the score one token too early.
+
+    Args:
+        ends: Tokens that end a turn, besides those of the configuration.
+        text_config: Of the classifier. Its own padding token is taken where it can be.
+        tokenizer: Its tokenizer.
+    """
+    configured = text_config.eos_token_id
+    ends = {*ends, *(configured if isinstance(configured, list) else [configured])}
+    choices = (text_config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    free = [choice for choice in choices if choice is not None and choice not in ends]
+    return free[0] if free else (0 if 0 not in ends else text_config.vocab_size - 1)
+
+
 def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
     """The tokens of a turn without those that end it, if they were sampled."""
     ends = turn_ends(tokenizer)

@@ -17,6 +17,7 @@ from troupe.workers.contract.config import Device, ModelConfig
 from troupe.workers.data.examples import encode_conversation
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
+from troupe.workers.data.turn_ends import padding_besides, turn_ends
 from troupe.workers.models.adapter_files import PREFIX
 from troupe.workers.models.adapter_folder import add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
@@ -77,8 +78,7 @@ class RewardModel:
         self.model: Any = model.to(device).eval().requires_grad_(False)
         text_config = self.model.config.get_text_config()
         if text_config.pad_token_id is None:
-            # The classifier reads its score at the last token that is not padding.
-            text_config.pad_token_id = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
+            text_config.pad_token_id = padding_besides(turn_ends(self.tokenizer).ids, text_config, self.tokenizer)
         self.pad_id: int = text_config.pad_token_id
         self.max_tokens: int = text_config.max_position_embeddings
         self.vocab_size: int = text_config.vocab_size

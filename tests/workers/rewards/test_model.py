@@ -21,9 +21,9 @@ from transformers import (
 
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.data.tokenizer import copy_tokenizer
+from troupe.workers.data.turn_ends import padding_besides
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
-from troupe.workers.offline import _keep_last_token
 from troupe.workers.rewards.model import RewardModel, _score_in_float32
 
 
@@ -245,12 +245,23 @@ def test_a_head_that_cannot_score_in_float32_is_reported(
     ]
 
 
+def test_a_model_that_names_no_padding_is_read_at_the_last_token(tiny_model: Path, tmp_path: Path) -> None:
+    """As transformers reads a single row. The token that ends a response was padding, and the one before was read."""
+    options: dict[str, Any] = TINY | {"pad_token_id": None}
+    plain = saved_scorer(LlamaConfig(**options), tmp_path, tiny_model)
+    model = RewardModel(ModelConfig(path=str(tmp_path), dtype="float32"), 4096, "cpu")
+    rows = [[*row, model.tokenizer.eos_token_id] for row in ROWS]
+    with torch.no_grad():
+        expected = [float(plain.float()(input_ids=torch.tensor([row])).logits) for row in rows]
+    assert model._padded(rows) == pytest.approx(expected, rel=1e-3)
+    assert model._packed(rows) == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_padding_token_ends_no_turn() -> None:
     def chosen(pad: int | None, eos: int | list[int], tokenizer_pad: int | None, unk: int | None) -> int:
         config = SimpleNamespace(pad_token_id=pad, eos_token_id=eos, vocab_size=100)
         tokenizer: Any = SimpleNamespace(pad_token_id=tokenizer_pad, unk_token_id=unk, bos_token_id=None)
-        _keep_last_token(config, tokenizer, {2})
-        return config.pad_token_id
+        return padding_besides({2}, config, tokenizer)
 
     assert chosen(7, 2, 2, None) == 7
     assert chosen(2, 2, 2, 9) == 9
