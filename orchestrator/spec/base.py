@@ -15,7 +15,7 @@ from pydantic import Field
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import preflight
-from troupe.orchestrator.spec.adapters import unverified_adapters, wrong_adapters
+from troupe.orchestrator.spec.adapters import adapter_template, forgotten_templates, unverified_adapters, wrong_adapters
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
@@ -172,6 +172,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return None
 
     @property
+    def kl_start(self) -> float | None:
+        """What the adaptive coefficient of the KL term in the reward starts from; None: it does not adapt."""
+        return None
+
+    @property
     def update_rules(self) -> tuple[object, ...]:
         """What the updates of a step depend on besides its batch and the configurations of the trainers."""
         return self.seed, self.schedule.epochs, self.schedule.minibatches
@@ -273,10 +278,12 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
                 yield "roles.reference.model", f"roles.{name}.sequence_parallel_size", role.sequence_parallel_size
 
     def warnings(self) -> list[str]:
-        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies,
-        held-out data that no evaluation uses, profiles of what the run does not have, and restarts that cannot be."""
+        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies or that
+        were trained with other chat templates, held-out data that no evaluation uses, profiles of what the run does not
+        have, and restarts that cannot be."""
         return [
             *unverified_adapters(self.models()),
+            *forgotten_templates(self.models()),
             *self._unused_eval(),
             *self._missing_profiles(),
             *self._limited_restarts(),
@@ -310,8 +317,13 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""
         if (path / ADAPTER_CONFIG).is_file():
-            return [f"model.adapter={json.dumps(str(path))}"]
+            return [f"model.adapter={json.dumps(str(path))}", *self.with_template(path)]
         return [f"model.path={json.dumps(str(path))}", "model.adapter=null", "model.revision=null"]
+
+    def with_template(self, adapter: Path) -> list[str]:
+        """Overrides with which the trained model renders as an adapter was trained, where the spec has no template."""
+        trained = None if self.model.chat_template else adapter_template(adapter, Path(self.model.path))
+        return [] if trained is None else [f"model.chat_template={json.dumps(trained)}"]
 
     def as_yaml(self) -> str:
         """The spec, with every default."""

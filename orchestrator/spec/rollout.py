@@ -213,6 +213,11 @@ class RolloutSpec(RunSpec, frozen=True):
         return section.kl_penalty(self.algorithm)
 
     @property
+    def kl_start(self) -> float | None:
+        """See `RunSpec.kl_start`."""
+        return None if self.algorithm.kl.target is None else self.kl_coef
+
+    @property
     def skips_zero_advantage(self) -> bool:
         """Whether updates leave out rows without an advantage, because the loss has no other term for them.
 

@@ -404,6 +404,23 @@ def test_the_adaptive_kl_penalty_follows_the_divergence_after_the_updates_of_a_s
     assert state["memory"]["kl_old_coef"] == 0.5
 
 
+def test_the_adaptive_kl_penalty_starts_again_where_a_resumed_run_has_another_coefficient(tmp_path: Path) -> None:
+    """With the coefficient that it had, a run resumes from the one that it had adapted."""
+
+    def run_to(steps: int, coef: float, resume: bool = True) -> list[float]:
+        run = RolloutRun(tmp_path, resume=resume, schedule={"steps": steps}, checkpoint={"every_steps": 1})
+        penalty = {"coef": coef, "target": 0.1}
+        run.change(algorithm={"name": "ppo_penalty", "kl_states": 12, "kl_old": penalty})
+        run.policies[0].divergences = [0.2, 0.2]
+        run.run()
+        return run.policies[0].kl_old_coefs
+
+    assert run_to(2, 0.5, resume=False) == [0.5, 1.0]
+    assert run_to(3, 0.5) == [2.0]
+    assert run_to(5, 0.1) == [0.1, 0.2]
+    assert run_to(6, 0.1) == [0.4]
+
+
 def test_the_exact_kl_divergence_is_measured_over_all_updates_of_a_step(tmp_path: Path) -> None:
     run = RolloutRun(tmp_path, policies=2, schedule={"minibatches": 2}, algorithm={"kl_states": 12})
     run.run()
