@@ -159,8 +159,7 @@ class Controller:
         self.console = console
         self.version = done
         self.stop = stop
-        penalty = spec.kl_penalty
-        self.state = state or ControllerState(kl_old_coef=0.0 if penalty is None else penalty.coef)
+        self.state = (state or ControllerState()).for_penalty(spec.kl_penalty)
         self._recorder = components.recorder
         self._recorder.counts("dropped", components.ledger.drop_reasons())
         self._recorder.counts("ledger", components.ledger.counts())

@@ -185,7 +185,8 @@ def evaluate(
         if model is not None:
             path = evaluated_model(model, best=best)
             adapter = path if planned.spec.rollouts is not None and has_adapters(path) else None
-            named = ["model.adapter=null"] if adapter else planned.spec.with_model(path)
+            merged = ["model.adapter=null", *planned.spec.with_template(path)]
+            named = merged if adapter else planned.spec.with_model(path)
             planned = _planned(spec, [*_assignments(set), *named])
         planned = _in_place(planned, stream)
     if planned.spec.rollouts is None and (url is not None or output is not None):

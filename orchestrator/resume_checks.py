@@ -18,6 +18,8 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, stage_problem, trainer_layouts
+from troupe.orchestrator.training.state import ControllerState
+from troupe.workers.contract.advantage_state import AdvantageState
 
 _REFUSED = {
     r"seed": "the order of the data and of sampling follows from it",
@@ -38,7 +40,8 @@ _REFUSED = {
 _OPTIMIZER = "learning_rate|weight_decay|adam_.*|max_grad_norm|schedule|warmup_updates|min_lr_ratio"
 _NOTES = {
     r"data\.train\.\d+\.(weight|repeats|max_tokens)": "from the next prompt on",
-    r"data\.train\.\d+\.(rewards|solved_at).*": "rewards before and after may not be comparable",
+    r"data\.train\.\d+\.rewards.*": "rewards before and after may not be comparable",
+    r"data\.(train\.\d+|curriculum)\.(solved_at|component)": "results so far count as they were",
     r"data\.(train|ptx)\..*": "allowed where the rows are the same",
     r"evaluation\.(beside|every_steps|at_start|at_end)": "from the next step on",
     r"data\.eval(\..*)?|evaluation(\..*)?": "evaluations before and after may not be comparable",
@@ -47,6 +50,8 @@ _NOTES = {
     r"roles\.reward\.(functions|model).*": "rewards before and after may not be comparable",
     r"roles\.(policy|critic)\.workers": "optimizer states are resharded",
     rf"roles\.(policy|critic)\.({_OPTIMIZER})": "from the next update on",
+    r"algorithm\.(kl|kl_old)\.coef": "from the next step on; a coefficient that adapts starts from it again",
+    r"algorithm\.by_source": "from the next step on; running statistics start again",
     r"(algorithm|sampling)\..*": "from the next step on",
 }
 _LENGTH = ("schedule.steps", "schedule.epochs", "schedule.minibatches")
@@ -93,7 +98,9 @@ def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path)
     """
     before = _read(saved_spec)
     differences = None if before is None else tuple(_differences(before, spec, found.step))
-    return Resumption(folder, found, spec, differences, tuple(_problems(found, spec, differences is None)))
+    problems = list(_problems(found, spec, differences is None))
+    problems += [] if before is None else _unknown_starts(found, before, spec)
+    return Resumption(folder, found, spec, differences, tuple(problems))
 
 
 def require_same_rows(found: Checkpoint | None, drawn: Callable[[Mapping[str, Any]], Iterable[DrawnSource]]) -> None:
@@ -165,3 +172,19 @@ def _problems(found: Checkpoint, spec: RunSpec, unknown_spec: bool) -> Iterator[
                 yield f"model.dtype: the checkpoint's {name} is of type {saved[name].dtype}"
         elif wrong := stage_problem(saved[name], layout):
             yield f"roles.{name}.zero_stage: {wrong}"
+
+
+def _unknown_starts(found: Checkpoint, before: RunSpec, spec: RunSpec) -> Iterator[str]:
+    """New coefficients where those of the checkpoint adapt, and an earlier version wrote it: it does not say from which
+    they started, so that they would be kept."""
+    with found.restoring():
+        advantages = AdvantageState.model_validate(found.state.get("source", {}).get("advantages", {}))
+        state = ControllerState.model_validate(found.state.get("memory", {}))
+    kl_old, new_kl_old = (None if one.kl_penalty is None else one.kl_penalty.coef for one in (before, spec))
+    for field, old, new, coef, start in (
+        ("algorithm.kl.coef", before.kl_start, spec.kl_start, advantages.kl_coef, advantages.kl_start),
+        ("algorithm.kl_old.coef", kl_old, new_kl_old, state.kl_old_coef or None, state.kl_old_start),
+    ):
+        if None not in (old, new, coef) and old != new and start is None:
+            why = f"it has adapted to {coef:g}, and this checkpoint of an earlier version does not know it apart"
+            yield f"{field}: {old:g} -> {new:g}: refused: {why}; train a step with {old:g} first"

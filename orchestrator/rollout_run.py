@@ -66,16 +66,20 @@ class RolloutRun:
         """None: engines and policy share no GPU, or share its memory all the time."""
         if policy is not None and spec.resolved_sleep != "none":
             self._handover = MemoryHandover(self._pool, policy, spec.schedule.sync_timeout_s)
-        file = out / RESOLVED_SPEC
         self._scaler = WorkerScaler(
             spec,
             pools=self._pools.by_role,
             seats=context.launcher,
             console=context.console,
-            save=lambda changed: changed.write(file),
-            file=str(file),
+            save=self._follow,
+            file=str(out / RESOLVED_SPEC),
         )
         self._control = ControlServer(out, self._scaler)
+
+    def _follow(self, changed: RolloutSpec) -> None:
+        """Takes over the changed spec of a run that is scaled, and writes it. Raises OSError."""
+        self._pool.follow(changed)
+        changed.write(self._out / RESOLVED_SPEC)
 
     async def start(self) -> None:
         """Connects the engines to the environments and the reward workers to the judges, if the run has them."""

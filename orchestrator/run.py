@@ -29,6 +29,7 @@ from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
 from troupe.orchestrator.offline_run import OfflineRun
+from troupe.orchestrator.reporting.comparable import EVALUATION, REWARDS
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.roles.table import SAMPLERS
@@ -229,9 +230,11 @@ async def _usable(console: Console, pools: Pools, rendering: Awaitable[PromptChe
 
 
 def _facts(spec: RunSpec) -> dict[str, object]:
-    """What a run consists of: workers by role, and versions of the packages that it builds on."""
+    """What a run consists of: workers by role, and versions of the packages; and how it evaluates and rewards."""
     versions = dict(line.split(" ", 1) for line in describe_versions().splitlines())
-    return {"name": spec.name, "roles": {size.role: size.workers for size in role_sizes(spec)}, "versions": versions}
+    roles = {size.role: size.workers for size in role_sizes(spec)}
+    digests = {EVALUATION: spec.evaluation_digest(), REWARDS: spec.reward_digest()}
+    return {"name": spec.name, "roles": roles, "versions": versions, **digests}
 
 
 def say(console: Console, lines: Sequence[str]) -> None:

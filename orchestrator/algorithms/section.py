@@ -80,7 +80,8 @@ class KlConfig(Frozen):
     """KL term in the reward, algorithms without a critic: credit a token with the terms from its position on; false:
     with its own only, as ReMax does."""
     target: float | None = Field(default=None, gt=0.0)
-    """KL term in the reward: adapt the coefficient so that a response's divergence approaches this, in nats."""
+    """KL term in the reward: adapt the coefficient so that a response's divergence approaches this, in nats. While
+    only the critic trains (`roles.critic.warmup_steps`), the coefficient stays."""
     horizon: int | None = Field(default=None, ge=1)
     """Samples over which the coefficient adapts (arXiv 1909.08593); a step changes it by at most 20 %, even if it has
     more samples. null: 10000."""
@@ -303,6 +304,12 @@ def trust_region(config: AlgorithmConfig) -> TrustRegion | None:
     if default is None or config.trust_region is None:
         return default
     return replace(default, **{name: value for name, value in config.trust_region if value is not None})
+
+
+def compares_with_batch(config: AlgorithmConfig) -> bool:
+    """Whether an advantage depends on samples outside of its group: what `by_source` divides."""
+    own = advantage(config)
+    return own.whiten or own.reward_scale != "none" or own.baseline == "running_mean"
 
 
 def dynamic_sampling(config: AlgorithmConfig) -> int:

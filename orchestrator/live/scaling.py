@@ -64,7 +64,7 @@ class WorkerScaler:
             pools: The workers of each role that scales.
             seats: Where their workers run.
             console: Receives a line for every change.
-            save: Writes each changed spec to `file`.
+            save: Takes over each changed spec, and writes it to `file`.
             file: The run's spec file, as error messages name it.
         """
         self.spec = spec

@@ -220,6 +220,15 @@ class EnginePool(ReplicaPool[Engine]):
         for engine in self.workers:
             self._loads.update(engine)
 
+    def follow(self, spec: RolloutSpec) -> None:
+        """Takes over that the run has more environment workers, or fewer engines: each gets more of the episodes.
+
+        Its bound is never lowered: while the engines start among which the episodes are to be divided, the others still
+        have all of them.
+        """
+        self.max_load = max(self.max_load, spec.engine_load)
+        self._serve_waiting()
+
     @property
     def engines(self) -> list[Engine]:
         """Engines that run, including those that are being probed or finish their groups."""

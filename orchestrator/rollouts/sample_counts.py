@@ -1,4 +1,4 @@
-"""How many samples of a group were dispatched and have failed, by name of the metric that reports it.
+"""How many samples of a group were dispatched and have failed and what scoring took, by name of the metric.
 
 A step reports the sum over the groups of its batch and over those that were replaced on the way to it: what fails for a
 whole prompt replaces its group, and is in no batch.
@@ -6,15 +6,22 @@ whole prompt replaces its group, and is in no batch.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
 from troupe.workers.contract.environments import OK
 
 DISPATCHED, FAILED = "dispatched_samples", "failed_samples"
+Counts = dict[str, float]
 
 
-def sample_counts(group: ScoredGroup, environment: str | None) -> Counter[str]:
+def add(total: Counts, counts: Mapping[str, float]) -> None:
+    """Adds counts to a total, those of 0 too."""
+    for name, count in counts.items():
+        total[name] = total.get(name, 0.0) + count
+
+
+def sample_counts(group: ScoredGroup, environment: str | None) -> Counts:
     """Counts of a scored group, zeros included.
 
     Args:
@@ -23,24 +30,29 @@ def sample_counts(group: ScoredGroup, environment: str | None) -> Counter[str]:
             are single responses.
 
     Returns:
-        Its samples, and those without a reward; its candidates without a reward where it has candidates; episodes that
-        failed and that started again, and the same by environment where this has a name.
+        Its samples, and those without a reward; the time of the reward worker (s); its candidates without a reward
+        where it has candidates; episodes that failed and that started again, and the same by environment where this has
+        a name.
     """
     statuses = group.rewards.statuses
-    counts = Counter({DISPATCHED: len(statuses), FAILED: len(statuses) - statuses.count("ok")})
+    counts: Counts = {
+        DISPATCHED: float(len(statuses)),
+        FAILED: float(len(statuses) - statuses.count("ok")),
+        "seconds/reward": group.rewards.seconds,
+    }
     if group.candidates is not None:
-        counts["candidates/failed"] = sum(reward is None for reward in group.candidates.rewards)
+        counts["candidates/failed"] = float(sum(reward is None for reward in group.candidates.rewards))
     played = [(sample, sample.episode) for sample in group.summary.samples if sample.episode is not None]
     if environment is None or not played:
         return counts
-    failed = sum(sample.status != OK for sample, _ in played)
-    restarted = sum(episode.restarts > 0 for _, episode in played)
+    failed = float(sum(sample.status != OK for sample, _ in played))
+    restarted = float(sum(episode.restarts > 0 for _, episode in played))
     for part in ("", f"/{environment}") if environment else ("",):
-        counts.update({f"episodes{part}/failed": failed, f"episodes{part}/restarted": restarted})
+        counts |= {f"episodes{part}/failed": failed, f"episodes{part}/restarted": restarted}
     return counts
 
 
-def replaced_counts(samples: int, group: ScoredGroup | None, environment: str | None) -> Counter[str]:
+def replaced_counts(samples: int, group: ScoredGroup | None, environment: str | None) -> Counts:
     """Counts of a group that is replaced because of a failure: it takes all of its samples with it.
 
     Args:
@@ -49,7 +61,7 @@ def replaced_counts(samples: int, group: ScoredGroup | None, environment: str | 
         environment: See `sample_counts`.
     """
     if group is None:
-        return Counter({DISPATCHED: samples})
+        return {DISPATCHED: float(samples)}
     counts = sample_counts(group, environment)
     counts[FAILED] = counts[DISPATCHED]
     return counts

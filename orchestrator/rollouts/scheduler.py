@@ -29,7 +29,7 @@ from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError, WorkerRaised
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
-from troupe.orchestrator.rollouts.sample_counts import replaced_counts, sample_counts
+from troupe.orchestrator.rollouts.sample_counts import Counts, add, replaced_counts, sample_counts
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
@@ -162,9 +162,9 @@ class RolloutScheduler:
         self._refused = 0
         self._without_signal = 0
         """Zero-advantage groups replaced since the last batch."""
-        self.replaced: Counter[str] = Counter()
+        self.replaced: Counts = {}
         """Samples of the groups that were replaced on the way to the last batch, by metric (see `sample_counts`)."""
-        self._replaced_since: Counter[str] = Counter()
+        self._replaced_since: Counts = {}
         """Those of the groups that were replaced since."""
         self._in_checkpoint = deque(ledger.open_groups())
         """Groups that were open at the checkpoint from which the run resumes, and that are not opened again yet."""
@@ -188,7 +188,7 @@ class RolloutScheduler:
         """
         self._refused = state.get("refused", 0)
         self._without_signal = state.get("without_signal", 0)
-        self._replaced_since = Counter(state.get("replaced", {}))
+        self._replaced_since = dict(state.get("replaced", {}))
         known = {group.prompt_uid: (group.attempt, self.settings[group.row].samples) for group in self._in_checkpoint}
         usable = [
             group
@@ -277,7 +277,7 @@ class RolloutScheduler:
                 self._failed_samples = 0
                 self._refused = 0
                 self._without_signal = 0
-                self.replaced, self._replaced_since = self._replaced_since, Counter()
+                self.replaced, self._replaced_since = self._replaced_since, {}
                 for group in self._groups.values():
                     group.failed = 0
                 return batch
@@ -287,7 +287,7 @@ class RolloutScheduler:
     def resample(self, groups: Sequence[ScoredGroup]) -> None:
         """Samples groups of the last batch again, because their data were lost before training."""
         self._batch = []
-        self._replaced_since.update(self.replaced)  # they belong to the batch that is sampled again
+        add(self._replaced_since, self.replaced)  # they belong to the batch that is sampled again
         for group in groups:
             uid = group.summary.prompt_uid
             self._launch(PromptPick(uid, group.row), self._ledger.retry(uid))
@@ -518,7 +518,7 @@ class RolloutScheduler:
         settings = self.settings[scored.row]
         if self._without_signal < self._replaceable and (why := self._signal.problem(scored, settings)):
             self._without_signal += 1
-            self._replaced_since.update(sample_counts(scored, settings.environment))
+            add(self._replaced_since, sample_counts(scored, settings.environment))
             self._drop(group, f"no signal: {why}")
             if self._observe is not None:
                 self._observe(group.pick.row, scored.rewards)
@@ -553,7 +553,7 @@ class RolloutScheduler:
         self._drop(group, reason)
         if failed:
             settings = self.settings[group.pick.row]
-            self._replaced_since.update(replaced_counts(settings.samples, scored, settings.environment))
+            add(self._replaced_since, replaced_counts(settings.samples, scored, settings.environment))
             self._count_failures(settings.samples)
         else:
             self._count_refusal(reason)

@@ -1,9 +1,9 @@
 """Scoring: sends a finished group to a reward worker and to every model that scores tokens, concurrently.
 
-Reward workers are independent: the least-loaded one scores the group. Models that score tokens (reference, critic, the
-policy's own old log-probs) are worker groups whose ranks share each call. Groups that finish while such a call is
-running form the next wave, so waves grow when scoring is slower than generation. Reward and reference workers can be
-added and removed during a run.
+Reward workers are independent: the least-loaded one scores the group. Models that score tokens (the reference, and
+policy and critic where they do not train meanwhile) are worker groups whose ranks share each call. Groups that finish
+while such a call is running form the next wave, so waves grow when scoring is slower than generation. Reward and
+reference workers can be added and removed during a run.
 """
 
 from __future__ import annotations

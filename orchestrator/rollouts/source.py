@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers, std
 from troupe.orchestrator.rollouts.kept_samples import write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
-from troupe.orchestrator.rollouts.sample_counts import sample_counts
+from troupe.orchestrator.rollouts.sample_counts import add, sample_counts
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
@@ -165,12 +164,12 @@ class RolloutSource:
         return metrics if curriculum is None else metrics | curriculum.metrics()
 
     def _sample_counts(self) -> dict[str, float]:
-        """Dispatched and failed samples of the step: of the batch, and of the groups replaced on the way to it."""
+        """Samples of the step and time of scoring: of the batch, and of the groups replaced on the way to it."""
         scheduler = self._components.scheduler
-        counts = Counter(scheduler.replaced)
+        counts = dict(scheduler.replaced)
         for group in self._groups:
-            counts.update(sample_counts(group, scheduler.settings[group.row].environment))
-        return {name: float(count) for name, count in counts.items()}
+            add(counts, sample_counts(group, scheduler.settings[group.row].environment))
+        return counts
 
     def _source_metrics(self) -> dict[str, float]:
         """Metrics by source of a mixture; empty where there is one source."""
@@ -264,7 +263,8 @@ class RolloutSource:
             tables += await self._score_batch(groups)
         request = self._prepare_request(groups)
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
-        self._advantage_state = self._advantage_state.after(summary.state)
+        policy_trains = version >= self._spec.critic_warmup
+        self._advantage_state = self._advantage_state.after(summary.state, policy_trains=policy_trains)
         self._train = table
         texts = None if self._components.texts is None else self._components.texts.pick()
         return Batch(summary, table, texts=texts, groups=tuple(map(_origin, groups)))
@@ -342,7 +342,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
 
     Returns:
         Rewards by component, lengths (tokens), truncation, staleness (versions), throughput (tokens/s over `seconds`),
-        the share of prompt tokens found in the engines' prefix caches, and the time of the reward workers (s).
+        and the share of prompt tokens found in the engines' prefix caches.
     """
     rewards = [reward for group in groups for reward in group.rewards.rewards if reward is not None]
     counts = (
@@ -362,7 +362,6 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
         "truncated": reasons.count("length") / len(reasons),
         "staleness/mean": version - fmean(oldest),
         "staleness/max": float(version - min(oldest)),
-        "seconds/reward": sum(group.rewards.seconds for group in groups),
         "tokens": float(sum(prompts) + sum(responses)),
         "response_tokens_per_s": sum(responses) / seconds if seconds > 0 else 0.0,
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.model_facts.model_size import METADATA, SizeUnknown, read_header
-from troupe.orchestrator.spec.preflight import REWARD_MODEL, Finding
+from troupe.orchestrator.spec.preflight import READ_TOKENS, REWARD_MODEL, Finding
 from troupe.workers.contract.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -18,9 +18,10 @@ from troupe.workers.contract.adapter_config import (
     difference,
     unsupported_setting,
 )
-from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.contract.config import NO_TEMPLATE, LoraConfig, ModelConfig
 
 _CONFIG_BYTES = 1 << 20
+_TOKENIZER, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 def wrong_adapters(
@@ -62,6 +63,50 @@ def unverified_adapters(models: Mapping[str, ModelConfig]) -> Iterator[str]:
                 f"{section}.adapter: was trained on {trained_on}, and is added to {model.path}; the file has no digest "
                 "by which this could be verified"
             )
+
+
+def adapter_template(adapter: Path, model: Path) -> str | None:
+    """The value of `chat_template` with which a model renders as its adapter was trained; None: its own template does.
+
+    Beside an adapter Troupe writes the tokenizer that it was trained with, but a tokenizer is read from the folder of
+    the model below. The template of a run (`model.chat_template`) is a file, and one of the model below a copy.
+
+    Args:
+        adapter: Folder of the adapter.
+        model: Folder of the model below. Where it is not on this machine, a template of the model cannot be told from
+            that of a run.
+    """
+    if not (adapter / _TOKENIZER).is_file():
+        return None
+    trained, below = _template(adapter), _template(model)
+    if (adapter / _TEMPLATE).is_file():
+        return None if trained == below else str(adapter / _TEMPLATE)
+    return NO_TEMPLATE if trained is None and below is not None else None
+
+
+def forgotten_templates(models: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """One line for each model that renders with another chat template than its adapter was trained with."""
+    for section, model in models.items():
+        if model.adapter is None or model.chat_template is not None or section in READ_TOKENS:
+            continue
+        if not Path(model.path).is_dir():  # a name on the hub, whose template is not known here
+            continue
+        if trained := adapter_template(Path(model.adapter), Path(model.path)):
+            why = f"{model.adapter} was trained with another one than that of {model.path}, which is used"
+            yield f"{section}.chat_template: {why}; set it to {trained}"
+
+
+def _template(folder: Path) -> object:
+    """The chat template of a tokenizer's folder, to be compared; None: it has none, or it cannot be read."""
+    file = folder / _TEMPLATE
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        file = file.with_suffix(".json")
+        found = json.loads((file if file.is_file() else folder / _TOKENIZER).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("chat_template") if isinstance(found, dict) else None
 
 
 def _last_part(model: str) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import preflight
-from troupe.orchestrator.spec.adapters import unverified_adapters, wrong_adapters
+from troupe.orchestrator.spec.adapters import adapter_template, forgotten_templates, unverified_adapters, wrong_adapters
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
@@ -172,6 +172,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return None
 
     @property
+    def kl_start(self) -> float | None:
+        """What the adaptive coefficient of the KL term in the reward starts from; None: it does not adapt."""
+        return None
+
+    @property
     def update_rules(self) -> tuple[object, ...]:
         """What the updates of a step depend on besides its batch and the configurations of the trainers."""
         return self.seed, self.schedule.epochs, self.schedule.minibatches
@@ -211,6 +216,10 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         if sets := self.evaluated_by():
             content["sets"] = sets
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def reward_digest(self) -> str:
+        """Digest of what gives the rewards of training: those with the same one can be compared. Empty: nothing."""
+        return ""
 
     @property
     @abstractmethod
@@ -269,19 +278,52 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
                 yield "roles.reference.model", f"roles.{name}.sequence_parallel_size", role.sequence_parallel_size
 
     def warnings(self) -> list[str]:
-        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies, and
-        held-out data that no evaluation uses."""
-        return [*unverified_adapters(self.models()), *self._unused_eval()]
+        """What works, and is probably not meant: one line each. Here: adapters of models that nothing verifies or that
+        were trained with other chat templates, held-out data that no evaluation uses, profiles of what the run does not
+        have, and restarts that cannot be."""
+        return [
+            *unverified_adapters(self.models()),
+            *forgotten_templates(self.models()),
+            *self._unused_eval(),
+            *self._missing_profiles(),
+            *self._limited_restarts(),
+        ]
 
     def _unused_eval(self) -> Iterator[str]:
         if self.evaluation is None and any(name.partition(".")[0] == "eval" for name in self.data_sources()):
             yield "data.eval: the run never evaluates on it; add `evaluation: {}` (without it, only `troupe eval` does)"
 
+    def _missing_profiles(self) -> Iterator[str]:
+        profile, trainers = self.output.profile, self.roles.trainers().values()
+        if profile is None:
+            return
+        most, ranks = self.schedule.steps, max(role.data_parallel_size for role in trainers)
+        if late := [str(step) for step in profile.steps if step > most]:
+            yield f"output.profile.steps: the run has {most} steps; not recorded: {', '.join(late)}"
+        if beyond := [str(rank) for rank in profile.ranks if rank >= ranks]:
+            yield f"output.profile.ranks: no trainer has rank {', '.join(beyond)} (ranks count from 0)"
+
+    def _limited_restarts(self) -> Iterator[str]:
+        """Trainers that can be restarted only in some of the steps, where the spec sets one of the two fields."""
+        failures, every = self.failures, min(self.checkpoint.every_steps or self.schedule.steps, self.schedule.steps)
+        kept, defaults = failures.replay_steps, type(failures).model_fields
+        ours = all(dict(failures)[name] == defaults[name].default for name in ("replay_steps", "trainer_restarts"))
+        if not ours and failures.trainer_restarts and kept < every:
+            yield (
+                f"failures.replay_steps: {kept}, but {every} steps lie between checkpoints (checkpoint.every_steps): a "
+                f"trainer that is lost more than {kept} steps after one is not restarted, and the run ends"
+            )
+
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""
         if (path / ADAPTER_CONFIG).is_file():
-            return [f"model.adapter={json.dumps(str(path))}"]
+            return [f"model.adapter={json.dumps(str(path))}", *self.with_template(path)]
         return [f"model.path={json.dumps(str(path))}", "model.adapter=null", "model.revision=null"]
+
+    def with_template(self, adapter: Path) -> list[str]:
+        """Overrides with which the trained model renders as an adapter was trained, where the spec has no template."""
+        trained = None if self.model.chat_template else adapter_template(adapter, Path(self.model.path))
+        return [] if trained is None else [f"model.chat_template={json.dumps(trained)}"]
 
     def as_yaml(self) -> str:
         """The spec, with every default."""

@@ -9,7 +9,7 @@ from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.locations import checkpoint_problems, is_url
-from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.preflight import READ_TOKENS, Finding
 from troupe.orchestrator.spec.rollout import NO_ENVIRONMENT, RolloutSpec, environment_role
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
@@ -37,9 +37,6 @@ INSIDE_ANOTHER = (
     *("micro_batch_tokens", "shards", "threads"),
 )
 """Fields that have no effect in a role inside another role's workers."""
-
-_READ_TOKENS = ("roles.critic.model", "roles.reference.model")
-"""Sections of models that render no conversation."""
 
 
 def changed(section: Frozen, field: str) -> bool:
@@ -150,7 +147,7 @@ def template_problems(
         prompts: The sections with prompts, by their path.
         plain: Whether the trained model has no chat template.
     """
-    for section in _READ_TOKENS:
+    for section in READ_TOKENS:
         if section in models and models[section].chat_template is not None:
             yield f"{section}.chat_template", "has no effect: this model reads the policy's tokens; remove it"
     for section, source in prompts.items():

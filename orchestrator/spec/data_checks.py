@@ -300,8 +300,9 @@ def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iter
     if sampling.temperature == 0:
         if sampling.samples > 1:
             yield f"{path}.samples", "greedy samples are all the same; set a temperature above 0"
-        if sampling.top_k:
-            yield f"{path}.top_k", "has no effect on greedy decoding; set a temperature above 0"
+        for name in ("top_p", "top_k"):
+            if changed(sampling, name):
+                yield f"{path}.{name}", "has no effect on greedy decoding; set a temperature above 0"
     longest = sampling.max_tokens
     if longest is not None and longest >= spec.roles.rollout.max_model_len:
         room = f"roles.rollout.max_model_len, {spec.roles.rollout.max_model_len}"

@@ -36,6 +36,8 @@ Finding = tuple[str, str]
 
 REWARD_MODEL = "roles.reward.model"
 """A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
+READ_TOKENS = ("roles.critic.model", "roles.reference.model")
+"""Sections of models that render no conversation."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LIBRARIES = {"reasoning_gym": "reasoning_gym", "datasets": "datasets"}
 """Library that reads a kind of data, where it is an optional one."""

@@ -6,6 +6,8 @@ that cannot work.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +55,8 @@ from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, a
 
 _OF_ENVIRONMENT = {"name", "args", "max_turns", "truncated_turns", "tool_parser"}
 """Fields that decide what an environment plays."""
+_OF_FUNCTION = {"name", "weight", "args", "label", "process"}
+"""Fields that decide what a reward function gives."""
 _OF_JUDGE = {"model", "max_tokens", "temperature", "structured"}
 """Fields that decide what a judge answers."""
 
@@ -209,6 +213,11 @@ class RolloutSpec(RunSpec, frozen=True):
         return section.kl_penalty(self.algorithm)
 
     @property
+    def kl_start(self) -> float | None:
+        """See `RunSpec.kl_start`."""
+        return None if self.algorithm.kl.target is None else self.kl_coef
+
+    @property
     def skips_zero_advantage(self) -> bool:
         """Whether updates leave out rows without an advantage, because the loss has no other term for them.
 
@@ -318,6 +327,20 @@ class RolloutSpec(RunSpec, frozen=True):
         own |= {one.rewards_section: one.functions for one in self.held_out_sets() if one.own_rewards}
         lists = {"roles.reward.functions": self.roles.reward.functions, **own}
         return {path: functions for path, functions in lists.items() if functions is not None}
+
+    def reward_digest(self) -> str:
+        """See `RunSpec.reward_digest`; how long functions may take and where they run is no part of it."""
+        reward, judge = self.roles.reward, self.roles.judge
+        content: dict[str, Any] = {
+            path: [one.model_dump(mode="json", include=_OF_FUNCTION) for one in functions]
+            for path, functions in self.reward_functions().items()
+            if not path.startswith("data.eval")
+        }
+        if reward.model is not None:
+            content["model"] = [reward.model.path, reward.model.revision, reward.model_weight]
+        if judge is not None:
+            content["judge"] = judge.model_dump(mode="json", include=_OF_JUDGE)
+        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def missing(self) -> list[Finding]:
         """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""

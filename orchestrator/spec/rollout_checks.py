@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from troupe.orchestrator.algorithms import custom
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.spec.checks import (
     INSIDE_ANOTHER,
@@ -86,12 +87,27 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
         )
         yield "algorithm.kl.coef", f"{why} by sampling.top_p, top_k or min_p; set it to 0 or remove these"
     yield from _signals(spec)
+    yield from _without_effect(spec)
     uncorrected = row.loss.has_ratio and not algorithms.corrects_sampler(config)
     if spec.sampling.structured is not None and uncorrected and not spec.sampling.truncates:
         why = "samples come from the permitted tokens (sampling.structured), and only the correction accounts for that"
         yield "algorithm.importance.mode", f"{why}; use truncate or mask"
     yield from _several_updates(spec)
     yield from _exact_divergence(spec)
+
+
+def _without_effect(spec: RolloutSpec) -> Iterator[Finding]:
+    """Settings of the algorithm that another one turns off."""
+    config, sources = spec.algorithm, len(spec.data.mixture)
+    if config.importance is not None and config.importance.mode == "none":
+        for name in ("level", "cap"):
+            if changed(config.importance, name):
+                yield f"algorithm.importance.{name}", "has no effect with mode none; remove it"
+    if not config.by_source and sources < 2:
+        yield "algorithm.by_source", "has no effect with one source in data.train; remove it"
+    elif not config.by_source and not algorithms.compares_with_batch(config):
+        why = f"has no effect: {config.name} compares samples of a group only, and a group has one source; remove it"
+        yield "algorithm.by_source", why
 
 
 def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:
@@ -106,6 +122,7 @@ def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:
 def _signals(spec: RolloutSpec) -> Iterator[Finding]:
     """Components that dynamic sampling is to compare, and that are not there, or are not compared."""
     config, sources = spec.algorithm, spec.data.mixture
+    filtered = custom.group_filter(config) is not None
     shared = [number for number, source in enumerate(sources) if source.dynamic_sampling_on is None]
     own = {
         f"data.train.{number}.dynamic_sampling_on": (source.dynamic_sampling_on, [number])
@@ -119,6 +136,8 @@ def _signals(spec: RolloutSpec) -> Iterator[Finding]:
             yield path, "has no effect without algorithm.dynamic_sampling above 0"
         elif sources and not numbers:
             yield path, "has no effect: every source of data.train sets its own; remove it"
+        elif filtered:
+            yield path, f"has no effect: keep_group of {config.name} decides which groups are replaced; remove it"
         yield from component_problems(spec, path, component, [sources[number] for number in numbers])
 
 

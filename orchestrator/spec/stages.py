@@ -19,6 +19,7 @@ from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
+from troupe.orchestrator.spec.preflight import READ_TOKENS, REWARD_MODEL
 from troupe.workers.contract.adapter_config import as_peft, difference
 
 STAGE = "stage:"
@@ -230,22 +231,25 @@ def _borrowed(node: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, str]
 
 
 def _start_from(data: dict[str, Any], path: FieldPath, stage: PlannedRun) -> None:
-    """Fill in a model's path: the stage's final model, or the model below its adapters and the adapters."""
-    if not stage.spec.trains_adapters:
-        _set(data, path, str(stage.model))
-        return
-    below = stage.spec.model
-    _set(data, path, below.path)
-    _set(data, (*path[:-1], "adapter"), str(stage.model))
-    if below.revision is not None:
-        _set(data, (*path[:-1], "revision"), below.revision)
+    """Fill in a model's path: the stage's final model, or the model below its adapters and the adapters.
 
-
-def _set(data: dict[str, Any], path: FieldPath, value: str) -> None:
-    node: Any = data
+    The reward role reads texts as the stage did. A tokenizer is read from the model below adapters, which has not the
+    template of the stage.
+    """
+    section: Any = data
     for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = value
+        section = section[key]
+    below = stage.spec.model
+    if path == (*REWARD_MODEL.split("."), "path"):
+        section.setdefault("allow_special", below.allow_special)
+    if not stage.spec.trains_adapters:
+        section["path"] = str(stage.model)
+        return
+    section |= {"path": below.path, "adapter": str(stage.model)}
+    if below.revision is not None:
+        section["revision"] = below.revision
+    if section.get("chat_template") is None and format_path(path[:-1]) not in READ_TOKENS:
+        section["chat_template"] = below.chat_template
 
 
 def _no_such(name: str, path: FieldPath, earlier: list[str]) -> str:

@@ -82,6 +82,8 @@ class ControllerState(Frozen):
 
     kl_old_coef: float = 0.0
     """Coefficient of the penalty on KL(old || new)."""
+    kl_old_start: float | None = None
+    """What it started from; None: there is no penalty, or an earlier version wrote the state."""
     rewards: Moments = Moments()
     """Moments of the mean rewards of the steps so far (alarm)."""
     best: BestState = BestState()
@@ -94,6 +96,14 @@ class ControllerState(Frozen):
         if checkpoint.best is None or checkpoint.patience is None:
             return False
         return self.best.of(checkpoint.best).without_gain >= checkpoint.patience
+
+    def for_penalty(self, penalty: KlPenalty | None) -> ControllerState:
+        """This state with a coefficient that started from the penalty's: a resumed run may have a new one."""
+        if penalty is None:
+            return self
+        same = self.kl_old_coef > 0.0 and self.kl_old_start in (None, penalty.coef)
+        coef = self.kl_old_coef if same else penalty.coef
+        return self.model_copy(update={"kl_old_coef": coef, "kl_old_start": penalty.coef})
 
     def after_updates(self, divergence: float, penalty: KlPenalty) -> ControllerState:
         """The state with the KL penalty's coefficient adapted after a batch (arXiv 1707.06347, sec. 4).

@@ -9,11 +9,13 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.fakes import (
     FakeCritic,
@@ -61,6 +63,10 @@ from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointS
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates
+from troupe.workers.algorithms.estimators import estimate
+from troupe.workers.algorithms.sampled_tokens import SampledTokens
+from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate
 
 
@@ -339,6 +345,38 @@ def test_the_policy_is_not_updated_during_critic_warmup(tmp_path: Path) -> None:
     assert len(run.critic.updates) == 4
 
 
+def test_the_kl_coefficient_in_the_reward_stays_during_critic_warmup(tmp_path: Path) -> None:
+    """A frozen policy does not diverge, whatever the coefficient: it would fall at every step.
+
+    Two of four steps update the critic only; statistics of the rewards continue.
+    """
+    states: list[AdvantageState] = []
+
+    async def prepare(policy: FakePolicy, request: PrepareRequest, *tables: FakeTable) -> tuple[Any, FakeTable]:
+        """As the real policy: the divergence is 0 nats, far below the target."""
+        states.append(request.state)
+        summary, table = await FakePolicy.prepare(policy, request, *tables)
+        logprobs = torch.zeros(len(request.keep))
+        batch = SampledTokens(
+            rewards=logprobs.double(),
+            groups=torch.zeros(len(logprobs), dtype=torch.int64),
+            lengths=torch.ones(len(logprobs), dtype=torch.int64),
+            rollout_logprobs=logprobs,
+            old_logprobs=logprobs,
+            ref_logprobs=logprobs,
+            values=None,
+        )
+        return replace(summary, state=estimate(config, batch, request.state).state), table
+
+    config = AdvantageConfig(estimator="returns", kl_coef=0.05, kl_target=6.0, kl_horizon=100)
+    run = RolloutRun(tmp_path, roles={"critic": {"warmup_steps": 2}}, checkpoint={"every_steps": 0})
+    with mock.patch.object(run.policies[0], "prepare", partial(prepare, run.policies[0])):
+        run.run()
+    fallen = 0.05 * (1 - 0.2 * 20 / 100)
+    assert [state.kl_coef for state in states] == [None, None, None, pytest.approx(fallen)]
+    assert [state.rewards.count for state in states] == [0, 20, 40, 60]
+
+
 def test_kl_stop_skips_the_remaining_updates_of_a_step(tmp_path: Path) -> None:
     """The second update of step 1 exceeds the limit; step 2 has all four updates."""
     run = RolloutRun(tmp_path, schedule={"steps": 2, "epochs": 2, "minibatches": 2}, algorithm={"kl_stop": 0.1})
@@ -364,6 +402,23 @@ def test_the_adaptive_kl_penalty_follows_the_divergence_after_the_updates_of_a_s
     assert run.controller.state.kl_old_coef == 0.5
     state = json.loads((tmp_path / "checkpoints" / "step-000003" / "state.json").read_text())
     assert state["memory"]["kl_old_coef"] == 0.5
+
+
+def test_the_adaptive_kl_penalty_starts_again_where_a_resumed_run_has_another_coefficient(tmp_path: Path) -> None:
+    """With the coefficient that it had, a run resumes from the one that it had adapted."""
+
+    def run_to(steps: int, coef: float, resume: bool = True) -> list[float]:
+        run = RolloutRun(tmp_path, resume=resume, schedule={"steps": steps}, checkpoint={"every_steps": 1})
+        penalty = {"coef": coef, "target": 0.1}
+        run.change(algorithm={"name": "ppo_penalty", "kl_states": 12, "kl_old": penalty})
+        run.policies[0].divergences = [0.2, 0.2]
+        run.run()
+        return run.policies[0].kl_old_coefs
+
+    assert run_to(2, 0.5, resume=False) == [0.5, 1.0]
+    assert run_to(3, 0.5) == [2.0]
+    assert run_to(5, 0.1) == [0.1, 0.2]
+    assert run_to(6, 0.1) == [0.4]
 
 
 def test_the_exact_kl_divergence_is_measured_over_all_updates_of_a_step(tmp_path: Path) -> None:

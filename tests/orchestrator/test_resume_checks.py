@@ -65,13 +65,49 @@ def test_an_allowed_change_is_shown_with_what_it_means(tmp_path: Path, override:
         ("data.train.0.weight=5", "changed: data.train.0.weight: 2.0 -> 5.0 (from the next prompt on)"),
         (
             "data.train.0.solved_at=0.5",
-            "changed: data.train.0.solved_at: 0.3 -> 0.5 (rewards before and after may not be comparable)",
+            "changed: data.train.0.solved_at: 0.3 -> 0.5 (results so far count as they were)",
         ),
         ("data.train.1.size=9", "changed: data.train.1.size: 8 -> 9 (allowed where the rows are the same)"),
     ],
 )
 def test_what_a_changed_source_means_is_said(tmp_path: Path, override: str, line: str) -> None:
     assert lines(tmp_path, shipped("tiny-mixture"), shipped("tiny-mixture", override))[1:] == [line]
+
+
+ADAPTS = {"tiny-ppo": ("algorithm.kl.coef", "algorithm.kl.target=6", "source", "kl")}
+ADAPTS["ppo_penalty"] = ("algorithm.kl_old.coef", "algorithm.name=ppo_penalty", "memory", "kl_old")
+
+
+def adapting(which: str, start: float | None) -> tuple[str, RunSpec, RunSpec, dict[str, Any]]:
+    """A field whose coefficient adapts, two specs with 0.5 and 0.1, and a checkpoint where it has adapted to 0.25."""
+    field, override, section, name = ADAPTS[which]
+    saved = {f"{name}_coef": 0.25, f"{name}_start": start}
+    state = {"source": {"advantages": saved}} if section == "source" else {"memory": saved}
+    before, after = (shipped("tiny-ppo", override, f"{field}={coef}") for coef in (0.5, 0.1))
+    return field, before, after, state
+
+
+@pytest.mark.parametrize("which", ADAPTS)
+def test_a_new_coefficient_that_adapts_starts_from_there(which: str, tmp_path: Path) -> None:
+    field, before, after, state = adapting(which, 0.5)
+    note = "from the next step on; a coefficient that adapts starts from it again"
+    assert lines(tmp_path, before, after, state)[1:] == [f"changed: {field}: 0.5 -> 0.1 ({note})"]
+
+
+@pytest.mark.parametrize("which", ADAPTS)
+def test_a_new_coefficient_is_refused_where_an_earlier_version_wrote_the_adapted_one(
+    which: str, tmp_path: Path
+) -> None:
+    """It does not say what it started from, and would be kept."""
+    field, before, after, state = adapting(which, None)
+    with pytest.raises(UsageError, match=rf"\n  {field}: 0\.5 -> 0\.1: refused: it has adapted to 0\.25, .*with 0\.5 "):
+        lines(tmp_path, before, after, state)
+    assert "unchanged" in lines(tmp_path, before, before, state)[0]
+
+
+def test_what_starts_again_with_other_sources_of_statistics_is_said(tmp_path: Path) -> None:
+    found = lines(tmp_path, shipped("tiny-mixture"), shipped("tiny-mixture", "algorithm.by_source=false"))
+    assert found[1].endswith("(from the next step on; running statistics start again)")
 
 
 def test_a_learning_rate_schedule_is_named_where_it_gets_longer(tmp_path: Path) -> None:

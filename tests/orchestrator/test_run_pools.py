@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,12 +15,14 @@ from tests.conftest import ROOT
 from tests.fakes import FakeCritic, FakePolicy, critic_group, policy_group
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup
+from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.roles.table import row_of
+from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -57,6 +60,9 @@ class Launcher:
         self.started[name] = Handle(name)
         return self.started[name]
 
+    async def make_room(self, name: str) -> None:
+        """As `WorkerResources`: there is room for any worker."""
+
 
 class Links:
     """The cluster's part: a link for callers."""
@@ -69,6 +75,11 @@ class Links:
 
 
 def pools_of(spec: RolloutSpec) -> tuple[RunPools, Launcher]:
+    context, launcher = context_of(spec)
+    return RunPools(spec, context), launcher
+
+
+def context_of(spec: RolloutSpec) -> tuple[RunContext, Launcher]:
     launcher = Launcher()
     first = {role: [Handle(f"{role}-0")] for role in spec.roles.present() if row_of(spec, role).pool is not None}
     engines = [Engine(cast("Any", handle), "host") for handle in first.pop("rollout")]
@@ -79,7 +90,7 @@ def pools_of(spec: RolloutSpec) -> tuple[RunPools, Launcher]:
         Console(),
         asyncio.Event(),
     )
-    return RunPools(spec, context), launcher
+    return context, launcher
 
 
 @pytest.mark.parametrize(
@@ -153,3 +164,27 @@ def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, met
         await pools.close()
 
     on_virtual_time(run())
+
+
+async def test_engines_have_room_for_the_episodes_of_environments_that_are_added(tmp_path: Path) -> None:
+    """Where episodes, not sequences, bound the samples of an engine: one engine, and 40 episodes for each worker."""
+    few = ["roles.environment.episodes=40", "roles.rollout.max_num_seqs=8", "algorithm.group_size=4"]
+    spec = load_rollout_spec(SPECS / "tiny-environment.yaml", few)
+    context, launcher = context_of(spec)
+    run = RolloutRun(spec, tmp_path, context, cast("RunData", None))
+    pool, scaler = run._pool, run._scaler
+    assert pool.max_load == spec.engine_load == 40 + 8
+    async with asyncio.timeout(60):
+        await pool.acquire(48)
+        waiting = asyncio.create_task(pool.acquire(72))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        scaler.change({"roles.environment.workers": 3})
+        assert pool.max_load == scaler.spec.engine_load == 120 + 8
+        assert (await waiting).load == 120
+        while any(state.scaling for state in scaler.states()):
+            await asyncio.sleep(0)
+        scaler.change({"roles.rollout.workers": 2})  # the second engine has yet to start
+        assert pool.max_load == 128 > scaler.spec.engine_load
+        await scaler.close()
+    assert {"environment-1", "environment-2"} <= launcher.started.keys()

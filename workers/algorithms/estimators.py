@@ -238,17 +238,17 @@ def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
         return rewards if config.reward_clip is None else rewards.clamp(-config.reward_clip, config.reward_clip)
 
     adaptive = config.kl_target is not None
-    coef = adapted_coef(state.kl_coef, config.kl_coef) if adaptive and state.kl_coef is not None else config.kl_coef
-    kl, metrics = None, {}
-    following = state.with_moments(
-        {name: state.moments(name).model_copy(update={"rewards": rewards}) for name, rewards in seen.items()}
-    )
+    coef = state.kl_coef_from(config.kl_coef) if adaptive else config.kl_coef
+    kl, metrics, steered = None, {}, {"kl_coef": None, "kl_start": None}
     if config.kl_coef:
         kl = _kl(batch)
         if adaptive:
             metrics["kl_coef"] = coef
             next_coef = steered_kl_coef(coef, float(kl.sum()) / len(batch.lengths), config, len(batch.lengths))
-            following = following.model_copy(update={"kl_coef": next_coef})
+            steered = {"kl_coef": next_coef, "kl_start": config.kl_coef}
+    following = state.with_moments(
+        {name: state.moments(name).model_copy(update={"rewards": rewards}) for name, rewards in seen.items()}
+    ).model_copy(update=steered)
     rewards, own_rewards = shaped(batch.rewards), None
     if kl is not None and not config.kl_to_go:
         own_rewards, kl = -coef * kl, None

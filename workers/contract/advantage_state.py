@@ -20,7 +20,7 @@ _MOST_ADAPTED = 2.0**30
 def adapted_coef(coef: float, start: float) -> float:
     """A coefficient that follows a divergence, within a factor of 2^30 of the one that it started from.
 
-    Nothing else bounds it: after many steps on one side of the target it would be 0, where no factor brings it back, or
+    Without these limits, after many steps on one side of the target, it would be 0, where no factor brings it back, or
     infinite.
     """
     return min(max(coef, start / _MOST_ADAPTED), start * _MOST_ADAPTED)
@@ -71,6 +71,8 @@ class AdvantageState(Frozen):
 
     kl_coef: float | None = None
     """The adaptive KL coefficient; None before the first batch and where `kl_target` is not set."""
+    kl_start: float | None = None
+    """What it started from; None where `kl_coef` is None, and in the state of an earlier version."""
     rewards: Moments = Moments()
     """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()
@@ -79,6 +81,16 @@ class AdvantageState(Frozen):
     """These statistics of each source, where they are computed within sources; then those above are not used."""
     prompts: Mapping[int, PromptHistory] = Field(default_factory=dict)
     """By row of the prompt pool."""
+
+    def kl_coef_from(self, start: float) -> float:
+        """The adaptive KL coefficient of the next batch.
+
+        Args:
+            start: What it starts from, here and where it started from another one: a resumed run may have a new one.
+        """
+        if self.kl_coef is None or self.kl_start not in (None, start):
+            return start
+        return adapted_coef(self.kl_coef, start)
 
     def moments(self, source: str) -> SourceMoments:
         """The statistics of a source; empty: those of all samples."""
@@ -98,6 +110,11 @@ class AdvantageState(Frozen):
         """The state with only these prompts. Its size does not grow with the run."""
         return self.model_copy(update={"prompts": {row: self.prompts[row] for row in rows if row in self.prompts}})
 
-    def after(self, part: AdvantageState) -> AdvantageState:
-        """This state updated with `part`, the state after a batch prepared on `of_rows`."""
-        return part.model_copy(update={"prompts": {**self.prompts, **part.prompts}})
+    def after(self, part: AdvantageState, *, policy_trains: bool = True) -> AdvantageState:
+        """This state updated with `part`, the state after a batch prepared on `of_rows`.
+
+        A batch on which the policy does not train has not steered the KL coefficient: the divergence of a frozen policy
+        does not answer to it.
+        """
+        kl_coef = part.kl_coef if policy_trains else self.kl_coef
+        return part.model_copy(update={"prompts": {**self.prompts, **part.prompts}, "kl_coef": kl_coef})

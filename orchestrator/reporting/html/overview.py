@@ -16,6 +16,7 @@ import yaml
 
 from troupe.orchestrator.capacity.plan import local_node, plan
 from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.reporting.comparable import comparable_history
 from troupe.orchestrator.reporting.event_texts import event_text
 from troupe.orchestrator.reporting.html.comparison import MOST_POINTS, outcome, used
 from troupe.orchestrator.reporting.html.evaluations import evaluations
@@ -45,6 +46,7 @@ def overview(run: RunFolder) -> Json:
     """The page's data of one run."""
     lines, events = run.metrics(), run.events()
     history = History.of(lines, run.spec, events)
+    compared = comparable_history(run, history)
     spec = _loaded(run)
     return {
         "name": run.name,
@@ -54,10 +56,10 @@ def overview(run: RunFolder) -> Json:
         "steps_done": history.last_step,
         "steps": int(history.get("schedule.steps", 0)),
         "staleness": int(history.get("schedule.max_staleness", 0)),
-        "outcome": outcome(history),
+        "outcome": outcome(compared),
         "used": used(lines),
         "evaluations": evaluations(run),
-        "verdicts": [asdict(verdict) for verdict in apply_rules(history)],
+        "verdicts": [asdict(verdict) for verdict in apply_rules(compared)],
         "metrics": {name: _points(series) for name, series in history.metrics.items()},
         "resumes": resumes(lines, events),
         "ledger": _ledger(run, history),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -188,6 +188,16 @@ class History:
                     nulls.setdefault(name, []).append(step)
         series = {name: Series(name, tuple(at), tuple(values[name])) for name, at in steps.items()}
         return cls(series, spec or {}, events, {name: tuple(at) for name, at in nulls.items()})
+
+    def without(self, names: tuple[str, ...], steps: Set[int]) -> History:
+        """The record without the metrics whose names begin so, at these steps."""
+        if not steps:
+            return self
+        metrics = {
+            name: series.where(lambda step, _: step not in steps) if name.startswith(names) else series
+            for name, series in self.metrics.items()
+        }
+        return replace(self, metrics={name: series for name, series in metrics.items() if series})
 
     def __getitem__(self, name: str) -> Series:
         """A metric; an empty series where the run does not have it."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.reporting.comparable import comparable_history
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History
@@ -25,7 +26,7 @@ _CLOSE_S = 60.0
 
 def verdicts_of(run: RunFolder) -> list[Verdict]:
     """The verdicts on what a run has recorded so far, problems first."""
-    return apply_rules(History.of(run.metrics(), run.spec, run.events()))
+    return apply_rules(comparable_history(run, History.of(run.metrics(), run.spec, run.events())))
 
 
 def alarm_lines(verdicts: Sequence[Verdict], healthy: str = HEALTHY) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -480,8 +481,16 @@ def test_failed_samples_of_groups_that_are_sampled_again_do_not_count_on_resume(
 def test_samples_of_replaced_groups_are_counted_once_across_a_checkpoint_and_a_lost_batch() -> None:
     """Two groups are replaced: one whose rewards fail, one without a signal, in which one sample fails as well."""
     fail = {("e0-r1", i): "error" for i in range(4)} | {("e0-r2", 0): "error"}
-    given: dict[str, Any] = {"reward": FaultyReward(fail, uniform=frozenset({"e0-r2"})), "dynamic_sampling": 1}
-    counted = {"dispatched_samples": 8, "failed_samples": 5}
+
+    class Slow(FaultyReward):
+        async def score(
+            self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+        ) -> tuple[RewardSummary, FakeTable]:
+            summary, table = await super().score(rollouts, rewards, vote)
+            return replace(summary, seconds={"e0-r1": 0.5, "e0-r2": 0.25}.get(rollouts.uids[0], 4.0)), table
+
+    given: dict[str, Any] = {"reward": Slow(fail, uniform=frozenset({"e0-r2"})), "dynamic_sampling": 1}
+    counted = {"dispatched_samples": 8, "failed_samples": 5, "seconds/reward": 0.75}
 
     async def run(rollouts: FakeRollouts) -> None:
         rollouts.scheduler.start()
@@ -515,13 +524,14 @@ def test_failed_episodes_count_by_environment() -> None:
         SampleSummary(i, 10, 5, "stop", 0, 0, status=status, episode=episode)
         for i, ((status, _), episode) in enumerate(zip(states, episodes, strict=True))
     )
-    rewards = RewardSummary("e0-r0", 0, ("timeout", "error", "ok"), (None, None, 1.0), {})
+    rewards = RewardSummary("e0-r0", 0, ("timeout", "error", "ok"), (None, None, 1.0), {}, seconds=1.5)
     table = FakeTable("rollouts", ("e0-r0",))
     group = ScoredGroup(GroupSummary("e0-r0", 0, "rollout-0", samples, 1.0), rewards, table, table, ())
     counts = sample_counts(group, "maze")
     assert counts == {
         "dispatched_samples": 3,
         "failed_samples": 2,
+        "seconds/reward": 1.5,
         "episodes/failed": 2,
         "episodes/restarted": 2,
         "episodes/maze/failed": 2,

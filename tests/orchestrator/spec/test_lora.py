@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from troupe.orchestrator.spec.adapters import adapter_template
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import LoraConfig
+from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer, render
 
 ROOT = Path(__file__).resolve().parents[3]
 SPECS = ROOT / "deploy" / "specs"
@@ -157,6 +160,61 @@ def test_a_stage_hands_its_adapters_on(tmp_path: Path) -> None:
     assert then.spec.model.path == first.spec.model.path
     assert then.spec.model.adapter == str(first.model)
     assert then.missing() == []  # the first stage will write it
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [({}, "first.jinja"), ({"chat_template": None}, "first.jinja"), ({"chat_template": "x"}, "x")]
+)
+def test_a_stage_hands_the_chat_template_of_its_adapters_on(
+    own: dict[str, str | None], expected: str, tmp_path: Path
+) -> None:
+    """The model below has another one, and a tokenizer is read from its folder."""
+    second = {"model": {"path": "stage:first"} | own, "roles": {"policy": {"lora": {"rank": 4}}}}
+    document = read_document(chain(tmp_path, second), ["stages.first.model.chat_template=first.jinja"])
+    _, then = plan_runs(document, tmp_path / "out")
+    assert then.spec.model.chat_template == expected
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_a_reward_model_reads_texts_as_its_stage_did(adapters: bool) -> None:
+    """The critic starts from the same model and reads the policy's tokens; a whole model has its template beside it."""
+    changes = ["stages.reward_model.model={path: 'stage:sft', chat_template: own.jinja, allow_special: true}"]
+    changes += [f"{FIELD}.rank=8", "stages.ppo.roles.critic.lora.rank=8"] if adapters else []
+    ppo = plan_runs(read_document(SPECS / "tiny-three-stage.yaml", changes))[-1].spec
+    reward, critic = (ppo.models()[f"roles.{role}.model"] for role in ("reward", "critic"))
+    assert (reward.chat_template, reward.allow_special) == ("own.jinja" if adapters else None, True)
+    assert (critic.chat_template, critic.allow_special) == (None, False)
+    assert (ppo.model.chat_template, ppo.model.allow_special) == (None, False)
+    told = [*changes, "stages.ppo.roles.reward.model.allow_special=false"]
+    ppo = plan_runs(read_document(SPECS / "tiny-three-stage.yaml", told))[-1].spec
+    assert not ppo.models()["roles.reward.model"].allow_special
+
+
+def test_the_chat_template_of_an_adapter_is_that_of_its_training(tiny_model: Path, tmp_path: Path) -> None:
+    """Outside of a chain nothing changes but a warning names it; an evaluation of the adapter renders with it."""
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    said: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+
+    def rendered(**model: Any) -> str:
+        return render(load_tokenizer(ModelConfig(path=str(tiny_model), **model)), said, open_turn=False)
+
+    cases: list[tuple[str | None, str | None]] = [(None, None), ("none", "none")]
+    for trained, expected in [*cases, (str(tmp_path / "own.jinja"), str(tmp_path / "adapter" / "chat_template.jinja"))]:
+        folder = adapter(tmp_path / "adapter", base_model_name_or_path=tiny_model.name)
+        assert adapter_template(folder, tiny_model) is None  # of peft, without a tokenizer
+        copy_tokenizer(ModelConfig(path=str(tiny_model), chat_template=trained), folder)
+        found = adapter_template(folder, tiny_model)
+        assert found == expected
+        assert rendered(chat_template=found) == rendered(chat_template=trained)
+        starts = (f"{FIELD}={{rank: 4, alpha: 8, targets: [q_proj]}}", f"model.path={tiny_model}")
+        warned = [line for line in loaded(*starts, f"model.adapter={folder}").warnings() if "chat_template" in line]
+        assert [line.partition("; set it to ")[2] for line in warned] == ([] if expected is None else [expected])
+        chosen = loaded(*starts, f"model.adapter={folder}", "model.chat_template=none")
+        assert not any("chat_template" in line for line in chosen.warnings())
+        override = [] if expected is None else [f'model.chat_template="{expected}"']
+        assert loaded(*starts).with_model(folder) == [f'model.adapter="{folder}"', *override]
+        assert chosen.with_model(folder) == [f'model.adapter="{folder}"']
+        shutil.rmtree(folder)
 
 
 def test_a_stage_with_other_adapters_than_those_it_starts_from_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 
 SPECS = ROOT / "deploy" / "specs"
+OWN = "tests.orchestrator.algorithms.own_algorithms"
 SHIPPED = sorted(SPECS.rglob("*.yaml"))
 HELD_OUT = "{kind: reasoning_gym, recipes: [{name: chain_sum}], size: 4, seed: 9}"
 
@@ -27,6 +28,25 @@ WARNED: list[tuple[str, tuple[str, ...], str]] = [
     ("tiny-grpo", (f"data.eval={HELD_OUT}",), "data.eval: the run never evaluates on it; add `evaluation: {}`"),
     ("tiny-grpo", (f"data.eval={{sums: {HELD_OUT}}}",), "data.eval: the run never evaluates on it"),
     ("tiny-sft", ("evaluation=null",), "data.eval: the run never evaluates on it"),
+    (
+        "tiny-grpo",
+        ("output.profile={steps: [3, 16, 20]}",),
+        "output.profile.steps: the run has 15 steps; not recorded: 16, 20",
+    ),
+    ("tiny-sft", ("output.profile={steps: [13]}",), "output.profile.steps: the run has 12 steps; not recorded: 13"),
+    (
+        "tiny-ppo",
+        ("output.profile={steps: [1], ranks: [0, 1]}",),
+        "output.profile.ranks: no trainer has rank 1 (",
+    ),
+    ("tiny-grpo", ("failures.replay_steps=4",), "failures.replay_steps: 4, but 5 steps lie between checkpoints"),
+    ("tiny-sft", ("failures.replay_steps=0",), "failures.replay_steps: 0, but 5 steps lie between checkpoints"),
+    ("tiny-grpo", ("failures.replay_steps=7", "checkpoint.every_steps=0"), "failures.replay_steps: 7, but 15 steps"),
+    (
+        "tiny-grpo",
+        ("schedule.steps=40", "checkpoint.every_steps=30", "failures.trainer_restarts=9"),
+        "failures.replay_steps: 16, but 30 steps",
+    ),
 ]
 """(spec, changes, beginning of the warning)"""
 
@@ -43,12 +63,55 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
     ("tiny-grpo", ("roles.policy.min_lr_ratio=0.1",), "roles.policy.min_lr_ratio: has no effect on a constant"),
     ("tiny-ppo", ("roles.critic.min_lr_ratio=0.1",), "roles.critic.min_lr_ratio: has no effect on a constant"),
     ("tiny-sft", ("roles.policy.min_lr_ratio=1",), "roles.policy.min_lr_ratio: has no effect on a constant"),
+    (
+        "tiny-grpo",
+        (f"data.eval={HELD_OUT}", "evaluation={sampling: {top_p: 0.9}}"),
+        "evaluation.sampling.top_p: has no effect on greedy decoding",
+    ),
+    (
+        "tiny-grpo",
+        (f"data.eval={{sums: {HELD_OUT[:-1]}, sampling: {{top_p: 0.9}}}}}}", "evaluation={}"),
+        "data.eval.sums.sampling.top_p: has no effect on greedy decoding",
+    ),
+    (
+        "tiny-grpo",
+        ("algorithm.importance={mode: none, cap: 3.0}",),
+        "algorithm.importance.cap: has no effect with mode none",
+    ),
+    (
+        "tiny-grpo",
+        ("algorithm.importance={mode: none, level: sequence}",),
+        "algorithm.importance.level: has no effect with mode none",
+    ),
+    ("tiny-ppo", ("algorithm.by_source=false",), "algorithm.by_source: has no effect with one source in data.train"),
+    (
+        "tiny-mixture",
+        ("algorithm.by_source=false",),
+        "algorithm.by_source: has no effect: grpo compares samples of a group",
+    ),
+    (
+        "tiny-grpo",
+        (f"algorithm.name={OWN}:ordered_filter", "algorithm.dynamic_sampling_on=letter_share"),
+        f"algorithm.dynamic_sampling_on: has no effect: keep_group of {OWN}:ordered_filter decides",
+    ),
 ]
 """(spec, changes, beginning of the message)"""
 ACCEPTED: list[tuple[str, tuple[str, ...]]] = [
     ("tiny-grpo", ("roles.policy.min_lr_ratio=0.1", "roles.policy.schedule=linear")),
     ("tiny-sft", ("roles.policy.min_lr_ratio=0",)),
     ("tiny-grpo", (f"data.eval={HELD_OUT}", "evaluation={}")),
+    ("tiny-grpo", (f"data.eval={HELD_OUT}", "evaluation={sampling: {temperature: 0.5, top_p: 0.9}}")),
+    ("tiny-grpo", ("algorithm.importance={mode: none}",)),
+    ("tiny-grpo", ("algorithm.importance={mode: mask, cap: 3.0, level: sequence}",)),
+    ("tiny-mixture", ("algorithm={name: reinforce, by_source: false}",)),
+    ("tiny-mixture", ("algorithm={name: rloo, kl: {coef: 0}, whiten: true, by_source: false}",)),
+    ("tiny-mixture", ("algorithm={name: rloo, kl: {coef: 0}, reward_scale: batch, by_source: false}",)),
+    ("tiny-grpo", ("output.profile={steps: [1, 15]}",)),
+    ("tiny-grpo", ("roles.policy.workers=2", "output.profile={steps: [1], ranks: [0, 1]}")),
+    ("tiny-grpo", ("failures.replay_steps=5",)),
+    ("tiny-grpo", ("failures={replay_steps: 0, trainer_restarts: 0}",)),
+    ("tiny-grpo", ("schedule.steps=40", "checkpoint.every_steps=30")),  # the defaults, as documented
+    ("tiny-grpo", ("algorithm={name: dapo, group_size: 4, dynamic_sampling_on: letter_share}",)),
 ]
 """Combinations beside these that have an effect, or say what is so anyway."""
 

@@ -712,6 +712,23 @@ def test_the_adapted_coefficient_is_used_from_the_next_batch_on() -> None:
         assert state.kl_coef == pytest.approx(coef)
 
 
+def test_an_adapted_coefficient_starts_again_where_the_configured_one_has_changed() -> None:
+    """A resumed run may have a new one. The state of an earlier version does not say what it started from."""
+    config = AdvantageConfig(estimator="returns", kl_coef=0.1, kl_target=0.5, kl_horizon=1000)
+    adapted = run(config, batch_of(1), AdvantageState()).state
+    assert adapted.kl_coef != 0.1 and adapted.kl_start == 0.1
+
+    def used(state: AdvantageState, coef: float) -> float:
+        changed = config.model_copy(update={"kl_coef": coef})
+        return run(changed, batch_of(2), state).summary.metrics["kl_coef"]
+
+    assert used(adapted, 0.1) == adapted.kl_coef
+    assert used(adapted, 0.7) == 0.7
+    assert used(adapted.model_copy(update={"kl_start": None}), 0.1) == adapted.kl_coef
+    constant = run(config.model_copy(update={"kl_target": None}), batch_of(2), adapted).state
+    assert (constant.kl_coef, constant.kl_start) == (None, None)
+
+
 def test_a_coefficient_below_zero_in_an_old_checkpoint_is_not_used() -> None:
     config = AdvantageConfig(estimator="returns", kl_coef=0.1, kl_target=0.5, kl_horizon=10)
     result = run(config, batch_of(1), AdvantageState(kl_coef=-0.3))
