@@ -106,7 +106,8 @@ def test_a_new_coefficient_is_refused_where_an_earlier_version_wrote_the_adapted
 
 
 def test_what_starts_again_with_other_sources_of_statistics_is_said(tmp_path: Path) -> None:
-    found = lines(tmp_path, shipped("tiny-mixture"), shipped("tiny-mixture", "algorithm.by_source=false"))
+    base = ("algorithm.name=reinforce_pp_baseline", "algorithm.kl.coef=0")
+    found = lines(tmp_path, shipped("tiny-mixture", *base), shipped("tiny-mixture", *base, "algorithm.by_source=false"))
     assert found[1].endswith("(from the next step on; running statistics start again)")
 
 
