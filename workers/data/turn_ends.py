@@ -74,7 +74,12 @@ def padding_besides(ends: Collection[int], text_config: Any, tokenizer: PreTrain
     """
     configured = text_config.eos_token_id
     ends = {*ends, *(configured if isinstance(configured, list) else [configured])}
-    choices = (text_config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    choices: tuple[Any, ...] = (
+        text_config.pad_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+        tokenizer.bos_token_id,
+    )
     free = [choice for choice in choices if choice is not None and choice not in ends]
     return free[0] if free else (0 if 0 not in ends else text_config.vocab_size - 1)
 
