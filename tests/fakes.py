@@ -592,14 +592,15 @@ class FakePolicy(FakeTrainer):
         """No."""
         return False
 
-    async def prepare(self, request: PrepareRequest, *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
+    async def prepare(self, request: PrepareRequest, *tables: object) -> tuple[TrainSummary, FakeTable]:
         """A row for each sample."""
         await asyncio.sleep(0)
         self.prepared.append(request.keep)
         self.masked.append(request.masked)
         self.candidates.append(request.candidates)
         self.sources.append(request.sources)
-        values = [table for table in tables if table.kind == "values"]
+        # Over Ray (`benchmarks.controller_cost`) tables are references.
+        values = [table for table in tables if isinstance(table, FakeTable) and table.kind == "values"]
         uids = dict.fromkeys(uid for uid, _ in request.keep)
         self.values.append({uid: [table.versions[0] for table in values if uid in table.uids] for uid in uids})
         table = FakeTable("train", tuple(uid for uid, _ in request.keep))
