@@ -70,9 +70,9 @@ class RunLock:
                 return False
         except FileNotFoundError:
             self._folder.mkdir(parents=True, exist_ok=True)
-        locked = self._lock()
+        file = self._lock()
         with self._changing:
-            unneeded, self._file = (locked, self._file) if self._closed else (self._file, locked)
+            unneeded, self._file = (file, self._file) if self._closed else (self._file, file)
             os.close(unneeded)
             return not self._closed
 

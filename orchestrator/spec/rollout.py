@@ -337,7 +337,7 @@ class RolloutSpec(RunSpec, frozen=True):
             if not path.startswith("data.eval")
         }
         if reward.model is not None:
-            content["model"] = [reward.model.path, reward.model.revision, reward.model_weight]
+            content["model"] = [reward.model.path, reward.model.revision, reward.model.adapter, reward.model_weight]
         if judge is not None:
             content["judge"] = judge.model_dump(mode="json", include=_OF_JUDGE)
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

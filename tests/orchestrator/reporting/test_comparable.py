@@ -15,6 +15,7 @@ from troupe.orchestrator.reporting.html.overview import overview
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.running import verdicts_of
+from troupe.workers.contract.config import ModelConfig
 
 STEPS = 12
 Json = dict[str, Any]
@@ -104,6 +105,10 @@ def test_the_digest_of_rewards_is_that_of_what_they_are(tmp_path: Path) -> None:
 
     assert digest() == digest(timeout_s=77.0) == base.reward_digest()
     assert len({digest(), digest(weight=0.5), digest(args={"letters": "x"})}) == 3
+    models = [ModelConfig(path="m", adapter=adapter) for adapter in (None, "a", "b")]
+    rewards = [reward.model_copy(update={"model": model}) for model in models]
+    roles = [base.roles.model_copy(update={"reward": one}) for one in rewards]
+    assert len({base.model_copy(update={"roles": one}).reward_digest() for one in roles} | {digest()}) == 4
 
 
 def test_a_damaged_file_of_evaluations_hides_none(tmp_path: Path) -> None:
