@@ -1,4 +1,7 @@
-"""The `troupe` command line. Each command is in `commands/`; errors become one line and an exit code here."""
+"""The `troupe` command line. Each command is in `commands/`; errors become one line and an exit code here.
+
+`troupe --help` needs what this module imports and nothing else: neither pydantic nor pyarrow.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,86 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from troupe.orchestrator.commands import algorithms, check, export, jobs, live, samples, start, train
-from troupe.orchestrator.commands.audit import audit
-from troupe.orchestrator.commands.bench import bench
-from troupe.orchestrator.commands.environment import env_app
+from troupe.orchestrator.commands.lazy import Entry, lazy_group
 from troupe.orchestrator.commands.messages import os_error, typer_error
 from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, exit_with
-from troupe.orchestrator.commands.replay import replay
-from troupe.orchestrator.commands.report import report
-from troupe.orchestrator.commands.trace import trace
-from troupe.orchestrator.commands.watch import watch
-from troupe.orchestrator.commands.why import why
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
 from troupe.orchestrator.signals import STOPPED, STOPPED_LINE, interrupt_on_signals, taken
-from troupe.orchestrator.spec.errors import SpecError
+
+COMMANDS = {
+    "run": Entry("train:run", "Train: start or join Ray, place the workers and run every step."),
+    "demo": Entry(
+        "start:demo", "Create two small models, once, and train one of them on this machine; a second call resumes."
+    ),
+    "eval": Entry("train:evaluate", "Evaluate a model on the spec's held-out data and print the metrics."),
+    "bench": Entry(
+        "bench:bench",
+        "Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, "
+        "for every point of a sweep.",
+    ),
+    "init": Entry(
+        "start:init",
+        "Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing.",
+    ),
+    "validate": Entry(
+        "check:validate",
+        "Check a spec and the files and data it names; starts and writes nothing. Names on the hub are looked up.",
+    ),
+    "plan": Entry(
+        "check:plan",
+        "Show the placement and the memory of every worker, part by part, compared with the resources of the cluster.",
+    ),
+    "doctor": Entry(
+        "check:doctor",
+        "Check this machine: packages, GPUs, memory, disks, limits, network. Each finding names its remedy.",
+    ),
+    "schema": Entry("check:schema", "Print the JSON Schema of a spec."),
+    "algorithms": Entry(
+        "algorithms:algorithms", "List the algorithms, or describe one with its formula, source and defaults."
+    ),
+    "export": Entry(
+        "export:export", "Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."
+    ),
+    "submit": Entry("jobs:submit", "Submit a spec to a cluster as a Ray job."),
+    "jobs": Entry("jobs:jobs", "List a cluster's jobs, newest first."),
+    "status": Entry("jobs:status", "Show the state of a job and where its run is: workers, step, reward, time left."),
+    "logs": Entry("jobs:logs", "Print a job's log."),
+    "stop": Entry("jobs:stop", "Stop a job: it saves and exits. Submitting the spec again resumes it."),
+    "scale": Entry(
+        "live:scale", "Add or remove workers of an active run. Without ROLE=WORKERS, show the state of its roles."
+    ),
+    "apply": Entry(
+        "live:apply",
+        "Apply a changed spec to an active run: show the differences, change what can change, refuse the rest.",
+    ),
+    "report": Entry(
+        "report:report",
+        "Write a report of one or several runs: verdicts, curves, timeline and samples in one HTML file, "
+        "for any browser.",
+    ),
+    "watch": Entry(
+        "watch:watch", "Serve the report of active runs in the browser and keep it current, until interrupted."
+    ),
+    "samples": Entry("samples:samples", "Show or export what a run sampled, with rewards and what was trained."),
+    "replay": Entry(
+        "replay:replay", "Repeat the updates of a step, without engines, and compare the weights with those of the run."
+    ),
+    "audit": Entry(
+        "audit:audit",
+        "Score sampled tokens in an engine, in the trainer and in plain float32 transformers, and explain the gaps.",
+    ),
+    "trace": Entry("trace:trace", "Write the timeline of a run as a trace file for ui.perfetto.dev."),
+    "why": Entry(
+        "why:why",
+        "Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs.",
+    ),
+    "deploy": Entry("jobs:deploy", "Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."),
+    "env": Entry("environment:env_app", "Check environments."),
+}
+"""Every command by name, in the order of `troupe --help`."""
 
 app = typer.Typer(
+    cls=lazy_group(COMMANDS),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train language models with reinforcement learning.",
@@ -50,13 +117,15 @@ def main() -> NoReturn:
         exit_with(typer_error(error), USER_ERROR)
     except typer.Abort:
         exit_with("aborted", FAILURE)
-    except SpecError as error:
-        exit_with(str(error), USER_ERROR)
     except UsageError as error:
         exit_with(f"error: {error}", USER_ERROR)
     except StopRequested as error:
         exit_with(str(error), STOPPED)
     except TroupeError as error:
+        from troupe.orchestrator.spec.errors import SpecError  # imports pydantic
+
+        if isinstance(error, SpecError):
+            exit_with(str(error), USER_ERROR)
         said = os_error(error) if isinstance(error, OSError) else str(error)
         exit_with("\n".join([f"error: {said}", *getattr(error, "__notes__", ())]), FAILURE)
     except MemoryError:
@@ -88,40 +157,6 @@ def troupe(
     """Train language models with reinforcement learning."""
     if taken():
         interrupt_on_signals()  # a command begins, which may have to be ended in order
-
-
-COMMANDS = {
-    "run": train.run,
-    "demo": start.demo,
-    "eval": train.evaluate,
-    "bench": bench,
-    "init": start.init,
-    "validate": check.validate,
-    "plan": check.plan,
-    "doctor": check.doctor,
-    "schema": check.schema,
-    "algorithms": algorithms.algorithms,
-    "export": export.export,
-    "submit": jobs.submit,
-    "jobs": jobs.jobs,
-    "status": jobs.status,
-    "logs": jobs.logs,
-    "stop": jobs.stop,
-    "scale": live.scale,
-    "apply": live.apply,
-    "report": report,
-    "watch": watch,
-    "samples": samples.samples,
-    "replay": replay,
-    "audit": audit,
-    "trace": trace,
-    "why": why,
-    "deploy": jobs.deploy,
-}
-"""Every command by name, in the order of `troupe --help`."""
-for name, command in COMMANDS.items():
-    app.command(name)(command)
-app.add_typer(env_app, name="env")
 
 
 if __name__ == "__main__":

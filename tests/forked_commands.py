@@ -83,7 +83,11 @@ def _serve() -> None:
     """Fork a process for every request on standard input, and write its exit code."""
     import reasoning_gym  # noqa: F401 (many commands read its tasks)
 
-    import troupe.orchestrator.cli  # noqa: F401
+    from troupe.orchestrator.cli import COMMANDS
+    from troupe.orchestrator.commands.lazy import load
+
+    for name, entry in COMMANDS.items():
+        load(name, entry.home)
 
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from troupe.orchestrator.cli import COMMANDS
 from troupe.orchestrator.roles import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -348,6 +349,7 @@ def test_importing_the_command_imports_no_heavy_library() -> None:
     modules = ("troupe", "troupe.orchestrator", "troupe.workers", "troupe.workers.contract.config")
     modules += ("troupe.orchestrator.spec.rollout", "troupe.orchestrator.capacity.plan", "troupe.orchestrator.cli")
     modules += ("troupe.orchestrator.platforms.manifest", "troupe.orchestrator.platforms.slurm")
+    modules += tuple({f"troupe.orchestrator.commands.{entry.home.partition(':')[0]}" for entry in COMMANDS.values()})
     code = (
         f"import importlib, sys\nfor module in {modules}:\n    importlib.import_module(module)\n"
         f"    print(module, *sorted({HEAVY!r} & set(sys.modules)))"

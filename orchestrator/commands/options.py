@@ -10,9 +10,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from troupe.orchestrator.spec.checks import NEEDS_DISK
-from troupe.orchestrator.spec.locations import is_url
-
 SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
 ]
@@ -28,7 +25,12 @@ def _not_empty(value: str | None) -> str | None:
 
 def disk_folder(value: Path | None) -> Path | None:
     """Refuse a URL."""
-    if value is not None and is_url(value):
+    if value is None:
+        return None
+    from troupe.orchestrator.spec.checks import NEEDS_DISK  # `troupe --help` imports this module, and no spec
+    from troupe.orchestrator.spec.locations import is_url
+
+    if is_url(value):
         raise typer.BadParameter(NEEDS_DISK)
     return value
 

@@ -1,0 +1,93 @@
+"""Commands that are imported when they are used."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.conftest import ROOT
+from troupe.orchestrator.cli import COMMANDS, app
+from troupe.orchestrator.commands.lazy import load
+
+WAITS = ("pydantic", "pyarrow", "numpy", "yaml", "psutil", "torch", "ray")
+"""What a command may import and the list of commands must not."""
+RUN = """
+import atexit, sys
+from troupe.__main__ import main
+
+sys.argv = ["troupe", *sys.argv[1:]]
+atexit.register(lambda: sys.stderr.write(" ".join(sys.modules)))
+main()
+"""
+
+
+def imported(*arguments: str, **environment: str) -> tuple[str, set[str]]:
+    """What a command prints, and the modules that its process has imported."""
+    command = [sys.executable, "-c", RUN, *arguments]
+    env = os.environ | environment
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, set(done.stderr.split())
+
+
+def commands_of(modules: set[str]) -> set[str]:
+    """The modules of commands among these."""
+    prefix = "troupe.orchestrator.commands."
+    own = {"lazy", "messages", "options"}
+    return {name.removeprefix(prefix) for name in modules if name.startswith(prefix)} - own
+
+
+def test_help_imports_no_command_and_no_library_of_one() -> None:
+    printed, modules = imported("--help")
+    assert all(f"│ {name} " in printed for name in COMMANDS)
+    assert "troupe.orchestrator.cli" in modules
+    assert sorted(modules & set(WAITS)) == []
+    assert commands_of(modules) == set()
+    assert sorted(name for name in modules if name.startswith("troupe.orchestrator.spec")) == []
+
+
+def test_help_of_a_command_imports_no_other_command() -> None:
+    printed, modules = imported("why", "--help")
+    assert "--timeout-s" in printed
+    assert commands_of(modules) == {"why"}
+
+
+@pytest.mark.parametrize(("words", "completed"), [("troupe ", [*COMMANDS]), ("troupe sc", ["schema", "scale"])])
+def test_the_completion_of_a_name_imports_no_command(words: str, completed: list[str]) -> None:
+    position = str(words.count(" "))
+    printed, modules = imported(_TROUPE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=position)
+    assert printed.split() == completed
+    assert sorted(modules & set(WAITS) - {"pydantic"}) == []  # Typer's own: it parses `--version` with it
+    assert commands_of(modules) == set()
+
+
+def test_the_completion_of_an_option_is_that_of_the_command() -> None:
+    variables = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": "troupe why --t", "COMP_CWORD": "2"}
+    assert imported(**variables)[0].split() == ["--timeout-s"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_what_the_command_says(name: str) -> None:
+    command = load(name, COMMANDS[name].home)
+    assert command.name == name
+    assert COMMANDS[name].help == " ".join(inspect.cleandoc(command.help).split("\n\n")[0].split())
+
+
+def test_the_group_of_commands_holds_each_with_its_parameters() -> None:
+    group: Any = typer.main.get_command(app)
+    assert list(group.commands) == [*COMMANDS]
+    assert {parameter.name for parameter in group.commands["schema"].params} <= {"help"}
+    assert "dry_run" in {parameter.name for parameter in group.commands["apply"].params}
+    assert list(group.commands["env"].commands) == ["check"]
+
+
+def test_an_unknown_command_is_refused_with_the_nearest_one() -> None:
+    result = CliRunner().invoke(app, ["shcema"])
+    assert result.exit_code == 2 and "Did you mean 'schema'" in " ".join(result.output.split())
