@@ -22,6 +22,7 @@ from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.workers.contract import packages
 from troupe.workers.contract.urls import has_credentials
 
 if TYPE_CHECKING:
@@ -168,6 +169,8 @@ def evaluate(
     url = str(model) if is_endpoint(model) else None
     if url is not None and has_credentials(url):
         raise UsageError("--model: the URL holds credentials, which would be seen and saved: set OPENAI_API_KEY")
+    if url is not None and (problem := packages.missing("openai")):
+        raise UsageError(f"--model: an endpoint {problem}")
     if best and (model is None or url is not None):
         raise UsageError("--best needs the folder of a run as the model")
     if served is not None and url is None:
@@ -330,8 +333,10 @@ def samples(
         columns: Columns of the table; None: all.
 
     Raises:
-        UsageError: The run has no samples, or the query is not valid.
+        UsageError: The run has no samples, the query is not valid, or duckdb is not installed.
     """
+    if problem := packages.missing("duckdb"):
+        raise UsageError(f"samples: {problem}")
     from troupe.orchestrator.reporting.run_folder import RunFolder
     from troupe.orchestrator.reporting.samples import SampleQuery, select_samples
     from troupe.workers.contract.samples import SAMPLES

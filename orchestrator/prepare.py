@@ -13,6 +13,7 @@ from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.demo import named_models
+from troupe.workers.contract import packages
 
 Say = Callable[[str], object]
 """Called with a line for each step that takes long."""
@@ -59,12 +60,37 @@ def checked(runs: tuple[PlannedRun, ...], *, resume: bool = False) -> tuple[Plan
     return tuple(pin_run(planned, resume=resume) for planned in runs)
 
 
+def check_models_to_create(runs: Sequence[PlannedRun]) -> None:
+    """Raise SpecError if runs name models of the examples that have to be created, and this machine cannot do that."""
+    if not (problem := packages.missing("gguf")):
+        return
+    problems = [
+        planned.problem(field, f"creating {folder} {problem}")
+        for planned in runs
+        for field, folder in models_to_create(planned).items()
+    ]
+    if problems:
+        raise SpecError(list(dict.fromkeys(problems)))
+
+
+def models_to_create(planned: PlannedRun) -> dict[str, Path]:
+    """Models of the examples that a run names and this machine does not have yet, by the path of their field."""
+    from troupe.orchestrator.starter.demo_models import MODELS
+
+    known = {models_folder() / name for name in MODELS}
+    named = {f"{section}.path": Path(model.path) for section, model in planned.spec.models().items()}
+    return {field: folder for field, folder in named.items() if folder in known and not folder.exists()}
+
+
 def create_models(runs: Sequence[PlannedRun] | None, say: Say) -> None:
     """Create the models of the examples that runs name, or all of them, where this machine does not have them yet."""
     from troupe.orchestrator.starter.demo_models import MODELS, DemoModelError, make_models
 
+    check_models_to_create(runs or ())
     folder = models_folder()
     names = MODELS if runs is None else [name for name in named_models(runs, folder) if name in MODELS]
+    if not all((folder / name).exists() for name in names) and (problem := packages.missing("gguf")):
+        raise UsageError(f"creating the models {problem}")
     try:
         make_models(names, folder, say)
     except DemoModelError as error:

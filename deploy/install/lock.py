@@ -1,11 +1,11 @@
 """Write the locks: `python deploy/install/lock.py` rewrites `cpu.lock`, `... --gpu` rewrites `gpu.lock`.
 
 `cpu.lock` pins the versions installed in the current environment: the dependencies in `pyproject.toml` with the extras
-`cpu` and `dev`, and their dependencies, for each supported Python and machine. To change a version, install the new
-one, run the tests, then write the lock.
+`cpu`, `all` and `dev`, and their dependencies, for each supported Python and machine. To change a version, install the
+new one, run the tests, then write the lock.
 
-`gpu.lock` needs no GPU: pip resolves the dependencies with the extra `gpu` without installing anything. What Troupe
-itself imports has the version of `cpu.lock`, which the tests run with.
+`gpu.lock` needs no GPU: pip resolves the dependencies with the extras `gpu` and `all` without installing anything.
+What Troupe itself imports has the version of `cpu.lock`, which the tests run with.
 """
 
 from __future__ import annotations
@@ -80,10 +80,17 @@ def installed(name: str) -> Distribution | None:
 
 
 def declared(*extras: str) -> list[Requirement]:
-    """The requirements in `pyproject.toml`, with those of the extras."""
+    """The requirements in `pyproject.toml`, with those of the extras and of the extras that these name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    further = (text for extra in extras for text in project["optional-dependencies"][extra])
-    return [Requirement(text) for text in [*project["dependencies"], *further]]
+    found = [Requirement(text) for text in project["dependencies"]]
+    todo = list(extras)
+    while todo:
+        for requirement in map(Requirement, project["optional-dependencies"][todo.pop()]):
+            if requirement.name == project["name"]:
+                todo += sorted(requirement.extras)
+            else:
+                found.append(requirement)
+    return found
 
 
 def closure(
@@ -143,7 +150,7 @@ def _applies(need: Requirement, machine: str, extra: str, pythons: Sequence[str]
 
 def pins() -> list[str]:
     """The lines of the CPU lock. A distribution that only one kind of machine needs has a marker."""
-    roots = [*declared("cpu", "dev"), *(Requirement(text) for text in (*BUILD, *DEMO))]
+    roots = [*declared("cpu", "all", "dev"), *(Requirement(text) for text in (*BUILD, *DEMO))]
     by_machine = {machine: closure(roots, machine) for machine in MACHINES}
     lines: list[str] = []
     for name, version in sorted({name: v for found in by_machine.values() for name, v in found.items()}.items()):
@@ -157,7 +164,7 @@ def tested_versions() -> dict[str, str]:
     """The pins of `cpu.lock` for what Troupe imports and the build tools, without the name of a build (`+cpu`)."""
     lines = (line.partition(";")[0].strip() for line in LOCK.read_text().splitlines() if not line.startswith("#"))
     pinned = dict(line.split("==", 1) for line in lines)
-    names = [*(canonicalize_name(requirement.name) for requirement in declared()), *BUILD]
+    names = [*(canonicalize_name(requirement.name) for requirement in declared("all")), *BUILD]
     return {name: pinned[name].partition("+")[0] for name in names}
 
 
@@ -190,7 +197,7 @@ def resolve(roots: Iterable[Requirement], versions: dict[str, str]) -> dict[str,
 
 def gpu_pins() -> dict[str, str]:
     """The pins of the GPU lock. Raises LookupError."""
-    roots = [*declared("gpu"), *map(Requirement, BUILD)]
+    roots = [*declared("gpu", "all"), *map(Requirement, BUILD)]
     found = resolve(roots, tested_versions())
     (machine,) = GPU_MACHINES
     return closure(roots, machine, found.get, frozenset(), GPU_PYTHONS)

@@ -21,8 +21,8 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     exit_with,
 )
-from troupe.orchestrator.commands.runs import create_models, models_to_create, read_data
-from troupe.orchestrator.prepare import checked
+from troupe.orchestrator.commands.runs import create_models, read_data
+from troupe.orchestrator.prepare import check_models_to_create, checked, models_to_create
 from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.stages import PlannedRun
@@ -37,6 +37,7 @@ def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = Fal
     Models of the examples that this machine does not have yet are created by the run: their prompts are not checked.
     """
     runs = plan_runs(read_document(spec, set_))
+    check_models_to_create(runs)
     later = {planned.out: models_to_create(planned) for planned in runs}
     runs = checked(tuple(replace(run, borrowed=run.borrowed | later[run.out].keys()) for run in runs))
     described = read_data(runs)

@@ -9,7 +9,6 @@ import typer
 
 from troupe.orchestrator import prepare
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.stages import PlannedRun
@@ -27,15 +26,6 @@ def create_models(runs: Sequence[PlannedRun] | None) -> None:
 
 def _say(line: str) -> None:
     typer.echo(line, err=True)
-
-
-def models_to_create(planned: PlannedRun) -> dict[str, Path]:
-    """Models of the examples that a run names and this machine does not have yet, by the path of their field."""
-    from troupe.orchestrator.starter.demo_models import MODELS
-
-    known = {models_folder() / name for name in MODELS}
-    named = {f"{section}.path": Path(model.path) for section, model in planned.spec.models().items()}
-    return {field: folder for field, folder in named.items() if folder in known and not folder.exists()}
 
 
 def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:

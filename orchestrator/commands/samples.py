@@ -11,6 +11,7 @@ import typer
 
 from troupe.orchestrator.commands.options import JsonOption, RunArgument, echo_json
 from troupe.orchestrator.errors import UsageError
+from troupe.workers.contract import packages
 
 if TYPE_CHECKING:
     from troupe.orchestrator.reporting.run_folder import RunFolder
@@ -45,6 +46,8 @@ def samples(
     as_json: JsonOption = False,
 ) -> None:
     """Show or export what a run sampled, with rewards and what was trained."""
+    if problem := packages.missing("duckdb"):
+        raise UsageError(f"troupe samples {problem}")
     from troupe.orchestrator.reporting.run_folder import RunFolder
     from troupe.orchestrator.reporting.samples import SampleQuery, split_columns
 

@@ -29,6 +29,7 @@ from troupe.orchestrator.spec.sections import (
     RecipeConfig,
     TableFile,
 )
+from troupe.workers.contract import packages
 from troupe.workers.isolation.imports import without_collections
 
 MAX_LINE_BYTES = 16 << 20
@@ -171,8 +172,7 @@ def _json_lines(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
 
 def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
     """Values of an array, parsed one by one: the file may be larger than the memory."""
-    import ijson
-
+    ijson = _library("ijson", label)
     taken, exact = 0, ijson.get_backend("python")
     try:
         for parser in (ijson, exact):  # the fast one has integers of 64 bits; the other reads from where it stops
@@ -322,13 +322,13 @@ def file_format(name: str) -> str:
 
 
 def _library(name: str, label: str) -> Any:
-    """An optional library, imported where it is used."""
+    """A library of an extra, imported when it is used."""
     try:
         with without_collections():
             return importlib.import_module(name)
     except ImportError as error:
-        package = name.partition(".")[0].replace("_", "-")
-        raise DataError(f"{label}.kind: needs the package {package} ({error})") from None
+        problem = packages.missing(name.partition(".")[0]) or f"{name} cannot be imported ({error})"
+        raise DataError(f"{label}.kind: {problem}") from None
 
 
 def _unreadable(path: Path, label: str, error: Exception) -> DataError:

@@ -236,8 +236,19 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *self.model_problems(self.models()),
             *wrong_adapters(self.models(), self.trains, self.trained_adapters()),
             *preflight.missing_data(self.data_sources()),
-            *preflight.missing_libraries(self.data_sources(), self.output.sinks),
+            *preflight.missing_packages(self.packages()),
         ]
+
+    def packages(self) -> Iterator[tuple[str, str]]:
+        """(field, module) of every feature of the spec whose package is one of an extra.
+
+        Those of reward functions and environments are found when these are loaded.
+        """
+        yield from preflight.data_packages(self.data_sources())
+        yield from ((f"output.sinks.{number}", sink) for number, sink in enumerate(self.output.sinks))
+        if self.output.prometheus is not None:
+            yield "output.prometheus", "prometheus_client"
+        yield from ((path, "peft") for path, _, _ in self.trained_adapters())
 
     def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:
         """What is wrong with models of this spec by their config.json.

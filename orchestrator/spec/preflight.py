@@ -5,7 +5,6 @@ Reads small files and headers and imports nothing heavy; the user's code is load
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -25,6 +24,7 @@ from troupe.orchestrator.model_facts.model_size import (
     read_config,
 )
 from troupe.orchestrator.spec.locations import is_hub_name, is_pattern, matching_files
+from troupe.workers.contract import packages
 from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
@@ -39,8 +39,8 @@ REWARD_MODEL = "roles.reward.model"
 READ_TOKENS = ("roles.critic.model", "roles.reference.model")
 """Sections of models that render no conversation."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_LIBRARIES = {"reasoning_gym": "reasoning_gym", "datasets": "datasets"}
-"""Library that reads a kind of data, where it is an optional one."""
+_READ_BY = {"reasoning_gym": "reasoning_gym", "datasets": "datasets", "json": "ijson"}
+"""Module that reads a kind of data, if its package is one of an extra."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
 
@@ -362,15 +362,18 @@ def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
             yield f"data.{name}.path", f"{what}: {path}"
 
 
-def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -> Iterator[Finding]:
-    """Optional packages that the spec needs and that are not installed."""
+def data_packages(sources: Mapping[str, DataSource]) -> Iterator[tuple[str, str]]:
+    """(field, module) of every source that a package of an extra reads, by the name of its section in `data`."""
     for name, source in sources.items():
-        library = _LIBRARIES.get(source.kind)
-        if library is not None and importlib.util.find_spec(library) is None:
-            yield f"data.{name}.kind", f"needs the package {library.replace('_', '-')}, which is not installed"
-    for number, sink in enumerate(sinks):
-        if importlib.util.find_spec(sink) is None:
-            yield f"output.sinks.{number}", f"needs the package {sink}, which is not installed: pip install {sink}"
+        if (module := _READ_BY.get(source.kind)) is not None:
+            yield f"data.{name}.kind", module
+
+
+def missing_packages(features: Iterable[tuple[str, str]]) -> Iterator[Finding]:
+    """Packages that are not installed, of these (field, module) of an extra."""
+    for field, module in features:
+        if problem := packages.missing(module):
+            yield field, problem
 
 
 def unusable_environment(environment: EnvironmentConfig, path: str) -> Iterator[Finding]:

@@ -357,6 +357,14 @@ class RolloutSpec(RunSpec, frozen=True):
         ]
         return [*super().missing(), *options, *functions, *environments, *self._algorithm_problems()]
 
+    def packages(self) -> Iterator[tuple[str, str]]:
+        """See `RunSpec.packages`; and what votes in evaluations compare answers with."""
+        yield from super().packages()
+        for one, source in zip(self.held_out_sets(), self.data.held_out_sets().values(), strict=True):
+            if one.votes:
+                own = isinstance(source, HeldOut) and source.sampling is not None
+                yield f"data.{one.section}.sampling.samples" if own else "evaluation.sampling.samples", "math_verify"
+
     def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:
         """See `RunSpec.model_problems`; and what the engines do not support."""
         trained = models.get("model") if self.device == "cpu" else None

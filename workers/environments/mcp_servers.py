@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, ValidationError
 
 from troupe.workers.contract.config import Frozen, first_problem
+from troupe.workers.contract.packages import require
 from troupe.workers.environments.functions import Tool, ToolCallError
 from troupe.workers.isolation.environment import is_secret
 
@@ -49,8 +50,9 @@ def read_config(server: Mapping[str, Any]) -> McpServerConfig:
     """A server's configuration from a spec.
 
     Raises:
-        ValueError: a field is wrong, there is no such program, or a secret that it needs is missing.
+        ValueError: a field is wrong, there is no such program, or a secret or the package `mcp` is missing.
     """
+    require("mcp", "servers")
     try:
         config = McpServerConfig.model_validate(server)
     except ValidationError as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.workers.contract import naming
+from troupe.workers.contract.packages import PackageMissing, require
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
 from troupe.workers.rewards.signatures import SignatureProblem, adapted
 
@@ -123,7 +124,8 @@ def _judge_problem(args: Mapping[str, Any]) -> tuple[str, str]:
     from troupe.workers.rewards.judge_rubric import JudgeError, read_args
 
     try:
-        read_args(args)
-    except JudgeError as error:
+        if read_args(args).endpoint is not None:
+            require("openai", "an endpoint")
+    except (JudgeError, PackageMissing) as error:
         return "args", f"judge: {error}"
     return "", ""

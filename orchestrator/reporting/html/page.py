@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, select_autoescape
-from markupsafe import Markup
 
 from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.valid_text import valid_text
@@ -64,9 +63,9 @@ def render_page(data: dict[str, Any], title: str, scripts: tuple[str, ...], *, c
     return template.render(
         title=title,
         policy="; ".join(f"{name} {value}" for name, value in policy.items()),
-        style=Markup(style),  # noqa: S704: a file of this package
-        script=Markup(script),  # noqa: S704: a file of this package
-        data=Markup(as_json(data)),  # noqa: S704: escaped by as_json
+        style=style,
+        script=script,
+        data=as_json(data),
     )
 
 
