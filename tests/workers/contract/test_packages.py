@@ -32,7 +32,9 @@ for found in walk_packages(troupe.orchestrator.__path__, "troupe.orchestrator.")
         import_module(found.name)
 for row in ROLES.values():
     resolve(row.worker)
-import_module("troupe.environments"), import_module("troupe.rewards"), import_module("troupe.workers.environments.tools")
+import_module("troupe.environments")
+import_module("troupe.rewards")
+import_module("troupe.workers.environments.tools")
 """
 
 
@@ -62,7 +64,7 @@ def test_a_missing_package_is_named_with_its_extra(module: str, extra: str, monk
     without(monkeypatch, module)
     expected = f"needs the package {module.replace('_', '-')}: pip install 'troupe-rl[{extra}]'"
     assert missing(module) == expected
-    with pytest.raises(PackageMissing, match="^the feature needs the package"):
+    with pytest.raises(PackageMissing, match=r"^the feature needs the package"):
         require(module, "the feature")
     assert missing_for(ModuleNotFoundError("", name=f"{module}.part")) == expected
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[1:])
@@ -87,9 +89,19 @@ JUDGE = {"rubric": "Good?", "endpoint": {"url": "http://127.0.0.1:1/v1", "model"
 @pytest.mark.parametrize(
     ("module", "function", "field", "message"),
     [
-        ("math_verify", {"name": "numeric", "args": {}}, "name", "numeric: needs the package math-verify: pip"),
-        ("reasoning_gym", {"name": "reasoning_gym", "args": {}}, "name", "reasoning_gym: needs the package reasoning-gym"),
-        ("openai", {"name": "judge", "args": JUDGE}, "args", "judge: an endpoint needs the package openai: pip install"),
+        ("math_verify", {"name": "numeric", "args": {}}, "name", "numeric: needs the package math-verify:"),
+        (
+            "reasoning_gym",
+            {"name": "reasoning_gym", "args": {}},
+            "name",
+            "reasoning_gym: needs the package",
+        ),
+        (
+            "openai",
+            {"name": "judge", "args": JUDGE},
+            "args",
+            "judge: an endpoint needs the package openai:",
+        ),
     ],
 )
 def test_a_reward_function_without_its_package(
