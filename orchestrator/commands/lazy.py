@@ -65,7 +65,7 @@ def lazy_group(table: Mapping[str, Entry]) -> type[TyperGroup]:
             return list(table)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            """What lists of commands show of one."""
+            """A command with its help text alone, for lists of commands."""
             return TyperCommand(cmd_name, help=table[cmd_name].help) if cmd_name in table else None
 
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:

@@ -32,11 +32,8 @@ def missing(module: str) -> str:
         there = find_spec(module) is not None
     except ImportError:
         there = False
-    return "" if there else needs(module)
-
-
-def needs(module: str) -> str:
-    """As `missing`, for a module whose import has failed."""
+    if there:
+        return ""
     extra = next(extra for extra, modules in EXTRAS.items() if module in modules)
     return f"needs the package {module.replace('_', '-')}: pip install 'troupe-rl[{extra}]'"
 
@@ -48,7 +45,7 @@ def require(module: str, feature: str) -> None:
 
 
 def missing_for(error: ImportError) -> str:
-    """As `missing`, for an import that failed; empty if what it lacks is no package of an extra."""
+    """What an import that failed needs, as `missing` says it; empty if it lacks no package of an extra."""
     module = (error.name or "").partition(".")[0]
     known = any(module in modules for modules in EXTRAS.values())
     return missing(module) if known else ""
