@@ -16,7 +16,7 @@ from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.workers.contract.config import (
     ALL_LINEAR,
     CHUNK_LOGITS,
-    GPU_BATCH_TOKENS,
+    GPU_TILE_COLUMNS,
     REDUCE_BUCKET,
     Dtype,
     EngineConfig,
@@ -49,7 +49,8 @@ FRAGMENTS = 0.4
 """Share of its activations that a rank on the CPU holds besides, as freed blocks between blocks in use: the C library
 keeps those below 8 MiB (`troupe.workers.models.cpu.return_large`). Measured: 0.1 to 0.5, and 0.8 under ZeRO-3."""
 TILE_LOGITS = 2**21
-"""Logits that the output head holds at a time on the CPU (`troupe.workers.models.heads`)."""
+"""Logits that the output head holds at a time on the CPU (`troupe.workers.models.heads`); on a GPU those of
+`GPU_TILE_COLUMNS` columns."""
 KV_BLOCK = {"gpu": 16, "host": 32}
 """Tokens in a block of vLLM's KV cache (on the CPU that of `workers/engine/settings.py`)."""
 
@@ -169,8 +170,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         extra = (1 if rank.scaled else 0) + (2 if rank.entropy_grad else 0)
         # The tokens that were not left: a copy of the logits without them, a mask, and the bits that it was made of.
         own = 4 * extra + (4 + 1 + 1 if rank.truncated else 0)
-        if _tiled(size, rank.gpu, rank.truncated):
-            logits = tiled_head(size, width, tokens)
+        if _tiled(size, rank.truncated):
+            logits = tiled_head(size, width, tokens, rank.gpu)
         else:
             logits = head(size, width, tokens, rank.gpu) + own * _chunk(size, tokens, rank.gpu)
         parts[device].append(Part("logits", logits, "pass"))
@@ -342,19 +343,24 @@ def head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
     return width * size.hidden * tokens + max(moments)
 
 
-def tiled_head(size: ModelSize, width: int, tokens: int) -> int:
-    """Bytes of the output head in a pass on the CPU, where it computes log-probs tile by tile.
+def tiled_head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
+    """Bytes of the output head in a pass in which it computes log-probs tile by tile.
 
     Hidden states of `tokens` tokens and their float32 gradient; the gradient of the head's weight; and a tile's logits,
-    their exponentials, and the gradient in the type of the weights.
+    their exponentials (which a GPU's kernel does not keep), and the gradient in the type of the weights.
     """
-    tile = min(TILE_LOGITS, size.vocabulary * tokens)
-    return (width + 4) * size.hidden * tokens + width * size.vocabulary * size.hidden + (8 + width) * tile
+    made = width + (4 if gpu else 8)
+    return (width + 4) * size.hidden * tokens + width * size.vocabulary * size.hidden + made * _tile(size, tokens, gpu)
 
 
-def _tiled(size: ModelSize, gpu: bool, truncated: bool) -> bool:
+def _tile(size: ModelSize, tokens: int, gpu: bool) -> int:
+    """Logits of a tile."""
+    return min(GPU_TILE_COLUMNS * tokens if gpu else TILE_LOGITS, size.vocabulary * tokens)
+
+
+def _tiled(size: ModelSize, truncated: bool) -> bool:
     """Whether the output head never holds a chunk of logits. Families with eager attention cap their logits, too."""
-    return not (gpu or truncated or size.eager)
+    return not (truncated or size.eager)
 
 
 def _chunks(size: ModelSize, tokens: int, gpu: bool) -> int:
@@ -392,8 +398,8 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     Of a divided model every rank has a GPU, on which it keeps its part and gathers what it runs.
     """
     size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
-    if _tiled(size, model.gpu, truncated=False):
-        held = 8 * min(TILE_LOGITS, size.vocabulary * tokens)
+    if _tiled(size, truncated=False):
+        held = (4 if model.gpu else 8) * _tile(size, tokens, model.gpu)
     else:
         held = (16 + (width if width < 4 else 0)) * _chunk(size, tokens, model.gpu)
     logits = 0 if model.values else held
@@ -501,7 +507,7 @@ def engine(
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
     weights = math.ceil((size.packed or width * size.parameters) / ranks) + packed
     block = KV_BLOCK["host" if gpu is None else "gpu"]
-    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else GPU_BATCH_TOKENS
+    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else config.gpu_batch_tokens
     needed = sequence_bytes(size, kv_bytes(size, width, ranks), config.max_model_len, block, batch)
     if gpu is None:
         cache = int(config.kv_cache_gib * GIB)
@@ -516,7 +522,7 @@ def engine(
         memory = WorkerMemory(worker, "host", tuple(part for part in held if part.bytes))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))
-    at_work = forward(size, width, GPU_BATCH_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
+    at_work = forward(size, width, batch, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
     fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
     fixed += [part for part in (Part("adapters", adapters), Part("graphs", graphs)) if part.bytes]
     sent = Part("transfer", transfer)
