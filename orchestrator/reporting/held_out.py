@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from troupe.orchestrator.reporting.metrics import pass_at_k
+from troupe.orchestrator.telemetry.metrics import pass_at_k
 from troupe.workers.contract.reward_names import NO_ANSWER
 from troupe.workers.contract.reward_values import is_solved
 

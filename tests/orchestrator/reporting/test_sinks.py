@@ -17,7 +17,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import ROOT
-from troupe.orchestrator.reporting.reference import metric_named
 from troupe.orchestrator.reporting.sinks import background
 from troupe.orchestrator.reporting.sinks.background import BackgroundSink
 from troupe.orchestrator.reporting.sinks.base import LoggedRun, Metrics
@@ -29,6 +28,7 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.sections import BaseOutput, PrometheusConfig
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
+from troupe.orchestrator.telemetry.metric_reference import metric_named
 
 OUTPUT = BaseOutput(sinks=("tensorboard",))
 CONFIG = {"name": "r", "roles": {"policy": {"workers": 2}}, "empty": {}}

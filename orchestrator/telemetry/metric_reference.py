@@ -50,7 +50,7 @@ class Metric:
 @cache
 def metric_sections() -> dict[str, tuple[Metric, ...]]:
     """Every metric of `metrics.jsonl` (`metrics.yaml`), by section of the page."""
-    text = files("troupe.orchestrator.reporting").joinpath("metrics.yaml").read_text(encoding="utf-8")
+    text = files("troupe.orchestrator.telemetry").joinpath("metrics.yaml").read_text(encoding="utf-8")
     return {
         title: tuple(Metric(name, **fields) for name, fields in rows.items())
         for title, rows in yaml.safe_load(text).items()

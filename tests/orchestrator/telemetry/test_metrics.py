@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.orchestrator.reporting.metrics import PhaseTimers, merge_update_metrics, merge_updates, pass_at_k, std
+from troupe.orchestrator.telemetry.metrics import PhaseTimers, merge_update_metrics, merge_updates, pass_at_k, std
 from troupe.workers.contract.messages import Peak, ScoreSummary, UpdateMetrics, WorkerHealth
 from troupe.workers.telemetry.peak_memory import resident_peak
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from troupe.orchestrator.reporting.console import COLUMNS
-from troupe.orchestrator.reporting.reference import PHASES, metric_named, metric_sections
+from troupe.orchestrator.telemetry.metric_reference import PHASES, metric_named, metric_sections
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.messages import Answer, Peak
@@ -143,7 +143,7 @@ CONFIGURED = _CONFIGURED.split()
 
 @pytest.mark.parametrize("name", sorted({*WRITTEN, *CONFIGURED}))
 def test_a_metric_has_a_row(name: str) -> None:
-    assert metric_named(name) is not None, f"add {name} to orchestrator/reporting/metrics.yaml"
+    assert metric_named(name) is not None, f"add {name} to orchestrator/telemetry/metrics.yaml"
 
 
 @pytest.mark.parametrize(
