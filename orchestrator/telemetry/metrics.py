@@ -1,4 +1,4 @@
-"""Metrics of a run: phase timers and aggregation. Where they go: `orchestrator/reporting/sinks/`."""
+"""Metrics of a run: phase timers and aggregation. Where they go: `orchestrator/telemetry/sinks/`."""
 
 from __future__ import annotations
 

@@ -45,8 +45,6 @@ from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.reporting.sinks.base import LoggedRun
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.reporting.verdicts.data import dropped_samples, failing_rewards
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.kept_samples import read_samples
@@ -58,6 +56,8 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger

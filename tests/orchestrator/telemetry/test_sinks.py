@@ -17,18 +17,18 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import ROOT
-from troupe.orchestrator.reporting.sinks import background
-from troupe.orchestrator.reporting.sinks.background import BackgroundSink
-from troupe.orchestrator.reporting.sinks.base import LoggedRun, Metrics
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.reporting.sinks.mlflow import MlflowSink, allowed, flat
-from troupe.orchestrator.reporting.sinks.prometheus import PrometheusSink, prometheus_name
-from troupe.orchestrator.reporting.sinks.tensorboard import TensorBoardSink
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.sections import BaseOutput, PrometheusConfig
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.telemetry.metric_reference import metric_named
+from troupe.orchestrator.telemetry.sinks import background
+from troupe.orchestrator.telemetry.sinks.background import BackgroundSink
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun, Metrics
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks.mlflow import MlflowSink, allowed, flat
+from troupe.orchestrator.telemetry.sinks.prometheus import PrometheusSink, prometheus_name
+from troupe.orchestrator.telemetry.sinks.tensorboard import TensorBoardSink
 
 OUTPUT = BaseOutput(sinks=("tensorboard",))
 CONFIG = {"name": "r", "roles": {"policy": {"workers": 2}}, "empty": {}}
@@ -108,7 +108,7 @@ def test_sinks_write_everywhere(tmp_path: Path) -> None:
 
 def test_metrics_and_events_need_neither_torch_nor_ray_nor_tensorflow(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks, LoggedRun; "
+        "import sys, pathlib; from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks, LoggedRun; "
         "from troupe.orchestrator.spec.sections import BaseOutput; early = 'tensorboard' in sys.modules; "
         f"run = LoggedRun(pathlib.Path({str(tmp_path)!r})); "
         "MetricSinks.open(run, BaseOutput(sinks=('tensorboard',))).write(1, {'a': 1.0}); "
@@ -252,8 +252,8 @@ def in_own_process(code: str, folder: Path, **env: str) -> str:
 
 RECORD = """
 import sys, pathlib
-from troupe.orchestrator.reporting.sinks.base import LoggedRun
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.spec.sections import BaseOutput
 folder = pathlib.Path(sys.argv[1])
 for resume_at, steps in ((0, (1, 2, 3)), (2, (3, 4))):

@@ -6,7 +6,7 @@ import importlib
 import secrets
 from typing import Any
 
-from troupe.orchestrator.reporting.sinks.base import LoggedRun, Metrics, numbers
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun, Metrics, numbers
 
 _STEP = "step"
 

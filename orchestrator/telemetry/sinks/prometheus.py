@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
-from troupe.orchestrator.reporting.sinks.base import Metrics, numbers
+from troupe.orchestrator.telemetry.sinks.base import Metrics, numbers
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from troupe.orchestrator.reporting.sinks.base import Metrics, MetricSink
+from troupe.orchestrator.telemetry.sinks.base import Metrics, MetricSink
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.reporting.sinks.base import Metrics, numbers
+from troupe.orchestrator.telemetry.sinks.base import Metrics, numbers
 
 _FILES = itertools.count()  # distinguishes event files that one process starts within the same second
 

@@ -9,7 +9,7 @@ import re
 import time
 from typing import Any
 
-from troupe.orchestrator.reporting.sinks.base import LoggedRun, Metrics, numbers
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun, Metrics, numbers
 
 _URI = "MLFLOW_TRACKING_URI"
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100

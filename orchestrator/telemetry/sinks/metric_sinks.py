@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from troupe.orchestrator.reporting.sinks.background import BackgroundSink
-from troupe.orchestrator.reporting.sinks.base import LoggedRun, Metrics, MetricSink
-from troupe.orchestrator.reporting.sinks.mlflow import MlflowSink
-from troupe.orchestrator.reporting.sinks.tensorboard import TensorBoardSink
-from troupe.orchestrator.reporting.sinks.wandb import WandbSink
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import BaseOutput, SinkName
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
+from troupe.orchestrator.telemetry.sinks.background import BackgroundSink
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun, Metrics, MetricSink
+from troupe.orchestrator.telemetry.sinks.mlflow import MlflowSink
+from troupe.orchestrator.telemetry.sinks.tensorboard import TensorBoardSink
+from troupe.orchestrator.telemetry.sinks.wandb import WandbSink
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class MetricSinks:
             sinks += [_SINKS[name](run) for name in output.sinks]
             if output.prometheus is not None:
                 # Imported here because it takes a tenth of a second, and most runs have no endpoint.
-                from troupe.orchestrator.reporting.sinks.prometheus import PrometheusSink
+                from troupe.orchestrator.telemetry.sinks.prometheus import PrometheusSink
 
                 sinks.append(PrometheusSink(run.name, output.prometheus.host, output.prometheus.port))
         return cls(sinks)
