@@ -17,7 +17,6 @@ from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.held_out import held_out_lines
-from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.rollouts.run_weights import RunWeights
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.spec.base import RunSpec
@@ -25,6 +24,7 @@ from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.metrics import PhaseTimers, merge_updates
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
+from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.batch import (
     Batch,

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from troupe.orchestrator.capacity.plan import Plan
     from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.reporting.run_folder import RunFolder
     from troupe.orchestrator.reporting.verdicts.verdict import Verdict
     from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 T = TypeVar("T")
 
@@ -332,8 +332,8 @@ def samples(
     Raises:
         UsageError: The run has no samples, or the query is not valid.
     """
-    from troupe.orchestrator.reporting.run_folder import RunFolder
     from troupe.orchestrator.reporting.samples import SampleQuery, select_samples
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
     from troupe.workers.contract.samples import SAMPLES
 
     query = SampleQuery(step, None, where, sort, limit)
@@ -392,7 +392,7 @@ class Outcome:
 
     @cached_property
     def _run(self) -> RunFolder:
-        from troupe.orchestrator.reporting.run_folder import RunFolder
+        from troupe.orchestrator.telemetry.run_folder import RunFolder
 
         return RunFolder(self.folder)
 

@@ -22,7 +22,6 @@ from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
-from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
 from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
 from troupe.orchestrator.rollouts.handover import MemoryHandover
@@ -37,6 +36,7 @@ from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
+from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger

@@ -36,13 +36,13 @@ from troupe.orchestrator.data.prompts import PromptSource, load_pool
 from troupe.orchestrator.errors import DataError, TroupeError, UsageError
 from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.preflight import model_folder, too_long, unsupported_head_size, wrong_kinds
 from troupe.orchestrator.spec.sections import DataSource
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState

@@ -13,8 +13,8 @@ from troupe.orchestrator.commands.options import JsonOption, RunArgument, echo_j
 from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.reporting.run_folder import RunFolder
     from troupe.orchestrator.reporting.samples import SampleQuery
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 _SHOWN = 10
 """Samples that are shown unless the command line says otherwise."""
@@ -45,8 +45,8 @@ def samples(
     as_json: JsonOption = False,
 ) -> None:
     """Show or export what a run sampled, with rewards and what was trained."""
-    from troupe.orchestrator.reporting.run_folder import RunFolder
     from troupe.orchestrator.reporting.samples import SampleQuery, split_columns
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
 
     run, chosen = RunFolder(run_folder), None if columns is None else split_columns(columns)
     if as_json and export is not None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, comparable, read_evaluations
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 EVALUATION, REWARDS = "evaluation", "rewards"
 """Fields of the event of a start: digests of how the run evaluates and of what its rewards are."""

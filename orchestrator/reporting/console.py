@@ -20,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from troupe.orchestrator.reporting.run_summary import RunSummary, duration
 from troupe.orchestrator.reporting.verdicts.running import RunningVerdicts, alarm_lines, faster
+from troupe.orchestrator.telemetry.run_summary import RunSummary, duration
 
 SHOWN_STEPS = 8
 """Rows of the live table."""

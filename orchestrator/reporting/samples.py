@@ -20,7 +20,7 @@ import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
 from troupe.orchestrator.errors import DataError, UsageError, nearest
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.atomic_file import replacing
 from troupe.workers.contract.samples import SAMPLES
 

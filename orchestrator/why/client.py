@@ -13,7 +13,7 @@ from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.mailbox import Mailbox, require_folder
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
 from troupe.orchestrator.reporting.event_texts import event_text
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Diagnosis, DriverState, Facts

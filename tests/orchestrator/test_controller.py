@@ -43,8 +43,6 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import RunRecorder
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.data import dropped_samples, failing_rewards
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.kept_samples import read_samples
@@ -56,6 +54,8 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.recorder import RunRecorder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.sinks.base import LoggedRun
 from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation

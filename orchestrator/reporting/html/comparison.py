@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.reporting.html.budget import spread
-from troupe.orchestrator.reporting.run_summary import LEARNED
 from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.telemetry.run_summary import LEARNED
 
 Json = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, comparable, read_evaluations
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 Json = dict[str, Any]
 

@@ -13,8 +13,8 @@ from troupe.orchestrator.reporting.html.page import render
 from troupe.orchestrator.reporting.html.report import first_groups, sample_block, span_block, summary
 from troupe.orchestrator.reporting.html.timeline import phases_from_metrics
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.units import MIB
 
 Json = dict[str, Any]

@@ -20,7 +20,6 @@ from troupe.orchestrator.reporting.comparable import comparable_history
 from troupe.orchestrator.reporting.event_texts import event_text
 from troupe.orchestrator.reporting.html.comparison import MOST_POINTS, outcome, used
 from troupe.orchestrator.reporting.html.evaluations import evaluations
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History, Series
 from troupe.orchestrator.roles.names import role_of
@@ -28,6 +27,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.orchestrator.telemetry.metric_reference import Metric, metric_named, metric_sections
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.units import GIB
 
 Json = dict[str, Any]

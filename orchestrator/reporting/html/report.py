@@ -23,9 +23,9 @@ from troupe.orchestrator.reporting.html.timeline import (
     timeline_block,
 )
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
-from troupe.orchestrator.reporting.run_folder import METRICS, RunFolder
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.spec.locations import is_url
+from troupe.orchestrator.telemetry.run_folder import METRICS, RunFolder
 from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.units import MIB
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.comparable import comparable_history
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Verdict
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import DataError, UsageError
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table, visible
 from troupe.orchestrator.reporting.samples import (
     Format,
@@ -33,6 +32,7 @@ from troupe.orchestrator.reporting.samples import (
     select_samples,
     split_columns,
 )
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.samples import SAMPLES
 
 HOSTILE = "[bold red]x[/] \x1b[31mred\x07 \u202egnp\u2069 \ud83d [link=file:///etc]y[/link]"

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.trace import trace_events
 from troupe.orchestrator.reporting.utilization import busy_roles, covered, step_bounds, step_windows
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER, Span, timeline_table
 
 T0 = 1_700_000_000.0

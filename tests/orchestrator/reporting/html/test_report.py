@@ -27,8 +27,8 @@ from troupe.orchestrator.reporting.html.page import as_json, render
 from troupe.orchestrator.reporting.html.report import Budget, page_data, samples_data, timeline_data, write_report
 from troupe.orchestrator.reporting.html.timeline import TimelineSpan, step_times
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.utilization import step_bounds
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import Span as Call
 from troupe.orchestrator.telemetry.timeline import timeline_table
 

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from troupe.orchestrator.errors import DataError, UsageError
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import PHASES, TIMELINE, Span, phase_of, timeline_table
 from troupe.workers.contract.samples import SAMPLES, conform
 

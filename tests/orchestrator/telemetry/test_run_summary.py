@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from troupe.orchestrator.reporting.run_summary import RunSummary, duration, trend
+from troupe.orchestrator.telemetry.run_summary import RunSummary, duration, trend
 
 
 def summary_of(*steps: Mapping[str, object], total: int = 100) -> RunSummary:
