@@ -19,7 +19,6 @@ from troupe.orchestrator.data.mixture import group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import SAMPLERS, named
 from troupe.orchestrator.rollouts.scheduler import group_request
@@ -27,6 +26,7 @@ from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import unless_stopped
 from troupe.workers.contract.measurements import EngineReading, MeasuredEngine
 from troupe.workers.contract.messages import Peak

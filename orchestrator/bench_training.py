@@ -29,7 +29,6 @@ from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import StopRequested, TroupeError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.model_facts.model_size import read_size
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
@@ -37,6 +36,7 @@ from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch, unless_stopped
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates

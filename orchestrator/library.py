@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from troupe.orchestrator.capacity.plan import Plan
-    from troupe.orchestrator.reporting.console import Console
     from troupe.orchestrator.reporting.verdicts.verdict import Verdict
     from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.telemetry.console import Console
     from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 T = TypeVar("T")
@@ -455,7 +455,7 @@ def _folder(run: Outcome | str | Path) -> Path:
 
 def _console(on_step: OnStep | None, stream: TextIO) -> Console:
     """The console of a run, which also calls the user's function after each step."""
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.telemetry.console import Console
 
     class StepConsole(Console):
         def step(self, step: int, metrics: Mapping[str, object]) -> None:

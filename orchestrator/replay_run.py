@@ -23,7 +23,6 @@ from troupe.orchestrator.replay.plan import ReplayPlan, steps_of
 from troupe.orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
 from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
 from troupe.orchestrator.replay.step_recorder import software
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.rollouts.scheduler import group_request
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
@@ -31,6 +30,7 @@ from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates

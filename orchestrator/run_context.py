@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.why.observer import RunObserver
 
 

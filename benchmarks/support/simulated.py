@@ -36,12 +36,12 @@ from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.sinks.base import LoggedRun
 from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import CheckpointStore

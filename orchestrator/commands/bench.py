@@ -95,7 +95,7 @@ def _measure(rollouts: BenchRequest, page: Path, train: bool, weights: bool, as_
     from troupe.orchestrator.bench.bounds import best_of
     from troupe.orchestrator.bench_run import bench as measure
     from troupe.orchestrator.bench_training import TrainingRequest, measure_trainers, measure_transfers
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.telemetry.console import Console
 
     console = Console(sys.stderr)
     cores = None if cluster_to_join(rollouts.address) is not None else os.cpu_count()

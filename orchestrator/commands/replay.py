@@ -55,7 +55,7 @@ def replay(
 
 def _replay(run: Path, step: int, address: str | None, as_json: bool) -> None:
     from troupe.orchestrator.replay_run import replay as replay_run
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.telemetry.console import Console
 
     outcome = replay_run(_request(run, step, address), Console(sys.stderr), _quiet if as_json else _show)
     if as_json:
@@ -72,7 +72,7 @@ def _replay(run: Path, step: int, address: str | None, as_json: bool) -> None:
 def _compare(run: Path, step: int, against: Path, address: str | None, as_json: bool) -> None:
     from troupe.orchestrator.replay.against import require_checkout
     from troupe.orchestrator.replay_run import compare
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.telemetry.console import Console
 
     for given, remedy in ((address, "drop --address"), (os.environ.get("RAY_ADDRESS"), "unset RAY_ADDRESS")):
         if given:
@@ -92,7 +92,7 @@ def _for_another(run: Path, step: int, result: Path) -> None:
     """Repeats steps for another version of the code, which reads `result`."""
     from troupe.orchestrator.replay.against import write_result
     from troupe.orchestrator.replay_run import replay as replay_run
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.telemetry.console import Console
 
     request = replace(_request(run, step, None), whole=True)
     outcome = replay_run(request, Console(sys.stderr), _quiet)
@@ -102,7 +102,7 @@ def _for_another(run: Path, step: int, result: Path) -> None:
 def _resample(run: Path, step: int, address: str | None, as_json: bool) -> None:
     from troupe.orchestrator.replay.resample import plan_resample
     from troupe.orchestrator.replay_run import resample as resample_run
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.telemetry.console import Console
 
     plan = plan_resample(run, step)
     found = resample_run(run, plan, address, Console(sys.stderr))

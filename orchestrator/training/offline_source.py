@@ -11,8 +11,8 @@ from typing import Any
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ScoreTokens, WorkerGroup
 from troupe.orchestrator.data.mixture import epochs
 from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.sections import BaseSchedule
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers
 from troupe.orchestrator.training.batch import Batch, SourceSnapshot, plan_rows, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger

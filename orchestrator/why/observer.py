@@ -27,8 +27,8 @@ from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.processes.inspection import ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.processes.stack_dumps import thread_at
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.roles.names import role_of, section_of
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts

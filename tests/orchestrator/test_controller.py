@@ -42,7 +42,6 @@ from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.verdicts.data import dropped_samples, failing_rewards
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.kept_samples import read_samples
@@ -53,6 +52,7 @@ from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.run_folder import RunFolder

@@ -23,8 +23,8 @@ from troupe.orchestrator.replay.plan import ReplayPlan
 from troupe.orchestrator.replay.repeat import Repeated
 from troupe.orchestrator.replay.step_record import RecordedStep
 from troupe.orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.telemetry.console import Console
 
 Each = Callable[[Repeated], bool]
 

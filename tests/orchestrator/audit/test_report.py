@@ -13,9 +13,9 @@ from troupe.orchestrator.audit.attribution import Cause, Gap
 from troupe.orchestrator.audit.auditor import one_engine
 from troupe.orchestrator.audit.report import AuditFailed, AuditReport
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run import RunRequest, audit
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, read_document
+from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.audit import PromptDifference
 
 SPECS = ROOT / "deploy" / "specs"

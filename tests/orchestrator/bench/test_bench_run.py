@@ -22,7 +22,7 @@ from troupe.orchestrator.bench.results import Result
 from troupe.orchestrator.bench_run import BenchRequest, bench
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, UsageError, WorkerDied, WorkerError
-from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.telemetry.console import Console
 
 WORKERS, SEQS, TOKENS = "roles.rollout.workers", "roles.rollout.max_num_seqs", "sampling.max_tokens"
 

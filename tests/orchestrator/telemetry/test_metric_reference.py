@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from troupe.orchestrator.reporting.console import COLUMNS
+from troupe.orchestrator.telemetry.console import COLUMNS
 from troupe.orchestrator.telemetry.metric_reference import PHASES, metric_named, metric_sections
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.ledger import Ledger

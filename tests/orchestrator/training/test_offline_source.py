@@ -15,9 +15,9 @@ from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.sections import SourceShare
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.sinks.base import LoggedRun
 from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.offline_source import (

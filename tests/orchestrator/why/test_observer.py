@@ -27,7 +27,7 @@ from tests.orchestrator.why.observed_run import Cluster
 from tests.processes import suspend
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.mailbox import Mailbox
-from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.why import observer as observing
 from troupe.orchestrator.why.facts import Diagnosis
 from troupe.orchestrator.why.folder import ENDED, FOLDER, DiagnosisReport, keep_report

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.verdicts.apply import fits
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.running import HEALTHY, RunningVerdicts, alarm_lines, faster
@@ -19,6 +18,7 @@ from troupe.orchestrator.reporting.verdicts.updates import fewer_updates
 from troupe.orchestrator.reporting.verdicts.verdict import Remedy, field
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EVENTS
 from troupe.orchestrator.telemetry.run_folder import METRICS
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from troupe.orchestrator.reporting.console import COLUMNS, Console, cell, format_value
+from troupe.orchestrator.telemetry.console import COLUMNS, Console, cell, format_value
 
 STEP = {"kind": "train", "reward/mean": 0.25, "response_tokens/mean": 30.4, "policy/kl_ref": math.nan}
 
