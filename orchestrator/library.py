@@ -111,9 +111,11 @@ def _report_at_end(folder: Path, console: Console) -> None:
 
 def train(request: RunRequest, console: Console) -> Outcome:
     """Train as a request says, shown on a console, which is closed. Raises TroupeError."""
+    from troupe.orchestrator.reporting.verdicts.running import RunningVerdicts
     from troupe.orchestrator.run import run as run_spec
 
-    console.start(request.spec.name, request.spec.schedule.steps, request.out)
+    verdicts = RunningVerdicts(request.out, console.message)
+    console.start(request.spec.name, request.spec.schedule.steps, verdicts)
     try:
         ended = run_spec(request, console)
         console.finish(ended.summary(request.out))

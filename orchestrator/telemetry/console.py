@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, Protocol, TextIO
 
 from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
@@ -20,7 +19,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from troupe.orchestrator.reporting.verdicts.running import RunningVerdicts, alarm_lines, faster
 from troupe.orchestrator.telemetry.run_summary import RunSummary, duration
 
 SHOWN_STEPS = 8
@@ -74,6 +72,27 @@ class Progress:
     """Seconds since the last step ended."""
 
 
+class EndLines(NamedTuple):
+    """What the terminal shows of the verdicts on a run that has ended."""
+
+    alarms: list[str]
+    """The lines of all alarms; without one, that the run is healthy, if it is complete."""
+    faster: list[str]
+    """What would make the run faster, a line for each change."""
+
+
+class RunVerdicts(Protocol):
+    """Looks at the records of a run while it trains: `orchestrator/insight/verdicts/running.py`."""
+
+    def after_step(self, step: int) -> None:
+        """Look at them, if it is time to. Does not wait for the result."""
+        ...
+
+    def at_end(self, complete: bool) -> EndLines:
+        """The verdicts on a run that has ended, completely or with an error."""
+        ...
+
+
 class Console:
     """Shows one run. Every method may be called before `start`; nothing is shown twice."""
 
@@ -94,11 +113,11 @@ class Console:
         self._printed = time.monotonic()
         self._writing = threading.Lock()
         self._closed = threading.Event()
-        self._verdicts: RunningVerdicts | None = None
+        self._verdicts: RunVerdicts | None = None
 
-    def start(self, spec_name: str, total_steps: int, folder: Path | None = None) -> None:
-        """Start showing a run; with its folder, also the verdicts on what it records there."""
-        self._verdicts = folder and RunningVerdicts(folder, self.message)
+    def start(self, spec_name: str, total_steps: int, verdicts: RunVerdicts | None = None) -> None:
+        """Start showing a run; with `verdicts`, also what these say about its records."""
+        self._verdicts = verdicts
         self._name, self._total = spec_name, total_steps
         self._started, self._summary = time.monotonic(), RunSummary(total_steps)
         if self._terminal.is_terminal:
@@ -151,12 +170,12 @@ class Console:
     def finish(self, summary: Mapping[str, object]) -> None:
         """Close the live display and print a summary of the run: these lines, that of its steps, and the verdicts."""
         self.close()
-        verdicts = self._verdicts.final() if self._verdicts is not None else []
+        verdicts = self._verdicts.at_end(complete=True) if self._verdicts is not None else EndLines([], [])
         summarized = {
             "learning": self._summary.learns(),
             "time": ", ".join(filter(None, [duration(time.monotonic() - self._started), self._summary.bound()])),
             "bottleneck": self._summary.bottleneck(),
-            "to go faster": "; ".join(faster(verdicts)),
+            "to go faster": "; ".join(verdicts.faster),
         }
         summary = {**summary, **{name: text for name, text in summarized.items() if text}}
         if self._terminal.is_terminal:
@@ -169,14 +188,14 @@ class Console:
             width = max((len(name) for name in summary), default=0)
             for name, value in summary.items():
                 self._line(f"{name:<{width}}  {format_value(value)}")
-        for line in alarm_lines(verdicts) if self._verdicts is not None else ():
+        for line in verdicts.alarms:
             self._line(line)
 
     def fail(self) -> None:
         """Close the live display of a run that failed and print what is wrong with the steps it made."""
         self.close()
         if self._verdicts is not None and self._done:
-            for line in alarm_lines(self._verdicts.final(), healthy=""):
+            for line in self._verdicts.at_end(complete=False).alarms:
                 self._line(line)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from troupe.orchestrator.reporting.comparable import comparable_history
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Verdict
+from troupe.orchestrator.telemetry.console import EndLines
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,11 @@ class RunningVerdicts:
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
         return self._found()
+
+    def at_end(self, complete: bool) -> EndLines:
+        """What a terminal shows of all verdicts at the end of the run; `healthy` only of a complete one."""
+        verdicts = self.final()
+        return EndLines(alarm_lines(verdicts, HEALTHY if complete else ""), faster(verdicts))
 
     def _look(self) -> None:
         for verdict in self._found():

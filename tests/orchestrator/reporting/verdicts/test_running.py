@@ -53,7 +53,7 @@ def test_the_alarms_are_the_last_lines_of_a_run(tmp_path: Path, spec: dict[str, 
     (tmp_path / RESOLVED_SPEC).write_text(yaml.safe_dump(spec))
     stream = io.StringIO()
     console = Console(stream)
-    console.start("name", 8, tmp_path)
+    console.start("name", 8, RunningVerdicts(tmp_path, console.message))
     for step in range(1, 9):
         record(tmp_path, step, CUT)
         console.step(step, CUT)
