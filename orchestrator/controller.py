@@ -15,7 +15,7 @@ from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.held_out import held_out_lines
+from troupe.orchestrator.rollouts.held_out import held_out_lines
 from troupe.orchestrator.rollouts.run_weights import RunWeights
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.spec.base import RunSpec

@@ -21,9 +21,9 @@ from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
 from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, comparable, read_evaluations
 from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, comparable, read_evaluations
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 EVALUATION, REWARDS = "evaluation", "rewards"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, comparable, read_evaluations
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, comparable, read_evaluations
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 Json = dict[str, Any]

@@ -10,10 +10,10 @@ import pytest
 
 from tests.fakes import fake_spec
 from troupe.orchestrator.reporting.comparable import comparable_history
-from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS
 from troupe.orchestrator.reporting.html.overview import overview
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.reporting.verdicts.running import verdicts_of
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.config import ModelConfig
 

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, EvaluationLog
-from troupe.orchestrator.reporting.held_out import PromptResult, summarize
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog
+from troupe.orchestrator.rollouts.held_out import PromptResult, summarize
 from troupe.orchestrator.telemetry.timeline import Span, timeline_table
 from troupe.workers.contract.samples import SAMPLES
 

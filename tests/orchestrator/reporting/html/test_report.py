@@ -18,8 +18,6 @@ from typer.testing import CliRunner
 from tests.probes import ask_here
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.reporting.evaluation_cache import result_of
-from troupe.orchestrator.reporting.evaluation_log import EvaluationLog
 from troupe.orchestrator.reporting.html.budget import fitting, spread
 from troupe.orchestrator.reporting.html.comparison import MOST_POINTS
 from troupe.orchestrator.reporting.html.overview import overview, resumes, sections, spec_differences
@@ -28,6 +26,8 @@ from troupe.orchestrator.reporting.html.report import Budget, page_data, samples
 from troupe.orchestrator.reporting.html.timeline import TimelineSpan, step_times
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
 from troupe.orchestrator.reporting.utilization import step_bounds
+from troupe.orchestrator.rollouts.evaluation_cache import result_of
+from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import Span as Call
 from troupe.orchestrator.telemetry.timeline import timeline_table

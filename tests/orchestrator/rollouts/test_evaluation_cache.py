@@ -12,9 +12,9 @@ import pytest
 
 from tests.fakes import fake_spec
 from troupe.orchestrator.data.pools import Pool
-from troupe.orchestrator.reporting.evaluation_cache import cache_folder, cached, keep, model_digest, result_of, set_keys
-from troupe.orchestrator.reporting.evaluation_log import EvaluationLog, described_sets, read_evaluations
-from troupe.orchestrator.reporting.held_out import PromptResult, SetResult, summarize
+from troupe.orchestrator.rollouts.evaluation_cache import cache_folder, cached, keep, model_digest, result_of, set_keys
+from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog, described_sets, read_evaluations
+from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, summarize
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import PROMPTS
 

@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from troupe.orchestrator.doctor.facts import installed_versions
-from troupe.orchestrator.reporting.held_out import MeanEstimate, SetResult
+from troupe.orchestrator.rollouts.held_out import MeanEstimate, SetResult
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.versions import versions

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.data.pools import Pool
-from troupe.orchestrator.reporting.held_out import CONFIDENCE, SetResult
+from troupe.orchestrator.rollouts.held_out import CONFIDENCE, SetResult
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.atomic_file import write_atomic
 

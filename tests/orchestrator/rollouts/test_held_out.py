@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.orchestrator.reporting.held_out import MeanEstimate, PromptResult, summarize, vote
+from troupe.orchestrator.rollouts.held_out import MeanEstimate, PromptResult, summarize, vote
 from troupe.workers.contract.reward_names import NO_ANSWER
 
 NONE = int(NO_ANSWER)
