@@ -24,6 +24,7 @@ from troupe.orchestrator.doctor import nvidia
 from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
 from troupe.orchestrator.doctor.software import BUILT_ON
 from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, temporary_folder
+from troupe.orchestrator.versions import installed_versions
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY")
@@ -45,16 +46,6 @@ def gather(working: Path) -> Machine:
         temporary=temporary_folder(),
         ray_address=os.environ.get(ADDRESS_VARIABLE, ""),
     )
-
-
-def installed_versions() -> dict[str, str]:
-    """Version of every installed distribution, by normalized name; the first one on the path counts, as in imports."""
-    found: dict[str, str] = {}
-    for dist in importlib.metadata.distributions():
-        name = dist.metadata["Name"] if dist.metadata is not None else None
-        if name:
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), dist.version)
-    return found
 
 
 def torch_cuda(text: str) -> tuple[int, int] | None:

