@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from troupe.orchestrator.doctor import nvidia
+from troupe.orchestrator.capacity import nvidia
 from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
 from troupe.orchestrator.doctor.software import BUILT_ON
 from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, temporary_folder

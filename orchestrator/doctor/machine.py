@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from troupe.orchestrator.capacity.nvidia import Graphics
 from troupe.workers.contract.units import GIB, MIB
 
 UNLIMITED = -1
@@ -24,19 +25,6 @@ class Finding:
     found: str
     remedy: str = ""
     """One command or sentence; empty where there is nothing to do."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One NVIDIA GPU, as nvidia-smi reports it."""
-
-    name: str
-    memory: int
-    """Bytes."""
-    used: int
-    """Bytes that processes hold now."""
-    capability: tuple[int, int]
-    """CUDA compute capability."""
 
 
 @dataclass(frozen=True)
@@ -71,24 +59,6 @@ class Software:
     python_headers: bool
     numa_library: bool
     """Whether libnuma, which vLLM's CPU build loads, is there."""
-
-
-@dataclass(frozen=True)
-class Graphics:
-    """NVIDIA GPUs and their driver."""
-
-    devices: int = 0
-    """NVIDIA GPUs on the PCI bus or among the device files."""
-    gpus: tuple[Gpu, ...] = ()
-    """Those that the driver shows."""
-    driver: str = ""
-    """Version of the driver; empty: none answers."""
-    driver_cuda: tuple[int, int] | None = None
-    """Newest CUDA version that the driver supports."""
-    error: str = ""
-    """Why nvidia-smi gave no answer."""
-    visible: str | None = None
-    """CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from deploy.install.lock import LEFT_OUT
+from troupe.orchestrator.capacity.nvidia import Gpu, Graphics
 from troupe.orchestrator.doctor.checks import as_json, as_text, examine, healthy
 from troupe.orchestrator.doctor.machine import (
     UNLIMITED,
     Folder,
-    Gpu,
-    Graphics,
     Machine,
     Needs,
     Resources,

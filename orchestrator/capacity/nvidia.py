@@ -6,9 +6,9 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from troupe.orchestrator.doctor.machine import Gpu, Graphics
 from troupe.workers.contract.units import MIB
 
 _TIMEOUT_S = 20.0
@@ -17,6 +17,37 @@ _VENDOR = "0x10de"
 """NVIDIA's number among PCI vendors."""
 _DISPLAY = "0x03"
 """First digits of the PCI class of graphics and compute devices."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU, as nvidia-smi reports it."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    used: int
+    """Bytes that processes hold now."""
+    capability: tuple[int, int]
+    """CUDA compute capability."""
+
+
+@dataclass(frozen=True)
+class Graphics:
+    """NVIDIA GPUs and their driver."""
+
+    devices: int = 0
+    """NVIDIA GPUs on the PCI bus or among the device files."""
+    gpus: tuple[Gpu, ...] = ()
+    """Those that the driver shows."""
+    driver: str = ""
+    """Version of the driver; empty: none answers."""
+    driver_cuda: tuple[int, int] | None = None
+    """Newest CUDA version that the driver supports."""
+    error: str = ""
+    """Why nvidia-smi gave no answer."""
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES."""
 
 
 def graphics() -> Graphics:
