@@ -14,7 +14,6 @@ from troupe.orchestrator.cluster.event_loop import rare_collections
 from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.rollouts.held_out import held_out_lines
 from troupe.orchestrator.rollouts.run_weights import RunWeights
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
@@ -42,6 +41,7 @@ from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
 from troupe.orchestrator.training.saves import Moment, RunSaves, SaveContext
 from troupe.orchestrator.training.state import BestState, ControllerState
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)

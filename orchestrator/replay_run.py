@@ -22,7 +22,6 @@ from troupe.orchestrator.replay.against import Difference, difference, replay_th
 from troupe.orchestrator.replay.plan import ReplayPlan, steps_of
 from troupe.orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
 from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
-from troupe.orchestrator.replay.step_recorder import software
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.rollouts.scheduler import group_request
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
@@ -33,6 +32,7 @@ from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
+from troupe.orchestrator.training.step_recorder import software
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates
 from troupe.workers.contract.roles import TableRef
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.replay.step_record import RecordedStep
+from troupe.orchestrator.training.step_record import RecordedStep
 from troupe.orchestrator.training.updates import Updates
 from troupe.workers.contract.roles import TableRef
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.replay.plan import ReplayPlan, plan_up_to, spec_of
-from troupe.orchestrator.replay.step_record import REPLAY, RecordedStep, read_step
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import GroupOrigin
+from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step
 
 _COLUMNS = ("prompt_uid", "sample_index", "segment", "prompt_ids", "response_ids", "rollout_logprobs")
 Key = tuple[str, int, int]

@@ -41,7 +41,6 @@ from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeErr
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.replay.step_recorder import StepRecorder
 from troupe.orchestrator.reporting.verdicts.data import dropped_samples, failing_rewards
 from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.kept_samples import read_samples
@@ -62,6 +61,7 @@ from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOut
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.algorithms.sampled_tokens import SampledTokens

@@ -21,10 +21,10 @@ from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.replay.against import ReplayThere, StepThere
 from troupe.orchestrator.replay.plan import ReplayPlan
 from troupe.orchestrator.replay.repeat import Repeated
-from troupe.orchestrator.replay.step_record import RecordedStep
 from troupe.orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.training.step_record import RecordedStep
 
 Each = Callable[[Repeated], bool]
 

@@ -25,7 +25,6 @@ from troupe.orchestrator.replay.against import (
 from troupe.orchestrator.replay.plan import plan_replay, spec_of
 from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_problem
 from troupe.orchestrator.replay.resample import compare_samples, first_difference, plan_resample
-from troupe.orchestrator.replay.step_record import REPLAY, STEP, StepRecord, folder_of, packed_texts, read_step
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -33,6 +32,7 @@ from troupe.orchestrator.training.batch import GroupOrigin
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.micro_batches import minibatches, plan_texts
 from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.step_record import REPLAY, STEP, StepRecord, folder_of, packed_texts, read_step
 from troupe.workers.contract.messages import KEPT_BATCH, TRAIN, KeptFile, TrainRow
 from troupe.workers.data.step_record import write_tables
 

@@ -14,7 +14,11 @@ from typing import Any
 
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError
-from troupe.orchestrator.replay.step_record import (
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.training.batch import Batch
+from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.step_record import (
     REPLAY,
     STEP,
     StepRecord,
@@ -23,10 +27,6 @@ from troupe.orchestrator.replay.step_record import (
     packed_texts,
     size_of,
 )
-from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.training.batch import Batch
-from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.versions import versions
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.units import GIB

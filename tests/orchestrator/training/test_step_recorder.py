@@ -18,8 +18,8 @@ from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import UsageError, WorkerRaised
 from troupe.orchestrator.replay.repeat import Repeated, Replayer
-from troupe.orchestrator.replay.step_record import STEP, RecordedStep, folder_of, kept_steps, read_step, read_steps
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
+from troupe.orchestrator.training.step_record import STEP, RecordedStep, folder_of, kept_steps, read_step, read_steps
 from troupe.orchestrator.training.updates import Updates
 from troupe.workers.contract.messages import KEPT_BATCH, KeptFile
 from troupe.workers.contract.units import GIB, MIB
@@ -119,7 +119,7 @@ def test_a_step_larger_than_the_bound_ends_the_keeping_with_one_warning(
     one = sum(file.stat().st_size for file in folder_of(first.root, 2).iterdir())
     second = RecordedRun(tmp_path, resume=True, nbytes=one // 2)
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "troupe.orchestrator.replay.step_recorder"):
+    with caplog.at_level(logging.WARNING, "troupe.orchestrator.training.step_recorder"):
         assert second.run().steps_done == 4
     assert sorted(path.name for path in second.root.iterdir()) == ["step-000001", "step-000002"], "they stay"
     assert sum(worker.calls.count("keep_batch") for worker in fakes_of(second.policy)) == 1, "step 4 is not written"
@@ -168,7 +168,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
             return await super().keep_batch(folder, batch, texts, rows)
 
     run.policies = [FullDisk(0), FullDisk(1)]
-    with caplog.at_level(logging.WARNING, "troupe.orchestrator.replay.step_recorder"):
+    with caplog.at_level(logging.WARNING, "troupe.orchestrator.training.step_recorder"):
         assert run.run().steps_done == 4
     assert kept_steps(run.root) == [3, 4]
     assert [path.name for path in run.root.iterdir() if path.name.startswith(".")] == []
