@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from troupe.orchestrator.capacity.plan import Plan
-    from troupe.orchestrator.reporting.verdicts.verdict import Verdict
+    from troupe.orchestrator.insight.verdicts.verdict import Verdict
     from troupe.orchestrator.run import RunRequest
     from troupe.orchestrator.telemetry.console import Console
     from troupe.orchestrator.telemetry.run_folder import RunFolder
@@ -103,7 +103,7 @@ def run(
 
 def _report_at_end(folder: Path, console: Console) -> None:
     """Write the report of a run that has made a step, and print its path."""
-    from troupe.orchestrator.reporting.html.report import REPORT, write_last_report
+    from troupe.orchestrator.insight.report.report import REPORT, write_last_report
 
     if console.progress().steps and (file := write_last_report([folder], folder / REPORT)) is not None:
         console.message(f"report: {file}")
@@ -111,7 +111,7 @@ def _report_at_end(folder: Path, console: Console) -> None:
 
 def train(request: RunRequest, console: Console) -> Outcome:
     """Train as a request says, shown on a console, which is closed. Raises TroupeError."""
-    from troupe.orchestrator.reporting.verdicts.running import RunningVerdicts
+    from troupe.orchestrator.insight.verdicts.running import RunningVerdicts
     from troupe.orchestrator.run import run as run_spec
 
     verdicts = RunningVerdicts(request.out, console.message)
@@ -334,7 +334,7 @@ def samples(
     Raises:
         UsageError: The run has no samples, or the query is not valid.
     """
-    from troupe.orchestrator.reporting.samples import SampleQuery, select_samples
+    from troupe.orchestrator.insight.samples import SampleQuery, select_samples
     from troupe.orchestrator.telemetry.run_folder import RunFolder
     from troupe.workers.contract.samples import SAMPLES
 
@@ -378,7 +378,7 @@ class Outcome:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """What is right and wrong with the run."""
-        from troupe.orchestrator.reporting.verdicts.running import verdicts_of
+        from troupe.orchestrator.insight.verdicts.running import verdicts_of
 
         return tuple(verdicts_of(self._run))
 
@@ -388,7 +388,7 @@ class Outcome:
         Args:
             file: The file; None: `report.html` in the run folder.
         """
-        from troupe.orchestrator.reporting.html.report import REPORT, write_report
+        from troupe.orchestrator.insight.report.report import REPORT, write_report
 
         return write_report([self.folder], Path(file) if file is not None else self.folder / REPORT)
 

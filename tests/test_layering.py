@@ -74,7 +74,7 @@ TENSORS_IN_PURE = (
 OWNERS = {
     "ray": ("orchestrator.cluster", "orchestrator.platforms"),
     "deepspeed": ("workers.training",),
-    "duckdb": ("orchestrator.reporting.samples",),
+    "duckdb": ("orchestrator.insight.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
     "peft": ("workers.audit.scorer", "workers.models.adapter"),
     "vllm": (

@@ -157,7 +157,7 @@ class _Measured:
         typer.echo(f"wrote {self._page}")
 
     def _write(self) -> None:
-        from troupe.orchestrator.reporting.html.page import write_bench_page
+        from troupe.orchestrator.insight.report.page import write_bench_page
         from troupe.workers.contract.atomic_file import write_atomic
 
         record = self._record()

@@ -13,7 +13,7 @@ from troupe.orchestrator.commands.options import JsonOption, RunArgument, echo_j
 from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.reporting.samples import SampleQuery
+    from troupe.orchestrator.insight.samples import SampleQuery
     from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 _SHOWN = 10
@@ -45,7 +45,7 @@ def samples(
     as_json: JsonOption = False,
 ) -> None:
     """Show or export what a run sampled, with rewards and what was trained."""
-    from troupe.orchestrator.reporting.samples import SampleQuery, split_columns
+    from troupe.orchestrator.insight.samples import SampleQuery, split_columns
     from troupe.orchestrator.telemetry.run_folder import RunFolder
 
     run, chosen = RunFolder(run_folder), None if columns is None else split_columns(columns)
@@ -60,7 +60,7 @@ def samples(
 
 
 def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, form: str, path: Path) -> None:
-    from troupe.orchestrator.reporting.samples import Format, export_samples
+    from troupe.orchestrator.insight.samples import Format, export_samples
     from troupe.workers.contract.samples import SAMPLES
 
     if form not in list(Format):
@@ -71,8 +71,8 @@ def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, f
 
 def _echo(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
     """Print the samples as a list of objects; JSON has neither nan nor infinity: they become null, as in an export."""
-    from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS
-    from troupe.orchestrator.reporting.samples import select_samples
+    from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS
+    from troupe.orchestrator.insight.samples import select_samples
 
     rows = select_samples(run, query, columns or CONVERSATION_COLUMNS).to_pylist()
     echo_json(_finite(rows))
@@ -90,8 +90,8 @@ def _finite(value: Any) -> Any:
 def _show(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
     from rich.console import Console
 
-    from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table
-    from troupe.orchestrator.reporting.samples import count_samples, select_samples
+    from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS, show_samples, show_table
+    from troupe.orchestrator.insight.samples import count_samples, select_samples
 
     console = Console(markup=False, emoji=False, highlight=False)
     table = select_samples(run, query, columns or CONVERSATION_COLUMNS)

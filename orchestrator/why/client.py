@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 
 from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.insight.event_texts import event_text
 from troupe.orchestrator.mailbox import Mailbox, require_folder
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
-from troupe.orchestrator.reporting.event_texts import event_text
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose

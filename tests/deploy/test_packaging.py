@@ -300,7 +300,7 @@ def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(tmp_path
     files = {path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")}
     files |= {path for kind in ("*.j2", "*.sh") for path in (ROOT / "orchestrator" / "platforms").rglob(kind)}
     files |= {path for name in ("specs", "examples") for path in (ROOT / "deploy" / name).rglob("*.*")}
-    assets = {*(ROOT / "orchestrator" / "reporting" / "html" / "assets").iterdir()}
+    assets = {*(ROOT / "orchestrator" / "insight" / "report" / "assets").iterdir()}
     assets |= {ROOT / "orchestrator" / "algorithms" / "advice.yaml", ROOT / "orchestrator" / "spec" / "migration.yaml"}
     assets.add(ROOT / "orchestrator" / "telemetry" / "metrics.yaml")
     own = {f"troupe/{path.name}" for path in (ROOT / "troupe").glob("*.py")}

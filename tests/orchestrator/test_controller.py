@@ -38,11 +38,11 @@ from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
+from troupe.orchestrator.insight.verdicts.data import dropped_samples, failing_rewards
+from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.reporting.verdicts.data import dropped_samples, failing_rewards
-from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer

@@ -13,7 +13,7 @@ from troupe.orchestrator.bench.record import record_of
 from troupe.orchestrator.bench.results import Result, with_efficiency
 from troupe.orchestrator.bench.training import TransferResult
 from troupe.orchestrator.commands.bench_table import advice, render
-from troupe.orchestrator.reporting.html.page import write_bench_page
+from troupe.orchestrator.insight.report.page import write_bench_page
 
 WORKERS, SEQS = "roles.rollout.workers", "roles.rollout.max_num_seqs"
 HOSTILE = "</script><script>window.hit = 1</script>"

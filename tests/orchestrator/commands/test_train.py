@@ -22,7 +22,7 @@ from troupe.orchestrator.telemetry.console import Console
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
-RECORDED = ROOT / "tests" / "orchestrator" / "reporting" / "verdicts" / "recorded"
+RECORDED = ROOT / "tests" / "orchestrator" / "insight" / "verdicts" / "recorded"
 Ends = Callable[[], RunOutcome]
 
 
