@@ -18,6 +18,7 @@ from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.errors import DataError
+from troupe.orchestrator.insight.why.facts import EngineQueue, Queues
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
@@ -44,7 +45,6 @@ from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
-from troupe.orchestrator.why.facts import EngineQueue, Queues
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import TextCut
 

@@ -26,6 +26,7 @@ from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.data.summary import Pools, describe, named_examples
 from troupe.orchestrator.errors import UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
+from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
 from troupe.orchestrator.offline_run import OfflineRun
@@ -46,7 +47,6 @@ from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, recorde
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.versions import versions as describe_versions
-from troupe.orchestrator.why.observer import RunObserver
 from troupe.orchestrator.worker_server import server_of
 from troupe.workers.contract.roles import Worker
 

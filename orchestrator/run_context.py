@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass
 
 from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.why.observer import RunObserver
 
 
 @dataclass(frozen=True)

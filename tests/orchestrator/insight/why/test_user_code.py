@@ -15,9 +15,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.faults.stalls import planted_environment
 from tests.processes import descendants
+from troupe.orchestrator.insight.why.diagnosis import diagnose
+from troupe.orchestrator.insight.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
 from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
-from troupe.orchestrator.why.diagnosis import diagnose
-from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
 from troupe.workers.telemetry.stacks import VARIABLE
 
 WAIT_S = 60.0
@@ -28,7 +28,7 @@ def worker(folder: Path, what: str, bug: str) -> Iterator[int]:
     """A worker whose user code has this bug, once it runs."""
     control, ready = folder / "bug", folder / "ready"
     control.write_text(bug)
-    command = [sys.executable, "-m", "tests.orchestrator.why.user_code", what, str(control), str(ready)]
+    command = [sys.executable, "-m", "tests.orchestrator.insight.why.user_code", what, str(control), str(ready)]
     env = os.environ | planted_environment(folder / "order") | {VARIABLE: str(folder / "stacks")}
     with subprocess.Popen(command, cwd=ROOT, env=env) as process:
         try:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from troupe.orchestrator.insight.why.diagnosis import diagnose
+from troupe.orchestrator.insight.why.facts import Call, DriverFacts, EngineQueue, Facts, Queues, RunFacts
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
 from troupe.orchestrator.processes.stack_dumps import Frame, Thread
-from troupe.orchestrator.why.diagnosis import diagnose
-from troupe.orchestrator.why.facts import Call, DriverFacts, EngineQueue, Facts, Queues, RunFacts
 
 USER = Frame("/home/ada/reward.py", 12, "score", "while True: pass")
 LIBRARY = Frame("/x/site-packages/vllm/v1/engine/core.py", 5, "run_busy_loop")

@@ -23,6 +23,10 @@ from pathlib import Path
 
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.errors import StopRequested, UsageError
+from troupe.orchestrator.insight.why.diagnosis import diagnose
+from troupe.orchestrator.insight.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
+from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, SNAPSHOT, DiagnosisReport, DriverSnapshot, keep_report
+from troupe.orchestrator.insight.why.waiting import is_bounded, roles_behind
 from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.processes.inspection import ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
@@ -30,10 +34,6 @@ from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.timeline import DRIVER
-from troupe.orchestrator.why.diagnosis import diagnose
-from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
-from troupe.orchestrator.why.folder import ENDED, FOLDER, SNAPSHOT, DiagnosisReport, DriverSnapshot, keep_report
-from troupe.orchestrator.why.waiting import is_bounded, roles_behind
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from troupe.orchestrator.insight.why.behaviour import Behaviour, behaviour_of
+from troupe.orchestrator.insight.why.facts import Call, Facts
 from troupe.orchestrator.processes.inspection import ProcessFacts
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import ROLES
 from troupe.orchestrator.telemetry.timeline import DRIVER
-from troupe.orchestrator.why.behaviour import Behaviour, behaviour_of
-from troupe.orchestrator.why.facts import Call, Facts
 
 _LONG_POLLS = frozenset({"watch"})
 """Calls that answer only when something has happened."""

@@ -22,15 +22,15 @@ import pytest
 from tests.conftest import ROOT
 from tests.faults.stalls import frozen, may_mount, own_disk
 from tests.forked_commands import run_command
+from tests.orchestrator.insight.why.observed_run import Cluster
 from tests.orchestrator.test_mailbox import wait_for
-from tests.orchestrator.why.observed_run import Cluster
 from tests.processes import suspend
 from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.insight.why import observer as observing
+from troupe.orchestrator.insight.why.facts import Diagnosis
+from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, DiagnosisReport, keep_report
 from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.why import observer as observing
-from troupe.orchestrator.why.facts import Diagnosis
-from troupe.orchestrator.why.folder import ENDED, FOLDER, DiagnosisReport, keep_report
 
 WAIT_S = 60.0
 
@@ -38,7 +38,7 @@ WAIT_S = 60.0
 @contextmanager
 def observed(folder: Path, what: str) -> Iterator[psutil.Process]:
     """The driver of an observed run that waits for `policy-0`, a separate process."""
-    command = [sys.executable, "-m", "tests.orchestrator.why.observed_run", str(folder), what]
+    command = [sys.executable, "-m", "tests.orchestrator.insight.why.observed_run", str(folder), what]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         try:
             deadline = time.monotonic() + WAIT_S

@@ -1,4 +1,4 @@
-"""A process that observes a run without Ray: `python -m tests.orchestrator.why.observed_run FOLDER WHAT`."""
+"""A process that observes a run without Ray: `python -m tests.orchestrator.insight.why.observed_run FOLDER WHAT`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any, cast
 
 from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeReport, inspect_node
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.why.observer import RunObserver
 from troupe.workers.contract.atomic_file import write_atomic
 
 
