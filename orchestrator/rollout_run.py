@@ -6,8 +6,6 @@ from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
 
-from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor, token_scorer
-from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
@@ -18,6 +16,8 @@ from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.errors import DataError
+from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, token_scorer
+from troupe.orchestrator.insight.audit.report import AuditReport
 from troupe.orchestrator.insight.why.facts import EngineQueue, Queues
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from troupe.orchestrator.audit.auditor import one_engine
-from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.capacity.placement import role_sizes, room
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.controller import RunOutcome
@@ -26,6 +24,8 @@ from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.data.summary import Pools, describe, named_examples
 from troupe.orchestrator.errors import UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
+from troupe.orchestrator.insight.audit.auditor import one_engine
+from troupe.orchestrator.insight.audit.report import AuditReport
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.fakes import FakeEngine, FakePolicy, FaultyWorker
 from tests.real.audit_faults import audit_spec
-from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.workers.audit.scorer import score_tokens
 from troupe.workers.contract.audit import TokenScores

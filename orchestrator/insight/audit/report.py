@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from troupe.orchestrator.audit.attribution import Cause, Gap
 from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.insight.audit.attribution import Cause, Gap
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, PromptDifference
 
 _WEIGHTS = "the update did not reach all weights that are used"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from troupe.orchestrator.audit.attribution import (
+from troupe.orchestrator.insight.audit.attribution import (
     NEGLIGIBLE,
     attribute,
     distance,
