@@ -16,12 +16,12 @@ from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.insight.replay.against import Difference, difference, replay_there
+from troupe.orchestrator.insight.replay.plan import ReplayPlan, steps_of
+from troupe.orchestrator.insight.replay.repeat import Repeated, Replayer, software_changes, start_problem
+from troupe.orchestrator.insight.replay.resample import Resampled, ResamplePlan, compare_samples
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.replay.against import Difference, difference, replay_there
-from troupe.orchestrator.replay.plan import ReplayPlan, steps_of
-from troupe.orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
-from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.rollouts.scheduler import group_request
 from troupe.orchestrator.rollouts.weight_sync import weight_sync

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.support.loop_timers import LoopParts
-from troupe.orchestrator.replay import step_recorder
+from troupe.orchestrator.insight.replay import step_recorder
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog

@@ -14,7 +14,7 @@ from troupe.orchestrator.commands.options import FAILURE, AddressOption, JsonOpt
 from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.replay.repeat import Repeated
+    from troupe.orchestrator.insight.replay.repeat import Repeated
     from troupe.orchestrator.replay_run import Comparison, ReplayOutcome, ReplayRequest
 
 _SHOWN_METRICS = 8
@@ -70,7 +70,7 @@ def _replay(run: Path, step: int, address: str | None, as_json: bool) -> None:
 
 
 def _compare(run: Path, step: int, against: Path, address: str | None, as_json: bool) -> None:
-    from troupe.orchestrator.replay.against import require_checkout
+    from troupe.orchestrator.insight.replay.against import require_checkout
     from troupe.orchestrator.replay_run import compare
     from troupe.orchestrator.telemetry.console import Console
 
@@ -90,7 +90,7 @@ def _compare(run: Path, step: int, against: Path, address: str | None, as_json: 
 
 def _for_another(run: Path, step: int, result: Path) -> None:
     """Repeats steps for another version of the code, which reads `result`."""
-    from troupe.orchestrator.replay.against import write_result
+    from troupe.orchestrator.insight.replay.against import write_result
     from troupe.orchestrator.replay_run import replay as replay_run
     from troupe.orchestrator.telemetry.console import Console
 
@@ -100,7 +100,7 @@ def _for_another(run: Path, step: int, result: Path) -> None:
 
 
 def _resample(run: Path, step: int, address: str | None, as_json: bool) -> None:
-    from troupe.orchestrator.replay.resample import plan_resample
+    from troupe.orchestrator.insight.replay.resample import plan_resample
     from troupe.orchestrator.replay_run import resample as resample_run
     from troupe.orchestrator.telemetry.console import Console
 
@@ -115,7 +115,7 @@ def _resample(run: Path, step: int, address: str | None, as_json: bool) -> None:
 
 
 def _request(run: Path, step: int, address: str | None) -> ReplayRequest:
-    from troupe.orchestrator.replay.plan import plan_replay
+    from troupe.orchestrator.insight.replay.plan import plan_replay
     from troupe.orchestrator.replay_run import ReplayRequest
 
     return ReplayRequest(run, plan_replay(run, step), address)

@@ -12,15 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.orchestrator.replay.test_replay import kept_step
+from tests.orchestrator.insight.replay.test_replay import kept_step
 from troupe.orchestrator import replay_run
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands import replay as replay_command
 from troupe.orchestrator.commands.replay import replay as command
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.replay.against import ReplayThere, StepThere
-from troupe.orchestrator.replay.plan import ReplayPlan
-from troupe.orchestrator.replay.repeat import Repeated
+from troupe.orchestrator.insight.replay.against import ReplayThere, StepThere
+from troupe.orchestrator.insight.replay.plan import ReplayPlan
+from troupe.orchestrator.insight.replay.repeat import Repeated
 from troupe.orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console

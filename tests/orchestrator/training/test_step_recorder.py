@@ -17,7 +17,7 @@ from tests.fakes import FakePolicy, FakeTable, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import UsageError, WorkerRaised
-from troupe.orchestrator.replay.repeat import Repeated, Replayer
+from troupe.orchestrator.insight.replay.repeat import Repeated, Replayer
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.step_record import STEP, RecordedStep, folder_of, kept_steps, read_step, read_steps
 from troupe.orchestrator.training.updates import Updates

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.replay.plan import ReplayPlan, plan_up_to, spec_of
+from troupe.orchestrator.insight.replay.plan import ReplayPlan, plan_up_to, spec_of
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import GroupOrigin
 from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 import troupe
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.replay.repeat import Repeated, different_metrics
+from troupe.orchestrator.insight.replay.repeat import Repeated, different_metrics
 from troupe.workers.contract.config import first_problem
 
 _COMMAND = Path("orchestrator") / "commands" / "replay.py"

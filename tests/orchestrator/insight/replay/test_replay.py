@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.replay.against import (
+from troupe.orchestrator.insight.replay.against import (
     StepThere,
     difference,
     own_root,
@@ -22,9 +22,9 @@ from troupe.orchestrator.replay.against import (
     require_checkout,
     write_result,
 )
-from troupe.orchestrator.replay.plan import plan_replay, spec_of
-from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_problem
-from troupe.orchestrator.replay.resample import compare_samples, first_difference, plan_resample
+from troupe.orchestrator.insight.replay.plan import plan_replay, spec_of
+from troupe.orchestrator.insight.replay.repeat import Repeated, software_changes, start_problem
+from troupe.orchestrator.insight.replay.resample import compare_samples, first_difference, plan_resample
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
