@@ -21,7 +21,7 @@ from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.insight.replay.against import ReplayThere, StepThere
 from troupe.orchestrator.insight.replay.plan import ReplayPlan
 from troupe.orchestrator.insight.replay.repeat import Repeated
-from troupe.orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
+from troupe.orchestrator.insight.replay.runs import ReplayOutcome, ReplayRequest, compare
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.step_record import RecordedStep
