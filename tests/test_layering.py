@@ -28,10 +28,10 @@ PURE = (
     *("orchestrator.bench.sequences", "orchestrator.bench.training"),
     *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
     *("orchestrator.telemetry", "orchestrator.ray_environment"),
-    *("orchestrator.doctor.machine", "orchestrator.doctor.checks"),
+    *("orchestrator.insight.doctor.machine", "orchestrator.insight.doctor.checks"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     "orchestrator.starter.environments",
-    *("orchestrator.doctor.software", "orchestrator.doctor.hardware"),
+    *("orchestrator.insight.doctor.software", "orchestrator.insight.doctor.hardware"),
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
 )
 """Layer 0, as folders and modules. They import each other, the standard library and data libraries."""

@@ -8,10 +8,10 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.capacity.nvidia import is_visible
-from troupe.orchestrator.doctor import facts
-from troupe.orchestrator.doctor.checks import needs_of
-from troupe.orchestrator.doctor.facts import torch_cuda
-from troupe.orchestrator.doctor.machine import UNLIMITED
+from troupe.orchestrator.insight.doctor import facts
+from troupe.orchestrator.insight.doctor.checks import needs_of
+from troupe.orchestrator.insight.doctor.facts import torch_cuda
+from troupe.orchestrator.insight.doctor.machine import UNLIMITED
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.units import GIB
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 
 from troupe.orchestrator.capacity import nvidia
-from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
-from troupe.orchestrator.doctor.software import BUILT_ON
+from troupe.orchestrator.insight.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
+from troupe.orchestrator.insight.doctor.software import BUILT_ON
 from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, temporary_folder
 from troupe.orchestrator.versions import installed_versions
 

@@ -11,8 +11,8 @@ import pytest
 
 from deploy.install.lock import LEFT_OUT
 from troupe.orchestrator.capacity.nvidia import Gpu, Graphics
-from troupe.orchestrator.doctor.checks import as_json, as_text, examine, healthy
-from troupe.orchestrator.doctor.machine import (
+from troupe.orchestrator.insight.doctor.checks import as_json, as_text, examine, healthy
+from troupe.orchestrator.insight.doctor.machine import (
     UNLIMITED,
     Folder,
     Machine,
@@ -20,7 +20,7 @@ from troupe.orchestrator.doctor.machine import (
     Resources,
     Software,
 )
-from troupe.orchestrator.doctor.software import UNUSED
+from troupe.orchestrator.insight.doctor.software import UNUSED
 from troupe.workers.contract.units import GIB, MIB
 
 REQUIREMENTS = {

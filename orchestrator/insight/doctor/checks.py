@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.stages import plan_stages
-from troupe.orchestrator.doctor import hardware, software
-from troupe.orchestrator.doctor.machine import Finding, Machine, Needs
+from troupe.orchestrator.insight.doctor import hardware, software
+from troupe.orchestrator.insight.doctor.machine import Finding, Machine, Needs
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.roles.worker_memory import WIDTHS
 from troupe.orchestrator.spec.stages import PlannedRun

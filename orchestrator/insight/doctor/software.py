@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from troupe.orchestrator.doctor.machine import Finding, Machine, Needs, version
+from troupe.orchestrator.insight.doctor.machine import Finding, Machine, Needs, version
 from troupe.orchestrator.versions import ENGINES, TROUPE
 
 OLDEST, NEWEST = (3, 11), (3, 14)
