@@ -8,10 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from troupe.orchestrator.bench.batches import BatchPrompts, SamplingBatches
-from troupe.orchestrator.bench.points import Point, launch_spec, launches, measured_spec
-from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of, with_efficiency
-from troupe.orchestrator.bench.sequences import GroupLengths
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all, rare_collections
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
@@ -19,6 +15,10 @@ from troupe.orchestrator.data.mixture import group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.insight.bench.batches import BatchPrompts, SamplingBatches
+from troupe.orchestrator.insight.bench.points import Point, launch_spec, launches, measured_spec
+from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of, with_efficiency
+from troupe.orchestrator.insight.bench.sequences import GroupLengths
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import SAMPLERS, named
 from troupe.orchestrator.rollouts.scheduler import group_request

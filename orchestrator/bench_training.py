@@ -11,9 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import cast
 
-from troupe.orchestrator.bench.results import Result
-from troupe.orchestrator.bench.sequences import GroupLengths, train_batch
-from troupe.orchestrator.bench.training import (
+from troupe.orchestrator.bench_run import explained, measured_run
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import StopRequested, TroupeError
+from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.insight.bench.results import Result
+from troupe.orchestrator.insight.bench.sequences import GroupLengths, train_batch
+from troupe.orchestrator.insight.bench.training import (
     TrainedStep,
     TrainResult,
     Transfer,
@@ -23,11 +28,6 @@ from troupe.orchestrator.bench.training import (
     trainer_measures,
     transfer_measures,
 )
-from troupe.orchestrator.bench_run import explained, measured_run
-from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.errors import StopRequested, TroupeError
-from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.rollouts.handover import MemoryHandover

@@ -15,13 +15,13 @@ from typing import Any, cast
 from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
 from tests.fakes import with_fields
-from troupe.orchestrator.bench.batches import Unscored
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.hub.resolve import LocalFiles
+from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.bench.measured import GRPO
+from tests.orchestrator.insight.bench.measured import GRPO
 from troupe.orchestrator import run as run_module
 from troupe.orchestrator.data.prompt_check import PromptCheck
 from troupe.orchestrator.errors import UsageError

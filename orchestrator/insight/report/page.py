@@ -74,7 +74,7 @@ def write_bench_page(record: dict[str, Any], output: Path) -> Path:
     """Write the page of a benchmark.
 
     Args:
-        record: The results (`orchestrator/bench/record.py`).
+        record: The results (`orchestrator/insight/bench/record.py`).
         output: The file. It is replaced as a whole.
 
     Returns:

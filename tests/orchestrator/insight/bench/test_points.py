@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import ROOT
-from tests.orchestrator.bench.measured import GRPO
-from troupe.orchestrator.bench.points import (
+from tests.orchestrator.insight.bench.measured import GRPO
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.insight.bench.points import (
     Point,
     grid,
     launch_spec,
@@ -14,7 +15,6 @@ from troupe.orchestrator.bench.points import (
     measured_spec,
     parse_sweep,
 )
-from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.bench.measured import BUSY, GRPO, SEQUENCE, point, result
-from troupe.orchestrator.bench.bounds import Bound, Kind, best_of, bound_of
-from troupe.orchestrator.bench.results import MeasuredBatch, Result, measures_of
+from tests.orchestrator.insight.bench.measured import BUSY, GRPO, SEQUENCE, point, result
+from troupe.orchestrator.insight.bench.bounds import Bound, Kind, best_of, bound_of
+from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.load import plan_runs, read_document
 

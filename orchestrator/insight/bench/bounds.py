@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from troupe.orchestrator.bench.points import WORKERS, Point
-from troupe.orchestrator.bench.results import Measures, Result
+from troupe.orchestrator.insight.bench.points import WORKERS, Point
+from troupe.orchestrator.insight.bench.results import Measures, Result
 from troupe.orchestrator.spec.rollout import environment_role
 
 MAX_NUM_SEQS = "roles.rollout.max_num_seqs"

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.orchestrator.bench.measured import BUSY, SEQUENCE, point, result
-from troupe.orchestrator.bench.results import MeasuredBatch, Spread, measures_of, with_efficiency
+from tests.orchestrator.insight.bench.measured import BUSY, SEQUENCE, point, result
+from troupe.orchestrator.insight.bench.results import MeasuredBatch, Spread, measures_of, with_efficiency
 from troupe.workers.contract.measurements import EngineReading
 
 

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import ROOT
-from tests.orchestrator.bench.measured import SENT, TRAINED, point
-from troupe.orchestrator.bench.sequences import GroupLengths, train_batch
-from troupe.orchestrator.bench.training import (
+from tests.orchestrator.insight.bench.measured import SENT, TRAINED, point
+from troupe.orchestrator.commands.bench_table import render_trainers, render_weights
+from troupe.orchestrator.insight.bench.sequences import GroupLengths, train_batch
+from troupe.orchestrator.insight.bench.training import (
     TrainedStep,
     Transfer,
     TransferResult,
@@ -18,7 +19,6 @@ from troupe.orchestrator.bench.training import (
     trainer_measures,
     transfer_measures,
 )
-from troupe.orchestrator.commands.bench_table import render_trainers, render_weights
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.messages import TRAIN, GroupSummary, Peak, SampleSummary
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from troupe.orchestrator.bench.bounds import Bound, best_of, bound_of
-from troupe.orchestrator.bench.results import Result
-from troupe.orchestrator.bench.training import TrainResult, TransferResult
+from troupe.orchestrator.insight.bench.bounds import Bound, best_of, bound_of
+from troupe.orchestrator.insight.bench.results import Result
+from troupe.orchestrator.insight.bench.training import TrainResult, TransferResult
 from troupe.orchestrator.spec.measured_settings import settings_of
 
 Json = dict[str, Any]

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from tests.browser import CHROMIUM, browser_page
-from tests.orchestrator.bench.measured import SENT, TRAINED, point, result
-from troupe.orchestrator.bench.record import record_of
-from troupe.orchestrator.bench.results import Result, with_efficiency
-from troupe.orchestrator.bench.training import TransferResult
+from tests.orchestrator.insight.bench.measured import SENT, TRAINED, point, result
 from troupe.orchestrator.commands.bench_table import advice, render
+from troupe.orchestrator.insight.bench.record import record_of
+from troupe.orchestrator.insight.bench.results import Result, with_efficiency
+from troupe.orchestrator.insight.bench.training import TransferResult
 from troupe.orchestrator.insight.report.page import write_bench_page
 
 WORKERS, SEQS = "roles.rollout.workers", "roles.rollout.max_num_seqs"
