@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from tests.conftest import ROOT
 from tests.orchestrator.insight.bench.measured import GRPO, point, result
 from troupe.orchestrator import bench_run, bench_training
-from troupe.orchestrator.bench_run import BenchRequest, bench
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, UsageError, WorkerDied, WorkerError
+from troupe.orchestrator.insight.bench.engine_runs import BenchRequest, bench
 from troupe.orchestrator.insight.bench.points import Point
 from troupe.orchestrator.insight.bench.results import Result
 from troupe.orchestrator.telemetry.console import Console

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import cast
 
-from troupe.orchestrator.bench_run import explained, measured_run
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import StopRequested, TroupeError
 from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.insight.bench.engine_runs import explained, measured_run
 from troupe.orchestrator.insight.bench.results import Result
 from troupe.orchestrator.insight.bench.sequences import GroupLengths, train_batch
 from troupe.orchestrator.insight.bench.training import (
