@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from tests.orchestrator.insight.replay.test_replay import kept_step
-from troupe.orchestrator import replay_run
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands import replay as replay_command
 from troupe.orchestrator.commands.replay import replay as command
 from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.insight.replay import runs
 from troupe.orchestrator.insight.replay.against import ReplayThere, StepThere
 from troupe.orchestrator.insight.replay.plan import ReplayPlan
 from troupe.orchestrator.insight.replay.repeat import Repeated
@@ -77,9 +77,9 @@ def request_(tmp_path: Path) -> ReplayRequest:
     return ReplayRequest(tmp_path, ReplayPlan(spec, None, folders))
 
 
-def compared(versions: TwoVersions, request: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> replay_run.Comparison:
-    monkeypatch.setattr(replay_run, "replay_there", versions.there)
-    monkeypatch.setattr(replay_run, "replay", versions.here)
+def compared(versions: TwoVersions, request: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> runs.Comparison:
+    monkeypatch.setattr(runs, "replay_there", versions.there)
+    monkeypatch.setattr(runs, "replay", versions.here)
     return compare(request, Path("/other"), Console(io.StringIO()), lambda _: True)
 
 
@@ -130,7 +130,7 @@ def test_a_replay_is_printed_as_json(equal: bool, monkeypatch: pytest.MonkeyPatc
         assert all(each(step) for step in steps)
         return ReplayOutcome(steps, "", () if equal else ("torch 2.12 in the run, 2.13 here",))
 
-    monkeypatch.setattr(replay_run, "replay", replay)
+    monkeypatch.setattr(runs, "replay", replay)
     monkeypatch.setattr(replay_command, "_request", lambda *arguments: None)
     result = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "4", "--json"])
     assert result.exit_code == (0 if equal else 1)
