@@ -16,11 +16,10 @@ from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, token_scorer
-from troupe.orchestrator.insight.audit.report import AuditReport
-from troupe.orchestrator.insight.why.facts import EngineQueue, Queues
+from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport, token_scorer
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.pools.queues import EngineQueue, Queues
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
 from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog, described_sets

@@ -24,8 +24,6 @@ from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.data.summary import Pools, describe, named_examples
 from troupe.orchestrator.errors import UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
-from troupe.orchestrator.insight.audit.auditor import one_engine
-from troupe.orchestrator.insight.audit.report import AuditReport
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
@@ -33,7 +31,7 @@ from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.roles.table import SAMPLERS
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.rollout_run import RolloutRun
+from troupe.orchestrator.rollout_run import AuditReport, RolloutRun
 from troupe.orchestrator.run_checkpoints import RunCheckpoints, open_checkpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_lock import kept, locked
@@ -137,6 +135,15 @@ def audit(request: RunRequest, console: Console) -> AuditReport:
     if request.resume and found is None:
         raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")
     return asyncio.run(_audit(replace(request, spec=spec), spec, console, found))
+
+
+def one_engine(spec: RolloutSpec) -> RolloutSpec:
+    """The spec of an audit: one engine where engines do not share the policy's GPUs."""
+    rollout = spec.roles.rollout
+    if rollout.colocate_with is None:
+        rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
+    roles = spec.roles.model_copy(update={"rollout": rollout})
+    return spec.model_copy(update={"roles": roles})
 
 
 async def _audit(request: RunRequest, spec: RolloutSpec, console: Console, found: Checkpoint | None) -> AuditReport:

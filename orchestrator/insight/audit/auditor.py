@@ -190,15 +190,6 @@ class Auditor:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
 
 
-def one_engine(spec: RolloutSpec) -> RolloutSpec:
-    """The spec of an audit: one engine where engines do not share the policy's GPUs."""
-    rollout = spec.roles.rollout
-    if rollout.colocate_with is None:
-        rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
-    roles = spec.roles.model_copy(update={"rollout": rollout})
-    return spec.model_copy(update={"roles": roles})
-
-
 def token_scorer(spec: RolloutSpec, cluster: Cluster, seat: tuple[Placement, Seat]) -> Scorer:
     """A scorer in a separate process, on the node of the worker in this seat; raises WorkerError where it fails."""
 

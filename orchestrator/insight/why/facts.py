@@ -1,4 +1,4 @@
-"""What is known about a run at one moment: the input of the diagnosis. Gathered by `observer` and `asking`."""
+"""What is known about a run at one moment: the input of the diagnosis. Gathered by `observer` and `client`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from troupe.orchestrator.pools.queues import Queues
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
 from troupe.orchestrator.roles.names import role_of, section_of
 
@@ -66,26 +67,6 @@ class DriverFacts:
 
 
 @dataclass(frozen=True)
-class EngineQueue:
-    """What the driver has sent to one engine."""
-
-    name: str
-    state: str
-    outstanding: int
-    """Samples that the engine has not returned."""
-
-
-@dataclass(frozen=True)
-class Queues:
-    """Engines, and what waits for one of them."""
-
-    engines: tuple[EngineQueue, ...] = ()
-    starting: tuple[str, ...] = ()
-    waiting: int = 0
-    """Groups that wait for an engine with room."""
-
-
-@dataclass(frozen=True)
 class Facts:
     """All that is known."""
 
@@ -96,7 +77,7 @@ class Facts:
     nodes: tuple[NodeFacts, ...] = ()
     workers: Mapping[str, int] = field(default_factory=dict)
     """Process ids by name of the workers that serve the calls."""
-    queues: Queues = Queues()
+    queues: Queues = field(default_factory=Queues)
     error: str = ""
     """With which the run ends."""
     exit_reasons: tuple[str, ...] = ()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from troupe.orchestrator.insight.why.diagnosis import diagnose
-from troupe.orchestrator.insight.why.facts import Call, DriverFacts, EngineQueue, Facts, Queues, RunFacts
+from troupe.orchestrator.insight.why.facts import Call, DriverFacts, Facts, RunFacts
+from troupe.orchestrator.pools.queues import EngineQueue, Queues
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
 from troupe.orchestrator.processes.stack_dumps import Frame, Thread
 
