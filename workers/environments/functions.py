@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
+from troupe.workers.agents.sandbox.run import SandboxError, check_sandbox
 from troupe.workers.contract.config import first_problem
 from troupe.workers.contract.naming import import_attribute, locate
-from troupe.workers.sandbox.run import SandboxError, check_sandbox
 
 SHIPPED = {
     "calculator": "troupe.workers.environments.calculator:calculator",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from troupe.workers.sandbox.limits import SandboxLimits, SandboxResult
-from troupe.workers.sandbox.run import run_python
+from troupe.workers.agents.sandbox.limits import SandboxLimits, SandboxResult
+from troupe.workers.agents.sandbox.run import run_python
 
 LIMITS = SandboxLimits(timeout_s=10.0, output_kib=64)
 """What the code of one call may use."""

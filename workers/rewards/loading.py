@@ -87,7 +87,7 @@ def check_machine(name: str) -> None:
     """
     if name not in RUN_MODEL_CODE:
         return
-    from troupe.workers.sandbox.run import SandboxError, check_sandbox
+    from troupe.workers.agents.sandbox.run import SandboxError, check_sandbox
 
     try:
         check_sandbox()

@@ -1,6 +1,6 @@
 """Reward for Python programs: the share of test cases that they pass, or whether they pass all.
 
-The program runs in a sandbox (`workers/sandbox/`). Expected results never enter it: the sandbox gets inputs and returns
+The program runs in a sandbox (`workers/agents/sandbox/`). Expected results never enter it: the sandbox gets inputs and returns
 results, and the comparison happens here. A program that prints a result, exits early or replaces `print` or `__eq__`
 changes its own results, and nothing else.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from troupe.workers.agents.sandbox.limits import SandboxLimits
+from troupe.workers.agents.sandbox.run import SandboxStarter, run_python
 from troupe.workers.rewards.answer_text import visible
 from troupe.workers.rewards.assertions import ITEMS, Assertions, parse_assertions
-from troupe.workers.sandbox.limits import SandboxLimits
-from troupe.workers.sandbox.run import SandboxStarter, run_python
 
 Style = Literal["auto", "stdin", "function"]
 

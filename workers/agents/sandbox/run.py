@@ -1,6 +1,6 @@
 """Runs Python code that a model wrote, isolated from the machine.
 
-`troupe.workers.sandbox.inside` makes the isolation. This module starts it, feeds it and bounds what it returns.
+`troupe.workers.agents.sandbox.inside` makes the isolation. This module starts it, feeds it and bounds what it returns.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from troupe.workers.sandbox.limits import SandboxLimits, SandboxResult
-from troupe.workers.sandbox.seccomp import is_supported
+from troupe.workers.agents.sandbox.limits import SandboxLimits, SandboxResult
+from troupe.workers.agents.sandbox.seccomp import is_supported
 
 _OLDEST_KERNEL = (5, 14)
 """The first Linux that counts the processes of a user namespace by themselves."""
@@ -32,8 +32,8 @@ _START_S = 30.0
 _GRACE_S = 5.0
 """Seconds that the sandbox's own processes get to end after the program was killed."""
 _CHUNK = 2**16
-_ROOT = str(Path(__file__).absolute().parents[3])
-_BOOTSTRAP = f"import sys; sys.path.insert(0, {_ROOT!r}); from troupe.workers.sandbox.inside import main; main()"
+_ROOT = str(Path(__file__).absolute().parents[4])
+_BOOTSTRAP = f"import sys; sys.path.insert(0, {_ROOT!r}); from troupe.workers.agents.sandbox.inside import main; main()"
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -198,7 +198,7 @@ def _interpreter(packages: bool) -> tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
 def _request(sources: Mapping[str, str], limits: SandboxLimits) -> dict[str, Any]:
-    """What `troupe.workers.sandbox.inside` is given."""
+    """What `troupe.workers.agents.sandbox.inside` is given."""
     executable, folders, libraries = _interpreter(limits.packages)
     path = os.pathsep.join(["/program", *libraries])
     return {
@@ -223,7 +223,7 @@ class _Ends:
     stdout: FileIO
     stderr: FileIO
     status: FileIO
-    """What `troupe.workers.sandbox.inside` reports; closed when nothing of the sandbox is left."""
+    """What `troupe.workers.agents.sandbox.inside` reports; closed when nothing of the sandbox is left."""
     owner: FileIO
     """When it is closed, everything in the sandbox is killed."""
 

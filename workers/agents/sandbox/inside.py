@@ -9,7 +9,7 @@ start of an interpreter; nothing else is shared.
    When it ends, the kernel kills every process in the namespace. It watches the memory of all of them.
 3. The *program* gives up every right and becomes the interpreter that runs the code.
 
-The request is JSON in a file descriptor (see `troupe.workers.sandbox.run`). The answers are lines of JSON:
+The request is JSON in a file descriptor (see `troupe.workers.agents.sandbox.run`). The answers are lines of JSON:
 ``{"started"}`` when the program starts and ``{"wait_status", "out_of_memory", "program_s"}`` when it has ended, or
 ``{"failure", "step", "errno"}`` where the sandbox could not be made. This module imports only what it needs, because
 its start is part of the cost.
@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from troupe.workers.sandbox.seccomp import build_filter
+from troupe.workers.agents.sandbox.seccomp import build_filter
 
 INSIDE_ID = 1000
 """User and group of the program, inside."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from troupe.workers.agents.sandbox.limits import SandboxLimits, SandboxResult
+from troupe.workers.agents.sandbox.run import SandboxStarter
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.rewards import python_tests as module
 from troupe.workers.rewards.assertions import parse_assertions
 from troupe.workers.rewards.python_tests import extract_code, python_tests, same_output
 from troupe.workers.rewards.runner import RewardProcess, Sample
-from troupe.workers.sandbox.limits import SandboxLimits, SandboxResult
-from troupe.workers.sandbox.run import SandboxStarter
 
 DOUBLE = {"inputs": ["1\n", "2\n", "21\n"], "outputs": ["2\n", "4\n", "42\n"]}
 ADD = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["a", "b"]], "outputs": [3, [1, 2], "ab"]}
@@ -452,7 +452,7 @@ def test_a_verdict_cannot_be_forged(code: str) -> None:
 
 def test_the_expected_results_are_never_in_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    from troupe.workers.sandbox import run
+    from troupe.workers.agents.sandbox import run
 
     request = run._request
 

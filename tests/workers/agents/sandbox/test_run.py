@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from troupe.workers.sandbox import run, seccomp
-from troupe.workers.sandbox.limits import SandboxLimits
-from troupe.workers.sandbox.run import (
+from troupe.workers.agents.sandbox import run, seccomp
+from troupe.workers.agents.sandbox.limits import SandboxLimits
+from troupe.workers.agents.sandbox.run import (
     SandboxError,
     SandboxStarter,
     SandboxUnavailable,
@@ -213,7 +213,7 @@ def limited(code: str, memory_mib: int) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-c",
-        f"from troupe.workers.sandbox.run import *\nfrom troupe.workers.sandbox.limits import *\n{code}",
+        f"from troupe.workers.agents.sandbox.run import *\nfrom troupe.workers.agents.sandbox.limits import *\n{code}",
     ]
     return subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, timeout=60)
 
@@ -238,7 +238,7 @@ def test_a_memory_limit_that_cannot_be_met_is_an_error_and_not_a_failure_of_the_
 
 FORBIDDEN = """
 import ctypes, sys
-from troupe.workers.sandbox import inside, seccomp
+from troupe.workers.agents.sandbox import inside, seccomp
 seccomp._DENIED.clear()  # what is left forbids new namespaces, as the seccomp profile of Docker does
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
 inside._filter_calls()
@@ -254,7 +254,7 @@ def forbidden(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_where_namespaces_are_forbidden_nothing_runs_and_the_message_says_what_to_change() -> None:
     code = """
-from troupe.workers.sandbox.run import SandboxUnavailable, check_sandbox, run_python
+from troupe.workers.agents.sandbox.run import SandboxUnavailable, check_sandbox, run_python
 for call in (check_sandbox, lambda: run_python("open('/tmp/ran', 'w')")):
     try:
         call()

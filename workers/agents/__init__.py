@@ -1,0 +1,1 @@
+"""What the policy acts in and is judged by: environments, episodes, sandboxed programs, judges."""
