@@ -18,7 +18,7 @@ SHIPPED = {
     "letter_share": "troupe.workers.rewards.functions:letter_share",
     "numeric": "troupe.workers.rewards.numeric:numeric",
     "overlong": "troupe.workers.rewards.functions:overlong",
-    "python_tests": "troupe.workers.rewards.python_tests:python_tests",
+    "python_tests": "troupe.workers.agents.sandbox.python_tests:python_tests",
     "reasoning_gym": "troupe.workers.rewards.gym:reasoning_gym",
     "regex": "troupe.workers.rewards.functions:regex",
 }

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from troupe.workers.agents.sandbox.assertions import ITEMS, Assertions, parse_assertions
 from troupe.workers.agents.sandbox.limits import SandboxLimits
 from troupe.workers.agents.sandbox.run import SandboxStarter, run_python
 from troupe.workers.rewards.answer_text import visible
-from troupe.workers.rewards.assertions import ITEMS, Assertions, parse_assertions
 
 Style = Literal["auto", "stdin", "function"]
 
