@@ -46,9 +46,9 @@ from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
+from troupe.workers.agents.environments.agent import read_request
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
-from troupe.workers.environments.agent import read_request
 from troupe.workers.isolation.child import Child
 from troupe.workers.isolation.descendants import new_mark
 from troupe.workers.isolation.output import BoundedOutput

@@ -377,7 +377,7 @@ def test_importing_the_command_imports_no_heavy_library() -> None:
     assert (done.returncode, done.stdout.splitlines()) == (0, [*modules]), done.stderr
 
 
-@pytest.mark.parametrize("module", ["troupe.workers.rewards.child", "troupe.workers.environments.child"])
+@pytest.mark.parametrize("module", ["troupe.workers.rewards.child", "troupe.workers.agents.environments.child"])
 def test_a_process_of_user_code_starts_without_pydantic(module: str) -> None:
     """It starts in a third of the time then, also after every fault of the user's code."""
     code = f"import sys, {module}; print(*sorted({HEAVY | {'pydantic'}!r} & set(sys.modules)))"

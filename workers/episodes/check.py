@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from troupe.workers.agents.environments.processes import EnvironmentProcesses, SeatProcess
 from troupe.workers.contract.config import EnvironmentConfig, StructuredConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.environments.processes import EnvironmentProcesses, SeatProcess
 from troupe.workers.episodes.episode import EpisodeRunner, Played, SampleTurn
 from troupe.workers.episodes.reader import ParseCalls, TurnReader
 from troupe.workers.episodes.turns import SampledTurn

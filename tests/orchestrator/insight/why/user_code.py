@@ -6,9 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+from troupe.workers.agents.environments.processes import EnvironmentProcesses
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Row
-from troupe.workers.environments.processes import EnvironmentProcesses
 from troupe.workers.rewards.runner import RewardProcess, Sample
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from troupe.workers.agents.environments import python_tool
+from troupe.workers.agents.environments.python_tool import LONGEST_ANSWER, describe_result, python
 from troupe.workers.agents.sandbox.limits import SandboxLimits, SandboxResult
-from troupe.workers.environments import python_tool
-from troupe.workers.environments.python_tool import LONGEST_ANSWER, describe_result, python
 
 
 def test_the_answer_is_what_the_program_prints() -> None:

@@ -16,8 +16,8 @@ from troupe.workers.contract.config import first_problem
 from troupe.workers.contract.naming import import_attribute, locate
 
 SHIPPED = {
-    "calculator": "troupe.workers.environments.calculator:calculator",
-    "python": "troupe.workers.environments.python_tool:python",
+    "calculator": "troupe.workers.agents.environments.calculator:calculator",
+    "python": "troupe.workers.agents.environments.python_tool:python",
 }
 RUN_MODEL_CODE = ("python",)
 """Built-in tools that run code that a model wrote, in a sandbox."""

@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
+from troupe.workers.agents.environments.processes import EnvironmentProcesses
 from troupe.workers.contract.environments import EpisodeReply, Row
-from troupe.workers.environments.processes import EnvironmentProcesses
 
-HERE = "tests.workers.environments.imported"
+HERE = "tests.workers.agents.environments.imported"
 
 
 def started(name: str, seeds: list[int], timeout_s: float = 60.0) -> list[EpisodeReply]:

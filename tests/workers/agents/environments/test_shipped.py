@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from troupe.workers.agents.environments.functions import ToolCallError, function_schema, function_tool, load_tools
+from troupe.workers.agents.environments.guess_number import GuessNumber
+from troupe.workers.agents.environments.retry import Retry
+from troupe.workers.agents.environments.tools import MALFORMED, Tools
 from troupe.workers.contract.environments import Message, Observation, Row
-from troupe.workers.environments.functions import ToolCallError, function_schema, function_tool, load_tools
-from troupe.workers.environments.guess_number import GuessNumber
-from troupe.workers.environments.retry import Retry
-from troupe.workers.environments.tools import MALFORMED, Tools
 
 ROW = Row(({"role": "user", "content": "2+3?"},), "5", {}, seed=11)
 

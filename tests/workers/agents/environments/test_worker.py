@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.workers.environments.started import bound, started
+from tests.workers.agents.environments.started import bound, started
 from troupe.workers import environment
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EnvironmentGone, Row
 from troupe.workers.contract.messages import WorkerGone
 from troupe.workers.environment import EnvironmentWorker
 
-HERE = "tests.workers.environments.misbehaving"
+HERE = "tests.workers.agents.environments.misbehaving"
 ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)
 SAY: dict[str, Any] = {"role": "assistant", "content": "hi"}
 

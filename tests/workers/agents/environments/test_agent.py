@@ -12,15 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.workers.environments.agents import ADD
-from tests.workers.environments.started import bound, started
+from tests.workers.agents.environments.agents import ADD
+from tests.workers.agents.environments.started import bound, started
+from troupe.workers.agents.environments.agent import Choice, plain, read_request
+from troupe.workers.agents.environments.chat_forms import forced_calls, forced_schema
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.environment import EnvironmentWorker
-from troupe.workers.environments.agent import Choice, plain, read_request
-from troupe.workers.environments.chat_forms import forced_calls, forced_schema
 
-HERE = "tests.workers.environments.agents"
+HERE = "tests.workers.agents.environments.agents"
 ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)
 
 

@@ -1,4 +1,4 @@
-"""The processes that environments run in, controlled by `troupe.workers.environments.processes`.
+"""The processes that environments run in, controlled by `troupe.workers.agents.environments.processes`.
 
 The first process loads the environment's class and then only forks: one process for each seat, in which one episode
 runs at a time. A seat that hangs or dies is killed alone, and its successor needs no import.
@@ -28,9 +28,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from troupe.workers.agents.environments.base import Environment
+from troupe.workers.agents.environments.loading import EnvironmentLoadError, load
 from troupe.workers.contract.environments import Row, read_observation
-from troupe.workers.environments.base import Environment
-from troupe.workers.environments.loading import EnvironmentLoadError, load
 from troupe.workers.isolation.environment import MARK
 from troupe.workers.isolation.inside import connection, limit_memory
 from troupe.workers.rewards.results import describe, user_traceback

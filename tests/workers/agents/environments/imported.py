@@ -10,7 +10,7 @@ from queue import Queue
 
 import numpy as np
 
-from troupe.workers.environments import Environment, Message, Observation, Row
+from troupe.workers.agents.environments import Environment, Message, Observation, Row
 
 FAILED = subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode
 np.random.random()

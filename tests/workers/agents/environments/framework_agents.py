@@ -9,7 +9,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
-from troupe.workers.environments import Row
+from troupe.workers.agents.environments import Row
 
 
 def add(a: int, b: int) -> int:

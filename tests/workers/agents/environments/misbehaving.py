@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import Any
 
-from troupe.workers.environments import Environment, Message, Observation, Row
+from troupe.workers.agents.environments import Environment, Message, Observation, Row
 
 
 class Echo(Environment):

@@ -6,17 +6,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from troupe.workers.agents.environments.base import Environment
 from troupe.workers.contract import naming
-from troupe.workers.environments.base import Environment
 
 SHIPPED = {
-    "agent": "troupe.workers.environments.agent:Agent",
-    "guess_number": "troupe.workers.environments.guess_number:GuessNumber",
-    "openenv": "troupe.workers.environments.openenv:OpenEnv",
-    "retry": "troupe.workers.environments.retry:Retry",
-    "single_turn": "troupe.workers.environments.single_turn:SingleTurn",
-    "tools": "troupe.workers.environments.tools:Tools",
-    "verifiers": "troupe.workers.environments.verifiers:Verifiers",
+    "agent": "troupe.workers.agents.environments.agent:Agent",
+    "guess_number": "troupe.workers.agents.environments.guess_number:GuessNumber",
+    "openenv": "troupe.workers.agents.environments.openenv:OpenEnv",
+    "retry": "troupe.workers.agents.environments.retry:Retry",
+    "single_turn": "troupe.workers.agents.environments.single_turn:SingleTurn",
+    "tools": "troupe.workers.agents.environments.tools:Tools",
+    "verifiers": "troupe.workers.agents.environments.verifiers:Verifiers",
 }
 METHODS = ("start", "step", "close")
 

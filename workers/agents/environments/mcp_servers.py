@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
+from troupe.workers.agents.environments.functions import Tool, ToolCallError
 from troupe.workers.contract.config import Frozen, first_problem
-from troupe.workers.environments.functions import Tool, ToolCallError
 from troupe.workers.isolation.environment import is_secret
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import json
 
 import pytest
 
-from tests.workers.environments.test_agent import play
+from tests.workers.agents.environments.test_agent import play
 from troupe.workers.contract.environments import Message
 
-HERE = "tests.workers.environments.framework_agents"
+HERE = "tests.workers.agents.environments.framework_agents"
 CALL: Message = {
     "id": "c1",
     "type": "function",

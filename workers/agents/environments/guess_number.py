@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import re
 
+from troupe.workers.agents.environments.base import Environment
 from troupe.workers.contract.environments import Message, Observation, Row
-from troupe.workers.environments.base import Environment
 
 _INTEGER = re.compile(r"-?\d+")
 

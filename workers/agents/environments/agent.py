@@ -23,11 +23,11 @@ from typing import Any
 
 from aiohttp import web
 
+from troupe.workers.agents.environments.base import Environment
+from troupe.workers.agents.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
+from troupe.workers.agents.environments.chat_options import check_options
 from troupe.workers.contract.environments import Message, Observation, Row, read_stop, read_tools
 from troupe.workers.contract.naming import import_attribute, locate
-from troupe.workers.environments.base import Environment
-from troupe.workers.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
-from troupe.workers.environments.chat_options import check_options
 from troupe.workers.rewards.steps import as_number
 
 HOST = "127.0.0.1"

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from troupe.workers.agents.environments.loading import EnvironmentArgumentsError, load
+from troupe.workers.agents.environments.openenv import OpenEnv
+from troupe.workers.agents.environments.processes import EnvironmentProcesses
+from troupe.workers.agents.environments.tools import MALFORMED
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
-from troupe.workers.environments.loading import EnvironmentArgumentsError, load
-from troupe.workers.environments.openenv import OpenEnv
-from troupe.workers.environments.processes import EnvironmentProcesses
-from troupe.workers.environments.tools import MALFORMED
 
-HERE = "tests.workers.environments"
+HERE = "tests.workers.agents.environments"
 GAMES = f"{HERE}.verifiers_games"
 ROW = Row(({"role": "user", "content": "2+3?"},), "5", {"example_id": 7, "level": 2}, seed=11)
 

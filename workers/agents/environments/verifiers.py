@@ -14,8 +14,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from troupe.workers.agents.environments.agent import MODEL_NAME, Agent
 from troupe.workers.contract.environments import Row
-from troupe.workers.environments.agent import MODEL_NAME, Agent
 
 NEEDS = "the environment verifiers needs the package verifiers, version 0.1.14 to 0.3: pip install 'verifiers<0.4'"
 """Version 0.4 has no `load_environment(id)`: its environments start programs instead of calling a client."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from troupe.workers.agents.environments.base import Environment
+from troupe.workers.agents.environments.reward_environment import RewardFunction
 from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.contract.reward_values import is_solved
-from troupe.workers.environments.base import Environment
-from troupe.workers.environments.reward_environment import RewardFunction
 
 
 class Retry(Environment):

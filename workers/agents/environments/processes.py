@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_REPLY = 2**24
 """Longest reply of an environment, in bytes."""
 _SEAT_TIMEOUT_S = 30.0
-_ENTRY = "troupe.workers.environments.child:main"
+_ENTRY = "troupe.workers.agents.environments.child:main"
 
 
 class SeatFailed(Exception):

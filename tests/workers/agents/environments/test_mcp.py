@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from tests.processes import descendants
-from tests.workers.environments.started import bound, started
+from tests.workers.agents.environments.started import bound, started
+from troupe.workers.agents.environments.loading import EnvironmentArgumentsError, load
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.environment import EnvironmentWorker
-from troupe.workers.environments.loading import EnvironmentArgumentsError, load
 
-SERVER = [sys.executable, "-m", "tests.workers.environments.mcp_server"]
+SERVER = [sys.executable, "-m", "tests.workers.agents.environments.mcp_server"]
 ROW = Row(({"role": "user", "content": "Say it."},), "HI HI")
 
 

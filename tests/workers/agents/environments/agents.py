@@ -12,7 +12,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from troupe.workers.environments import Row
+from troupe.workers.agents.environments import Row
 
 ADD: Any = {
     "type": "function",

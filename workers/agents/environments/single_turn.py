@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from troupe.workers.agents.environments.base import Environment
 from troupe.workers.contract.environments import Message, Observation, Row
-from troupe.workers.environments.base import Environment
 
 
 class SingleTurn(Environment):
