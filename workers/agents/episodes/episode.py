@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from troupe.workers.agents.episodes.conversation import Added, Conversation, ConversationError
+from troupe.workers.agents.episodes.observed_text import cut_observation
+from troupe.workers.agents.episodes.turns import SampledTurn, Segment
 from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
 from troupe.workers.contract.environments import (
     OK,
@@ -21,9 +24,6 @@ from troupe.workers.contract.environments import (
     failed_status,
 )
 from troupe.workers.contract.roles import EnvironmentLink
-from troupe.workers.episodes.conversation import Added, Conversation, ConversationError
-from troupe.workers.episodes.observed_text import cut_observation
-from troupe.workers.episodes.turns import SampledTurn, Segment
 from troupe.workers.isolation.text import one_line
 
 RESTARTS = 3

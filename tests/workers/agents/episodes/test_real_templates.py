@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.workers.episodes.real_templates import REAL, real_tokenizer
+from tests.workers.agents.episodes.real_templates import REAL, real_tokenizer
+from troupe.workers.agents.episodes.conversation import Conversation, ConversationError
 from troupe.workers.data.turn_ends import turn_ends, without_end
-from troupe.workers.episodes.conversation import Conversation, ConversationError
 
 SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
 CONVERSATIONS = 30

@@ -9,12 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from tests.workers.episodes.test_conversation import tokenizer_of
+from tests.workers.agents.episodes.test_conversation import tokenizer_of
+from troupe.workers.agents.episodes.check import Rehearsal, rehearse
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import Row
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest
 from troupe.workers.engine.rows import RowBuilder
-from troupe.workers.episodes.check import Rehearsal, rehearse
 
 ROW = Row(({"role": "user", "content": "hello"},), "5", {}, seed=11)
 CALL = '<tool_call>{"name": "repeat", "arguments": {"text": "\\ud83d"}}</tool_call>'

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
-from tests.workers.episodes.test_conversation import tokenizer_of
-from tests.workers.episodes.test_episode import Script, reply
+from tests.workers.agents.episodes.test_conversation import tokenizer_of
+from tests.workers.agents.episodes.test_episode import Script, reply
+from troupe.workers.agents.episodes.episode import EpisodeRunner, LongReader, Played, SampleTurn
+from troupe.workers.agents.episodes.reader import TurnReader
+from troupe.workers.agents.episodes.turns import SampledTurn
 from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import Message, Row
-from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played, SampleTurn
-from troupe.workers.episodes.reader import TurnReader
-from troupe.workers.episodes.turns import SampledTurn
 
 USER: Message = {"role": "user", "content": "hello"}
 MANY = [{"role": "user", "content": "some words and 12 more"} for _ in range(20_000)]

@@ -12,7 +12,7 @@ from typing import Any
 import trl
 
 from tests.tokenizers import new_tokenizer
-from tests.workers.episodes import templates
+from tests.workers.agents.episodes import templates
 
 _PUBLISHED = Path(trl.__file__).parent / "chat_templates"
 """TRL ships the templates of model families as they are published."""

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from troupe.workers.agents.episodes.conversation import Added, Conversation, ConversationError
+from troupe.workers.agents.episodes.episode import RESTARTS, EpisodeRunner, Played
+from troupe.workers.agents.episodes.turns import SampledTurn
 from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
 from troupe.workers.contract.environments import (
     EnvironmentGone,
@@ -20,9 +23,6 @@ from troupe.workers.contract.environments import (
     failed,
     read_observation,
 )
-from troupe.workers.episodes.conversation import Added, Conversation, ConversationError
-from troupe.workers.episodes.episode import RESTARTS, EpisodeRunner, Played
-from troupe.workers.episodes.turns import SampledTurn
 
 ROW = Row(({"role": "user", "content": "go"},))
 USER: Message = {"role": "user", "content": "more"}

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.agents.environments.processes import EnvironmentProcesses, SeatProcess
+from troupe.workers.agents.episodes.episode import EpisodeRunner, Played, SampleTurn
+from troupe.workers.agents.episodes.reader import ParseCalls, TurnReader
+from troupe.workers.agents.episodes.turns import SampledTurn
 from troupe.workers.contract.config import EnvironmentConfig, StructuredConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.episodes.episode import EpisodeRunner, Played, SampleTurn
-from troupe.workers.episodes.reader import ParseCalls, TurnReader
-from troupe.workers.episodes.turns import SampledTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

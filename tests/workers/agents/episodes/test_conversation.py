@@ -12,10 +12,10 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.tokenizers import new_tokenizer
-from tests.workers.episodes.templates import FAMILIES, Family
+from tests.workers.agents.episodes.templates import FAMILIES, Family
+from troupe.workers.agents.episodes.conversation import Conversation, ConversationError, end_of
 from troupe.workers.data.tokenizer import PLAIN_TEMPLATE
 from troupe.workers.data.turn_ends import without_end
-from troupe.workers.episodes.conversation import Conversation, ConversationError, end_of
 
 SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
 TURNS = 1200
