@@ -120,7 +120,7 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
 
 def _judge_problem(args: Mapping[str, Any]) -> tuple[str, str]:
     # Not at the import of this module: a reward function's process starts in a third of the time without pydantic.
-    from troupe.workers.rewards.judge_rubric import JudgeError, read_args
+    from troupe.workers.agents.judges.rubric import JudgeError, read_args
 
     try:
         read_args(args)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from troupe.workers.agents.judges.answer_cache import AnswerCache, question_key
+from troupe.workers.agents.judges.http_judge import HttpJudge
+from troupe.workers.agents.judges.rubric import JudgeError, read_args
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.judges import Judge, JudgeAnswer
-from troupe.workers.rewards.judge_cache import AnswerCache, question_key
-from troupe.workers.rewards.judge_http import HttpJudge
-from troupe.workers.rewards.judge_rubric import JudgeError, read_args
 from troupe.workers.rewards.runner import RewardResult, Sample
 
 _SHOWN = 200

@@ -13,14 +13,14 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.rewards.judge_endpoint import endpoint, error
+from tests.workers.agents.judges.judge_endpoint import endpoint, error
+from troupe.workers.agents.judges.http_judge import HttpJudge, read_completion
+from troupe.workers.agents.judges.judge_reward import JudgeReward
+from troupe.workers.agents.judges.rubric import HttpJudgeConfig, JudgeArgs, JudgeError, read_args
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer
 from troupe.workers.judge import _read
-from troupe.workers.rewards.judge import JudgeReward
-from troupe.workers.rewards.judge_http import HttpJudge, read_completion
-from troupe.workers.rewards.judge_rubric import HttpJudgeConfig, JudgeArgs, JudgeError, read_args
 from troupe.workers.rewards.loading import find_problems
 from troupe.workers.rewards.runner import RewardResult, Sample
 
