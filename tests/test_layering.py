@@ -64,6 +64,9 @@ PARTS_OF_A_RUN = {
     "orchestrator.insight.audit.auditor": "orchestrator.rollout_run",
 }
 """The modules of the roof that a run needs, each with the one module that imports it."""
+AGENTS = "workers.agents"
+AGENTS_INTERFACE = "workers.agents.interface"
+"""What the rest of workers/ names of agents."""
 
 CREATES_MODELS = "orchestrator.starter.demo_models"
 """Writes the models of the examples with transformers, in a separate process."""
@@ -225,6 +228,24 @@ def test_workers_import_neither_orchestrator_nor_ray_nor_another_role() -> None:
                 violations.append(f"{found.where}: a worker imports {found.target}")
             if module.name in ROLES and found.target in ROLES - {module.name} - BUILT_ON.get(module.name, set()):
                 violations.append(f"{found.where}: {module.name} imports another role, {found.target}")
+    report(violations)
+
+
+def test_the_rest_of_workers_names_agents_by_one_interface() -> None:
+    """In imports, and in the paths that tables of workers/ have as text."""
+    violations: list[str] = []
+    for module in modules():
+        if not belongs_to(module.name, "workers") or belongs_to(module.name, AGENTS):
+            continue
+        named = [(found.target, found.where) for found in imports(module)]
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("troupe."):
+                named.append((node.value.partition(":")[0].removeprefix("troupe."), module.location(node)))
+        violations += [
+            f"{where}: {module.name} names {target}; import it from {AGENTS_INTERFACE}"
+            for target, where in named
+            if belongs_to(target, AGENTS) and target != AGENTS_INTERFACE
+        ]
     report(violations)
 
 

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Awaitable
 
-from troupe.workers.agents.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
+from troupe.workers.agents.interface import EnvironmentProcesses, SeatFailed, SeatProcess
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth

@@ -19,9 +19,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from troupe.workers.agents.episodes.episode import EpisodeRunner, LongReader, Played
-from troupe.workers.agents.episodes.reader import TurnReader, read_row
-from troupe.workers.agents.episodes.turns import SampledTurn, TurnLimits
+from troupe.workers.agents.interface import (
+    EpisodeRunner,
+    LongReader,
+    Played,
+    SampledTurn,
+    TurnLimits,
+    TurnReader,
+    read_row,
+)
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.agents.episodes.episode import Played
-from troupe.workers.agents.episodes.turns import SampledTurn, Segment
+from troupe.workers.agents.interface import Played, SampledTurn, Segment
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
 from troupe.workers.data.response_text import response_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.agents.episodes.reader import MalformedCall, ParseCalls
+from troupe.workers.agents.interface import MalformedCall, ParseCalls
 from troupe.workers.engine.time_limit import within
 
 if TYPE_CHECKING:

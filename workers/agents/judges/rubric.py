@@ -156,6 +156,15 @@ def read_args(args: Mapping[str, Any]) -> JudgeArgs:
         raise JudgeError(first_problem(error)) from error
 
 
+def judge_problem(args: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments of the function in a spec; empty: nothing is."""
+    try:
+        read_args(args)
+    except JudgeError as error:
+        return str(error)
+    return ""
+
+
 def _said(messages: str) -> str:
     """The prompt as text; a single message stands alone."""
     turns = json.loads(messages)

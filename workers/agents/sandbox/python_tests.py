@@ -1,8 +1,8 @@
 """Reward for Python programs: the share of test cases that they pass, or whether they pass all.
 
-The program runs in a sandbox (`workers/agents/sandbox/`). Expected results never enter it: the sandbox gets inputs and returns
-results, and the comparison happens here. A program that prints a result, exits early or replaces `print` or `__eq__`
-changes its own results, and nothing else.
+The program runs in a sandbox (`run.py`). Expected results never enter it: the sandbox gets inputs and returns results,
+and the comparison happens here. A program that prints a result, exits early or replaces `print` or `__eq__` changes
+its own results, and nothing else.
 """
 
 from __future__ import annotations

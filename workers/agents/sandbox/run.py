@@ -159,6 +159,15 @@ def check_sandbox() -> None:
         raise SandboxUnavailable(f"the sandbox does not isolate on this machine: {'; '.join(unsafe)}")
 
 
+def sandbox_problem() -> str:
+    """Why this machine permits no sandbox, and what to change; empty: it permits one."""
+    try:
+        check_sandbox()
+    except SandboxError as error:
+        return str(error)
+    return ""
+
+
 def _find_leaks(facts: dict[str, Any]) -> list[str]:
     """What the probe found that it should not have found."""
     shown = {"bin", "dev", "etc", "lib", "lib32", "lib64", "nix", "proc", "program", "sbin", "tmp", "usr"}
