@@ -434,15 +434,21 @@ def test_the_rules_detect_violations(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "if TYPE_CHECKING:\n    import ray as r\n"
         "def f():\n    from troupe.workers import policy\n    from vllm.v1 import engine\n    print(1)\n"
         "    worker.call('update', 1.0)\n    isinstance(spec, OfflineSpec)\n    subprocess.run([])\n"
+        "    from troupe.orchestrator.insight.why import observer\n"
     )
     module = Module("orchestrator.bad", tmp_path / "bad.py", ast.parse(source))
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    known = Module("workers.policy", tmp_path / "policy.py", ast.parse(""))
-    monkeypatch.setattr(sys.modules[__name__], "modules", lambda: (module, known))
-    assert [found.target for found in imports(module)] == ["typing", "ray", "workers.policy", "vllm.v1"]
+    table = "FUNCTIONS = {'python_tests': 'troupe.workers.agents.sandbox.python_tests:python_tests'}"
+    known = Module("workers.policy", tmp_path / "policy.py", ast.parse(table))
+    part = Module("orchestrator.insight.why.observer", tmp_path / "observer.py", ast.parse(""))
+    monkeypatch.setattr(sys.modules[__name__], "modules", lambda: (module, known, part))
+    targets = ["typing", "ray", "workers.policy", "vllm.v1", part.name]
+    assert [found.target for found in imports(module)] == targets
     assert [name for name, _ in calls(module)] == ["print", "worker.call", "isinstance", "subprocess.run"]
     for broken in (
         test_orchestrator_imports_only_pure_modules_of_workers,
+        test_only_commands_and_the_library_import_the_roof,
+        test_the_rest_of_workers_names_agents_by_one_interface,
         test_the_packages_contain_no_print_no_assert_and_no_unsafe_loading,
         test_every_process_is_given_its_environment,
         test_worker_methods_are_named_by_their_protocol,

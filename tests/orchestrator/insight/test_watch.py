@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.orchestrator.insight.report.folders import RECORDED, write_run
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.watch import WatchServer, refusal
-
-from .html.folders import RECORDED, write_run
 
 
 @pytest.fixture

@@ -368,7 +368,7 @@ def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
     class Policy(FakePolicy):
         lost = False
 
-        async def prepare(self, request: PrepareRequest, *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
+        async def prepare(self, request: PrepareRequest, *tables: object) -> tuple[TrainSummary, FakeTable]:
             if not self.lost:
                 self.lost = True
                 raise DataLost("policy-0", "prepare", "the node is gone")

@@ -32,6 +32,7 @@ def test_a_public_module_has_what_it_lists(module: object) -> None:
     ("name", "hint"),
     [
         ("workers.environments.retry:Retry", "Troupe's workers.environments is troupe.environments now"),
+        ("troupe.workers.environments.retry:Retry", "Troupe's troupe.workers.environments is troupe.environments now"),
         ("workers.rollout:RolloutWorker", "Troupe's workers is troupe.workers now"),
         ("deploy.examples.sums_agent:solve", "Troupe's deploy.examples is troupe.deploy.examples now"),
     ],
