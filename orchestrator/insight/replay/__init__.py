@@ -1,1 +1,1 @@
-"""Repeating a run's updates: what a step keeps, and how it is repeated and compared."""
+"""Repeating a run's updates: which of the kept steps, how they are repeated, and how the results are compared."""
