@@ -414,7 +414,7 @@ class JudgeConfig(Frozen):
 
 
 ENVIRONMENTS = ("agent", "guess_number", "openenv", "retry", "single_turn", "tools", "verifiers")
-"""Names of the built-in environments; each is implemented in `workers/environments/`."""
+"""Names of the built-in environments; each is implemented in `workers/agents/environments/`."""
 
 
 class EpisodeConfig(Frozen):

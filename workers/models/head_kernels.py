@@ -72,7 +72,8 @@ def sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, facto
     for start, logits in _tiles(input, weight):
         accumulate_rows[(len(logits),)](
             logits, logits.shape[1], factor, targets, start, highest, total, weighted, chosen,
-            BLOCK=_BLOCK, num_warps=_WARPS,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]: Triton reads it
         )  # fmt: skip
     return highest, total, weighted, chosen
 
@@ -98,7 +99,8 @@ def gradients(
         differentiate_rows[(rows, triton.cdiv(columns, _BLOCK))](
             logits, columns, factor, targets, start, log_sums, entropies, of_logprob,
             of_logprob if of_entropy is None else of_entropy, grad,
-            ENTROPY=of_entropy is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+            ENTROPY=of_entropy is not None, BLOCK=_BLOCK,
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue]: Triton reads it
         )  # fmt: skip
         yield slice(start, start + columns), grad
 
