@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,8 +12,13 @@ from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm,
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource
 from troupe.orchestrator.spec.sections import (
+    EVALUATION,
+    HELD_OUT,
     LIST,
+    OTHER_REFERENCE,
+    SAME_ROWS,
     SECTION,
+    TRAINER,
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
@@ -30,15 +36,16 @@ from troupe.orchestrator.spec.sections import (
     form_of,
 )
 from troupe.workers.contract.config import Device, Frozen, TrainerConfig
+from troupe.workers.contract.consequences import NEXT_STEP, NONE, Consequences, Counts, Resume
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
 
 
 class OfflineRoles(Roles):
     """The worker roles."""
 
-    policy: TrainerRole
+    policy: Annotated[TrainerRole, TRAINER]
     """Workers that train the model (the reward model too, where that is what is trained)."""
-    reference: ReferenceRole | None = None
+    reference: Annotated[ReferenceRole | None, replace(NONE, itself=OTHER_REFERENCE)] = None
     """The frozen reference; needed by dpo, ipo and kto."""
 
 
@@ -117,19 +124,23 @@ MixedExamples = Annotated[
 ]
 
 
+_WHICH_EXAMPLES = Resume(refused="it decides which examples are trained on, and so their order")
+
+
 class OfflineData(Frozen):
     """Where examples come from, and how long they may be."""
 
     train: Annotated[
         Annotated[ExampleSource, Tag(SECTION)] | Annotated[tuple[MixedExamples, ...], Field(min_length=1), Tag(LIST)],
         Discriminator(form_of),
+        SAME_ROWS,
     ]
     """Examples to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
-    eval: ExampleSource | None = None
+    eval: Annotated[ExampleSource | None, HELD_OUT] = None
     """Examples to evaluate on."""
-    held_out: bool = True
+    held_out: Annotated[bool, replace(NONE, evaluation=Counts.IF_SET)] = True
     """Exclude from `eval` every example whose prompt is also in `train`."""
-    max_length: int = Field(default=1024, ge=8)
+    max_length: Annotated[int, replace(NONE, resume=_WHICH_EXAMPLES)] = Field(default=1024, ge=8)
     """Longest prompt plus response, in tokens; a longer example is a bad row."""
 
     @property
@@ -150,7 +161,7 @@ class OfflineData(Frozen):
 class OfflineEvaluation(BaseEvaluation):
     """When the model is evaluated on `data.eval`: loss, accuracy, margins, and a reward model's calibration."""
 
-    examples: int = Field(default=0, ge=0)
+    examples: Annotated[int, Consequences(evaluation=Counts.NO)] = Field(default=0, ge=0)
     """Examples per evaluation, always the same ones; 0: all."""
 
 
@@ -159,19 +170,19 @@ class OfflineSpec(RunSpec, frozen=True):
 
     roles: OfflineRoles
     """The worker roles, with their number of workers and their resources."""
-    algorithm: OfflineAlgorithmConfig
+    algorithm: Annotated[OfflineAlgorithmConfig, replace(NONE, resume=NEXT_STEP)]
     """What the model learns from the examples."""
-    schedule: OfflineSchedule
+    schedule: Annotated[OfflineSchedule, NONE]
     """Length of the run, division of a step, and timeouts."""
     data: OfflineData
     """Where examples come from."""
-    evaluation: OfflineEvaluation | None = None
+    evaluation: Annotated[OfflineEvaluation | None, EVALUATION] = None
     """When the model is evaluated; left out: never."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: Annotated[CheckpointConfig, NONE] = CheckpointConfig()
     """When the run's state is saved."""
-    failures: BaseFailures = BaseFailures()
+    failures: Annotated[BaseFailures, NONE] = BaseFailures()
     """Which failures are tolerated, and when the run stops."""
-    output: BaseOutput = BaseOutput()
+    output: Annotated[BaseOutput, NONE] = BaseOutput()
     """What the run writes."""
 
     @property
