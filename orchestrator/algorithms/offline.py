@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.orchestrator.errors import nearest
 from troupe.workers.contract.config import Frozen
-from troupe.workers.contract.consequences import Consequences, Resume
+from troupe.workers.contract.consequences import refused
 from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
@@ -25,8 +25,7 @@ from troupe.workers.contract.offline_config import (
 
 DataFormat = Literal["demonstrations", "pairs", "ranked", "labelled"]
 Trains = Literal["policy", "reward_model"]
-ALGORITHM = Consequences(resume=Resume(refused="the checkpoint's state belongs to the algorithm that wrote it"))
-"""Of its name."""
+ALGORITHM = refused("the checkpoint's state belongs to the algorithm that wrote it")
 
 
 @dataclass(frozen=True)

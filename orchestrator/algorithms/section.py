@@ -24,10 +24,9 @@ from troupe.workers.contract.config import (
     ImportanceConfig,
     PolicyLossConfig,
 )
-from troupe.workers.contract.consequences import AS_SAMPLED, Consequences, Resume
+from troupe.workers.contract.consequences import AS_SAMPLED, noted
 
-_START = "from the next step on; a coefficient that adapts starts from it again"
-_COEF = Consequences(resume=Resume(note=_START))
+_COEF = noted("from the next step on; a coefficient that adapts starts from it again")
 FrozenT = TypeVar("FrozenT", bound=Frozen)
 
 _RATIO = frozenset({"importance", "kl_stop"})
@@ -111,9 +110,6 @@ class TrustRegionConfig(Frozen):
     """Attempts; if none is within the limit, the step is undone."""
 
 
-_STATISTICS = Resume(note="from the next step on; running statistics start again")
-
-
 class AlgorithmConfig(Frozen):
     """The algorithm, and settings in place of its defaults. A field left out (or null) takes the algorithm's
     default."""
@@ -124,7 +120,7 @@ class AlgorithmConfig(Frozen):
     """Name of the algorithm, or `package.module:attribute` of a custom one (docs/guides/algorithm.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """A custom algorithm: arguments of the function that returns it."""
-    group_size: Annotated[int | None, Consequences(resume=AS_SAMPLED)] = Field(default=None, ge=1)
+    group_size: Annotated[int | None, AS_SAMPLED] = Field(default=None, ge=1)
     """Samples per prompt."""
     clip_range: float | None = Field(default=None, gt=0.0, lt=1.0)
     """The ratio is clipped to 1 - clip_range .. 1 + clip_range."""
@@ -179,7 +175,7 @@ class AlgorithmConfig(Frozen):
     mask_truncated: bool = False
     """Responses cut at `sampling.max_tokens` carry no loss; their rewards remain in the statistics of their group
     (overlong filtering: DAPO, arXiv 2503.14476, sec. 3.4)."""
-    by_source: Annotated[bool, Consequences(resume=_STATISTICS)] = True
+    by_source: Annotated[bool, noted("from the next step on; running statistics start again")] = True
     """With several sources in `data.train`: whitening, `reward_scale` and the running mean of returns are computed
     within each source; false: over all of them together. Groups are compared within themselves in any case."""
     dynamic_sampling_on: str | None = None

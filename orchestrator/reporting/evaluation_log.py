@@ -54,16 +54,11 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
 def settings_of(sets: Mapping[str, Json]) -> str:
     """Digest of how the sets are sampled and scored: evaluations with the same one can be compared."""
     fields = field_tree(RewardFunctionConfig).children.items()
-    timing = {name for name, node in fields if node.consequences.evaluation is not Counts.YES}
-    counted = {
-        label: one | {"rewards": [_without(timing, function) for function in one["rewards"]]}
-        for label, one in sets.items()
-    }
+    others = {name for name, node in fields if node.consequences.evaluation is not Counts.YES}
+    counted = {label: dict(one) for label, one in sets.items()}
+    for one in counted.values():
+        one["rewards"] = [{name: reward[name] for name in reward.keys() - others} for reward in one["rewards"]]
     return hashlib.blake2b(json.dumps(counted, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _without(names: set[str], function: Json) -> Json:
-    return {name: value for name, value in function.items() if name not in names}
 
 
 def as_json(sets: Mapping[str, Json], evaluations: list[Json]) -> Json:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
@@ -33,19 +32,17 @@ from troupe.orchestrator.spec.sections import (
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.config import ALL_LINEAR, Device, Frozen, LoraConfig, ModelConfig, ReferenceConfig
-from troupe.workers.contract.consequences import NONE, Consequences, Counts, Resume
+from troupe.workers.contract.consequences import EVALUATED_IF_SET, NONE, Consequences, Counts, refused
 
-_STARTED_FROM = {
-    "path": Resume(refused="the weights are the checkpoint's; to train another model, start another run"),
-    "adapter": Resume(refused="the adapters are the checkpoint's; to train others, start another run"),
-    "dtype": Resume(refused="the checkpoint's optimizer states are of the other type"),
-}
-_TRAINED_MODEL = replace(
-    NONE,
-    of={name: Consequences(resume=resume) for name, resume in _STARTED_FROM.items()}
-    | {"chat_template": Consequences(evaluation=Counts.IF_SET)},
+_ORDER = refused("the order of the data and of sampling follows from it")
+_TRAINED_MODEL = Consequences(
+    of={
+        "path": refused("the weights are the checkpoint's; to train another model, start another run"),
+        "adapter": refused("the adapters are the checkpoint's; to train others, start another run"),
+        "dtype": refused("the checkpoint's optimizer states are of the other type"),
+        "chat_template": EVALUATED_IF_SET,
+    }
 )
-_SEED = replace(NONE, resume=Resume(refused="the order of the data and of sampling follows from it"))
 
 
 class PromptRoom(NamedTuple):
@@ -87,9 +84,9 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     name: Annotated[str, NONE] = Field(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
     """Name of the run and of its folder: lowercase letters, digits and `-`."""
-    seed: Annotated[int, _SEED] = Field(default=0, ge=0, lt=2**31)
+    seed: Annotated[int, NONE, _ORDER] = Field(default=0, ge=0, lt=2**31)
     """Seed of everything random: order of the data, sampling, initial value or score head."""
-    model: Annotated[ModelConfig, _TRAINED_MODEL]
+    model: Annotated[ModelConfig, NONE, _TRAINED_MODEL]
     """The model that is trained."""
 
     if TYPE_CHECKING:

@@ -55,7 +55,7 @@ class Node:
         return consequences.itself or consequences.resume or ALLOWED
 
     def select(self, data: Any, wanted: Wanted, digest: Digest | None = None) -> Any:
-        """The fields of a dumped section with these consequences, for a digest those `AT_DEFAULT` with their default."""
+        """The fields of a dumped section with these consequences; in a digest, those `AT_DEFAULT` at their default."""
         if isinstance(data, dict) and self.children:
             below = [(key, value, self.child(key, value)) for key, value in data.items()]
             return {key: node.select(value, wanted, digest) for key, value, node in below if node and node._has(wanted)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,13 +11,12 @@ from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm,
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource
 from troupe.orchestrator.spec.sections import (
-    EVALUATION,
-    HELD_OUT,
     LIST,
+    OTHER_EVALUATIONS,
     OTHER_REFERENCE,
+    RESHARDED,
     SAME_ROWS,
     SECTION,
-    TRAINER,
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
@@ -36,16 +34,25 @@ from troupe.orchestrator.spec.sections import (
     form_of,
 )
 from troupe.workers.contract.config import Device, Frozen, TrainerConfig
-from troupe.workers.contract.consequences import NEXT_STEP, NONE, Consequences, Counts, Resume
+from troupe.workers.contract.consequences import (
+    EVALUATED,
+    EVALUATED_IF_SET,
+    NEXT_STEP,
+    NONE,
+    NOT_EVALUATED,
+    NOT_REWARDED,
+    NOT_SAMPLED,
+    refused,
+)
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
 
 
 class OfflineRoles(Roles):
     """The worker roles."""
 
-    policy: Annotated[TrainerRole, TRAINER]
+    policy: Annotated[TrainerRole, NONE, RESHARDED]
     """Workers that train the model (the reward model too, where that is what is trained)."""
-    reference: Annotated[ReferenceRole | None, replace(NONE, itself=OTHER_REFERENCE)] = None
+    reference: Annotated[ReferenceRole | None, NONE, OTHER_REFERENCE] = None
     """The frozen reference; needed by dpo, ipo and kto."""
 
 
@@ -124,7 +131,7 @@ MixedExamples = Annotated[
 ]
 
 
-_WHICH_EXAMPLES = Resume(refused="it decides which examples are trained on, and so their order")
+_WHICH_EXAMPLES = refused("it decides which examples are trained on, and so their order")
 
 
 class OfflineData(Frozen):
@@ -133,14 +140,15 @@ class OfflineData(Frozen):
     train: Annotated[
         Annotated[ExampleSource, Tag(SECTION)] | Annotated[tuple[MixedExamples, ...], Field(min_length=1), Tag(LIST)],
         Discriminator(form_of),
+        NONE,
         SAME_ROWS,
     ]
     """Examples to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
-    eval: Annotated[ExampleSource | None, HELD_OUT] = None
+    eval: Annotated[ExampleSource | None, NONE, OTHER_EVALUATIONS, EVALUATED] = None
     """Examples to evaluate on."""
-    held_out: Annotated[bool, replace(NONE, evaluation=Counts.IF_SET)] = True
+    held_out: Annotated[bool, NONE, EVALUATED_IF_SET] = True
     """Exclude from `eval` every example whose prompt is also in `train`."""
-    max_length: Annotated[int, replace(NONE, resume=_WHICH_EXAMPLES)] = Field(default=1024, ge=8)
+    max_length: Annotated[int, NONE, _WHICH_EXAMPLES] = Field(default=1024, ge=8)
     """Longest prompt plus response, in tokens; a longer example is a bad row."""
 
     @property
@@ -161,7 +169,7 @@ class OfflineData(Frozen):
 class OfflineEvaluation(BaseEvaluation):
     """When the model is evaluated on `data.eval`: loss, accuracy, margins, and a reward model's calibration."""
 
-    examples: Annotated[int, Consequences(evaluation=Counts.NO)] = Field(default=0, ge=0)
+    examples: Annotated[int, NOT_EVALUATED] = Field(default=0, ge=0)
     """Examples per evaluation, always the same ones; 0: all."""
 
 
@@ -170,13 +178,13 @@ class OfflineSpec(RunSpec, frozen=True):
 
     roles: OfflineRoles
     """The worker roles, with their number of workers and their resources."""
-    algorithm: Annotated[OfflineAlgorithmConfig, replace(NONE, resume=NEXT_STEP)]
+    algorithm: Annotated[OfflineAlgorithmConfig, NONE, NEXT_STEP]
     """What the model learns from the examples."""
     schedule: Annotated[OfflineSchedule, NONE]
     """Length of the run, division of a step, and timeouts."""
     data: OfflineData
     """Where examples come from."""
-    evaluation: Annotated[OfflineEvaluation | None, EVALUATION] = None
+    evaluation: Annotated[OfflineEvaluation | None, OTHER_EVALUATIONS, NOT_REWARDED, NOT_SAMPLED] = None
     """When the model is evaluated; left out: never."""
     checkpoint: Annotated[CheckpointConfig, NONE] = CheckpointConfig()
     """When the run's state is saved."""

@@ -48,7 +48,7 @@ def _path_fields(value: Any, node: Node, field: str) -> Iterator[tuple[str, str]
     if isinstance(value, dict | list):
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
             if below := node.child(str(key), one):
-                yield from _path_fields(one, below, f"{field}.{key}" if field else key)
+                yield from _path_fields(one, below, f"{field}.{key}" if field else str(key))
     elif node.consequences.path == "store" and isinstance(value, str) and value.startswith(_ON_DISK):
         yield field, unquote(value.removeprefix(_ON_DISK).partition("?")[0])
     elif _is_path(value, node.consequences.path, None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.held_out import HeldOutSettings, right_from
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
-    EVALUATION,
+    OTHER_EVALUATIONS,
     AlarmConfig,
     AuditConfig,
     DataConfig,
@@ -53,7 +53,7 @@ from troupe.workers.contract.config import (
     Sleep,
     TrainerConfig,
 )
-from troupe.workers.contract.consequences import NEXT_STEP, NONE, Counts
+from troupe.workers.contract.consequences import NEXT_STEP, NONE, NOT_REWARDED, NOT_SAMPLED, SAMPLED, Counts
 from troupe.workers.contract.reward_names import JUDGE_REWARD
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
@@ -96,23 +96,20 @@ def environment_role(name: str) -> str:
     return f"environment.{name}" if name else "environment"
 
 
-_SAMPLING = replace(NONE, resume=NEXT_STEP, evaluation=None, samples=True)
-
-
 class RolloutSpec(RunSpec, frozen=True):
     """One run that samples its own responses."""
 
     roles: RolesConfig
     """The worker roles, with their number of workers and their resources."""
-    algorithm: Annotated[AlgorithmConfig, replace(NONE, resume=NEXT_STEP, samples=True)]
+    algorithm: Annotated[AlgorithmConfig, NONE, NEXT_STEP, SAMPLED]
     """How the policy is trained."""
     schedule: Annotated[ScheduleConfig, NONE]
     """Length of the run, division of a step, and timeouts."""
-    sampling: Annotated[SamplingConfig, _SAMPLING] = SamplingConfig()
+    sampling: Annotated[SamplingConfig, NEXT_STEP, NOT_REWARDED, SAMPLED] = SamplingConfig()
     """How responses are sampled for training."""
     data: DataConfig
     """Where prompts come from."""
-    evaluation: Annotated[EvaluationConfig | None, EVALUATION] = None
+    evaluation: Annotated[EvaluationConfig | None, OTHER_EVALUATIONS, NOT_REWARDED, NOT_SAMPLED] = None
     """When and how the policy is evaluated; left out: never."""
     weight_sync: Annotated[WeightSyncConfig, NONE] = WeightSyncConfig()
     """How new weights reach the engines."""

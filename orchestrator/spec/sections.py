@@ -7,13 +7,11 @@ a field is described, typed and bounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
 from troupe.workers.contract.config import (
-    OTHER_REWARDS,
     Device,
     EngineConfig,
     EnvironmentConfig,
@@ -28,7 +26,25 @@ from troupe.workers.contract.config import (
     StructuredConfig,
     TrainerConfig,
 )
-from troupe.workers.contract.consequences import ALLOWED, AS_SAMPLED, NEXT_STEP, NONE, Consequences, Counts, Resume
+from troupe.workers.contract.consequences import (
+    ALLOWED,
+    AS_SAMPLED,
+    EVALUATED,
+    EVALUATED_BY_SET,
+    EVALUATED_IF_SET,
+    LIVE,
+    NEXT_STEP,
+    NONE,
+    NOT_EVALUATED,
+    OTHER_REWARDS,
+    REWARDED,
+    SAMPLED,
+    UNCOUNTED,
+    Consequences,
+    Resume,
+    noted,
+    refused,
+)
 from troupe.workers.contract.weight_backends import TransferBackend, describe_backends
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
@@ -42,15 +58,24 @@ LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Z
 LabelValue = Annotated[str, Field(pattern=_LABEL)]
 
 
-_COUNTED_RESULTS = Resume(note="results so far count as they were")
+_COUNTED_BEFORE = noted("results so far count as they were")
 _LENGTH = Consequences(resume=Resume(length=True))
+_OTHER_REFERENCE = noted("the reference is another one from now on")
+OTHER_REFERENCE = Consequences(itself=_OTHER_REFERENCE.resume)
+_OTHER_TRAINERS = Consequences(itself=Resume(refused="the checkpoint was written with the other set of trainers"))
+RESHARDED = Consequences(of={"workers": noted("optimizer states are resharded")})
+SAME_ROWS = Consequences(resume=Resume(note="allowed where the rows are the same"), itself=ALLOWED)
+_NEW_TEXTS = Consequences(itself=Resume(refused_if_off="the checkpoint has no position in these texts"))
+OTHER_EVALUATIONS = noted("evaluations before and after may not be comparable")
+_NEXT_PROMPT = noted("from the next prompt on")
+_OTHER_BEST = noted("the best evaluations so far are forgotten")
 
 
 class RoleResources(Frozen):
     """How many workers a role has, and the resources that each one reserves."""
 
     consequences: ClassVar = NONE
-    workers: Annotated[int, Consequences(live=True)] = Field(default=1, ge=1, le=MOST_WORKERS)
+    workers: Annotated[int, LIVE] = Field(default=1, ge=1, le=MOST_WORKERS)
     """Workers of this role: the number to scale."""
     cpus: float = Field(default=1.0, gt=0.0)
     """CPU cores reserved for each worker (may be a fraction)."""
@@ -89,9 +114,9 @@ class ScaledRole(RoleResources):
     """A role whose number of workers can change during the run (`troupe scale`)."""
 
     consequences: ClassVar = NONE
-    min_workers: Annotated[int, Consequences(live=True)] = Field(default=1, ge=1, le=MOST_WORKERS)
+    min_workers: Annotated[int, LIVE] = Field(default=1, ge=1, le=MOST_WORKERS)
     """Fewest workers the role can be scaled to during the run."""
-    max_workers: Annotated[int | None, Consequences(live=True)] = Field(default=None, ge=1, le=MOST_WORKERS)
+    max_workers: Annotated[int | None, LIVE] = Field(default=None, ge=1, le=MOST_WORKERS)
     """Most workers the role can be scaled to during the run; null: as many as the cluster has room for."""
 
 
@@ -121,9 +146,7 @@ class AutoscaleConfig(Frozen):
 class EngineRole(EngineConfig, ScaledRole):
     """Workers with one vLLM engine each."""
 
-    engine: Annotated[dict[str, Any], Consequences(evaluation=Counts.NO, reward=Counts.NO)] = Field(
-        default_factory=dict
-    )
+    engine: Annotated[dict[str, Any], UNCOUNTED] = Field(default_factory=dict)
     """Further options of vLLM's engine, by the name of the argument of its `EngineArgs`, such as
     `{scheduling_policy: priority}`. Options that Troupe sets itself, or that cannot work with it, are refused."""
 
@@ -131,7 +154,7 @@ class EngineRole(EngineConfig, ScaledRole):
 class RolloutRole(EngineRole):
     """Workers that sample: one vLLM engine each."""
 
-    autoscale: Annotated[AutoscaleConfig | None, Consequences(live=True)] = None
+    autoscale: Annotated[AutoscaleConfig | None, LIVE] = None
     """Add and remove engines by how long the trainer waits for samples; null: only `troupe scale` does."""
     sleep: Sleep | None = None
     """What an engine on the policy's GPU releases while the policy trains: `none`, its `kv_cache`, or also its
@@ -139,13 +162,10 @@ class RolloutRole(EngineRole):
     while the engine samples. null: `kv_cache` where they share a GPU, else `none`."""
 
 
-_TRAINED = Resume(refused="the checkpoint holds the weights that trained until then")
-
-
 class TrainerRole(TrainerConfig, RoleResources):
     """Workers that train a model: one DeepSpeed rank each."""
 
-    lora: Annotated[LoraConfig | None, Consequences(resume=_TRAINED)] = None
+    lora: Annotated[LoraConfig | None, refused("the checkpoint holds the weights that trained until then")] = None
     """Train low-rank adapters instead of the model's weights; null: train all weights. Engines load the adapters of
     each version, and a reference that is colocated with the policy is the same model without them. A reward model's or
     critic's head trains besides, whole."""
@@ -173,25 +193,19 @@ class PolicyRole(TrainerRole):
     is the same to float tolerance."""
 
 
-_CRITICS_WEIGHTS = Resume(refused="the critic's weights are the checkpoint's; start another run")
-
-
 class CriticRole(TrainerRole):
     """Workers that train the critic: one DeepSpeed rank each."""
 
-    model: Annotated[ModelConfig | None, Consequences(resume=_CRITICS_WEIGHTS)] = None
+    model: Annotated[ModelConfig | None, refused("the critic's weights are the checkpoint's; start another run")] = None
     """Pretrained model the critic starts from (a value head is added); null: the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the start of the run that train only the critic."""
 
 
-OTHER_REFERENCE = Resume(note="the reference is another one from now on")
-
-
 class ReferenceRole(RoleResources):
     """The frozen model that the policy is kept close to."""
 
-    model: Annotated[ModelConfig | None, Consequences(resume=OTHER_REFERENCE)] = None
+    model: Annotated[ModelConfig | None, _OTHER_REFERENCE] = None
     """Pretrained reference model; null: the model that training starts from."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Most tokens (padding included) in one forward pass of one worker."""
@@ -229,19 +243,16 @@ def environment_form(role: Any) -> str:
     return MAP if is_map else SECTION
 
 
-_ANSWERS = Consequences(evaluation=Counts.BY_SET, reward=Counts.YES)
-
-
 class JudgeRole(EngineRole):
     """Workers that answer the reward function `judge`: one vLLM engine with a frozen model each."""
 
-    model: Annotated[ModelConfig, _ANSWERS]
+    model: Annotated[ModelConfig, EVALUATED_BY_SET, REWARDED]
     """The model, with a chat template."""
-    max_tokens: Annotated[int, _ANSWERS] = Field(default=512, ge=1)
+    max_tokens: Annotated[int, EVALUATED_BY_SET, REWARDED] = Field(default=512, ge=1)
     """Longest answer, in tokens. It must fit `max_model_len` beside the question."""
-    temperature: Annotated[GreedyOrTemperature, _ANSWERS] = 0.0
+    temperature: Annotated[GreedyOrTemperature, EVALUATED_BY_SET, REWARDED] = 0.0
     """Softmax temperature; 0: greedy."""
-    structured: Annotated[StructuredConfig | None, _ANSWERS] = None
+    structured: Annotated[StructuredConfig | None, EVALUATED_BY_SET, REWARDED] = None
     """A form that every answer has, such as `regex: "Score: (10|[0-9])"` for a small model; null: any text."""
 
 
@@ -266,41 +277,34 @@ class Roles(Frozen):
         return {name: role for name, role in self.present().items() if isinstance(role, TrainerRole)}
 
 
-TRAINER = replace(NONE, of={"workers": Consequences(resume=Resume(note="optimizer states are resharded"))})
-"""Of the section of a role that trains."""
-_SCORER = Consequences(resume=ALLOWED, samples=True)
-_OTHER_TRAINERS = Resume(refused="the checkpoint was written with the other set of trainers")
-_ENVIRONMENT = replace(_SCORER, evaluation=Counts.IF_SET, reward=Counts.NO)
-
-
 class RolesConfig(Roles):
     """The worker roles."""
 
-    rollout: Annotated[RolloutRole, replace(NONE, of={"max_model_len": Consequences(samples=True)})]
+    rollout: Annotated[RolloutRole, NONE, Consequences(of={"max_model_len": SAMPLED})]
     """Workers that sample: one vLLM engine each."""
-    policy: Annotated[PolicyRole, TRAINER]
+    policy: Annotated[PolicyRole, NONE, RESHARDED]
     """Workers that train the policy."""
-    critic: Annotated[CriticRole | None, replace(TRAINER, itself=_OTHER_TRAINERS)] = None
+    critic: Annotated[CriticRole | None, NONE, RESHARDED, _OTHER_TRAINERS] = None
     """Workers that train the critic; only where the algorithm has one."""
-    reference: Annotated[ScaledReferenceRole | None, replace(NONE, itself=OTHER_REFERENCE, samples=True)] = None
+    reference: Annotated[ScaledReferenceRole | None, NONE, OTHER_REFERENCE, SAMPLED] = None
     """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
-    reward: Annotated[RewardRole, _SCORER]
+    reward: Annotated[RewardRole, Consequences(resume=ALLOWED), SAMPLED]
     """Workers that score responses."""
     environment: Annotated[
         Annotated[
             Annotated[EnvironmentRole, Tag(SECTION)]
-            | Annotated[
-                dict[Name, EnvironmentRole], Field(min_length=1), Tag(MAP), Consequences(evaluation=Counts.BY_SET)
-            ],
+            | Annotated[dict[Name, EnvironmentRole], Field(min_length=1), Tag(MAP), EVALUATED_BY_SET],
             Discriminator(environment_form),
         ]
         | None,
-        _ENVIRONMENT,
+        NONE,
+        SAMPLED,
+        EVALUATED_IF_SET,
     ] = None
     """The environment that the policy acts in over several turns, or several by name (`{tools: {...}, games: {...}}`),
     of which each source of `data.train` and each set of `data.eval` names its own; null: a sample is one response to
     its prompt."""
-    judge: Annotated[JudgeRole | None, replace(_SCORER, evaluation=Counts.BY_SET)] = None
+    judge: Annotated[JudgeRole | None, Consequences(resume=ALLOWED), SAMPLED, EVALUATED_BY_SET] = None
     """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
     used."""
 
@@ -451,15 +455,12 @@ class HubSource(_Prompts, HubFiles):
     """Files of a dataset on the Hugging Face hub."""
 
 
-_CUTS = Resume(refused="it decides where texts are cut, and so their order")
-
-
 class _Texts(Frozen):
     """The column of a table of texts, and how many of them a step trains on."""
 
     text: str = "text"
     """Column with the text."""
-    max_tokens: Annotated[int, Consequences(resume=_CUTS)] = Field(default=512, ge=2)
+    max_tokens: Annotated[int, refused("it decides where texts are cut, and so their order")] = Field(default=512, ge=2)
     """A longer text is cut into pieces of this many tokens."""
     texts_per_step: int = Field(default=16, ge=1)
     """Pieces of text that each step trains on."""
@@ -483,13 +484,10 @@ TextSource = Annotated[
 ]
 
 
-_POSITIONS = Resume(refused="the checkpoint holds the position in each source by its name")
-
-
 class SourceName(Frozen):
     """One of several sources."""
 
-    name: Annotated[str, Consequences(resume=_POSITIONS)] = Field(
+    name: Annotated[str, refused("the checkpoint holds the position in each source by its name")] = Field(
         max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
     )
     """Name of the source in metrics, samples and messages."""
@@ -596,41 +594,37 @@ HeldOutSet = Annotated[
 ]
 
 
-_NEXT_PROMPT = Resume(note="from the next prompt on")
-
-
 class SourceShare(SourceName):
     """The part of one source in a mixture."""
 
-    weight: Annotated[float, Consequences(resume=_NEXT_PROMPT)] = Field(default=1.0, gt=0.0)
+    weight: Annotated[float, _NEXT_PROMPT] = Field(default=1.0, gt=0.0)
     """Prompts or examples that are drawn from this source, relative to the other sources."""
-    repeats: Annotated[int, Consequences(resume=_NEXT_PROMPT)] = Field(default=0, ge=0)
+    repeats: Annotated[int, _NEXT_PROMPT] = Field(default=0, ge=0)
     """Most passes over the source; the others then share what is left. 0: no limit."""
-
-
-_REWARDS_OF_SOURCE = Consequences(resume=OTHER_REWARDS, reward=Counts.YES, samples=True)
 
 
 class MixedPrompts(SourceShare):
     """One of several sources of prompts, with its settings. A setting left out is that of the run."""
 
-    rewards: Annotated[tuple[RewardFunctionConfig, ...] | None, _REWARDS_OF_SOURCE] = Field(default=None, min_length=1)
+    rewards: Annotated[tuple[RewardFunctionConfig, ...] | None, OTHER_REWARDS, REWARDED, SAMPLED] = Field(
+        default=None, min_length=1
+    )
     """Reward functions of this source, in place of the functions and the model of `roles.reward`; null: those."""
-    solved_at: Annotated[float | None, Consequences(resume=_COUNTED_RESULTS)] = None
+    solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved, in the source's pass rate and in the curriculum; null:
     `data.curriculum.solved_at`, and without it by the rule of `evaluation.solved_at`, applied to the source's rewards;
     where these do not say it there is no pass rate, and a curriculum needs it."""
-    group_size: Annotated[int | None, Consequences(resume=AS_SAMPLED, samples=True)] = Field(default=None, ge=1)
+    group_size: Annotated[int | None, AS_SAMPLED, SAMPLED] = Field(default=None, ge=1)
     """Samples per prompt; null: `algorithm.group_size`."""
-    max_tokens: Annotated[int | None, Consequences(resume=_NEXT_PROMPT, samples=True)] = Field(default=None, ge=1)
+    max_tokens: Annotated[int | None, _NEXT_PROMPT, SAMPLED] = Field(default=None, ge=1)
     """Longest response (of an episode: longest turn), in tokens, at most `sampling.max_tokens`; null: that."""
-    environment: Annotated[str | None, Consequences(resume=AS_SAMPLED, samples=True)] = None
+    environment: Annotated[str | None, AS_SAMPLED, SAMPLED] = None
     """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
     it."""
-    mask_truncated: Annotated[bool | None, Consequences(samples=True)] = None
+    mask_truncated: Annotated[bool | None, SAMPLED] = None
     """As `algorithm.mask_truncated`, for this source; null: that."""
-    dynamic_sampling_on: Annotated[str | None, Consequences(samples=True)] = None
+    dynamic_sampling_on: Annotated[str | None, SAMPLED] = None
     """As `algorithm.dynamic_sampling_on`, for this source, whose rewards may have other components; null: that."""
 
 
@@ -674,11 +668,11 @@ class CurriculumConfig(Frozen):
     A pass over the data draws a prompt with probability max(floor, 4 p (1 - p)), where p = (solved + 1) / (samples + 2)
     counts its samples in finished steps. A prompt without results is always drawn."""
 
-    solved_at: Annotated[float | None, Consequences(resume=_COUNTED_RESULTS)] = None
+    solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved; null: `evaluation.solved_at`, or by the rule that stands
     there. Of a component the rule is: 1 for a function that says right or wrong, such as `exact_match`. Where neither
     says it, this is required."""
-    component: Annotated[str | None, Consequences(resume=_COUNTED_RESULTS)] = None
+    component: Annotated[str | None, _COUNTED_BEFORE] = None
     """Reward component that `solved_at` is compared with (its label, or `reward_model`), without its weight; null: the
     reward."""
     floor: float = Field(default=0.1, ge=0.01, le=1.0)
@@ -690,26 +684,14 @@ class CurriculumConfig(Frozen):
     pass rate of its samples."""
 
 
-SAME_ROWS = replace(NONE, resume=Resume(note="allowed where the rows are the same"), itself=ALLOWED)
-"""Of data to train on."""
-_TEXTS = replace(SAME_ROWS, itself=Resume(refused_if_off="the checkpoint has no position in these texts"))
-OTHER_EVALUATIONS = Resume(note="evaluations before and after may not be comparable")
-HELD_OUT = replace(NONE, resume=OTHER_EVALUATIONS, evaluation=Counts.YES)
-"""Of data to evaluate on."""
-
-
 class DataConfig(Frozen):
     """Where prompts come from."""
 
     train: Annotated[
         Annotated[DataSource, Tag(SECTION)]
-        | Annotated[
-            tuple[MixedSource, ...],
-            Field(min_length=1),
-            Tag(LIST),
-            Consequences(of={"name": Consequences(samples=True)}),
-        ],
+        | Annotated[tuple[MixedSource, ...], Field(min_length=1), Tag(LIST), Consequences(of={"name": SAMPLED})],
         Discriminator(form_of),
+        NONE,
         SAME_ROWS,
     ]
     """Prompts to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
@@ -719,11 +701,13 @@ class DataConfig(Frozen):
             Discriminator(form_of),
         ]
         | None,
-        HELD_OUT,
+        NONE,
+        OTHER_EVALUATIONS,
+        EVALUATED,
     ] = None
     """Prompts to evaluate on: one source, or several by name (`{math: {...}, code: {...}}`), each with its own sampling
     and rewards. A name has lowercase letters, digits and `-`."""
-    held_out: Annotated[bool, replace(NONE, evaluation=Counts.IF_SET)] = True
+    held_out: Annotated[bool, NONE, EVALUATED_IF_SET] = True
     """Exclude every prompt of `train` from `eval`."""
     ptx: Annotated[
         Annotated[
@@ -731,7 +715,9 @@ class DataConfig(Frozen):
             Discriminator(form_of),
         ]
         | None,
-        _TEXTS,
+        NONE,
+        SAME_ROWS,
+        _NEW_TEXTS,
     ] = None
     """Plain texts that every update of the policy also trains on (`algorithm.ptx_coef`): one source, or a list of named
     sources, of each of which a step trains on its `texts_per_step`."""
@@ -768,33 +754,28 @@ class DataConfig(Frozen):
         return self.train_sources() | self.held_out_sets()
 
 
-EVALUATION = replace(NONE, resume=OTHER_EVALUATIONS, evaluation=None)
-_WHEN = Consequences(resume=NEXT_STEP, evaluation=Counts.NO)
-_HOW = Consequences(evaluation=Counts.YES)
-
-
 class BaseEvaluation(Frozen):
     """When the model is evaluated on `data.eval`."""
 
-    every_steps: Annotated[int, _WHEN] = Field(default=10, ge=0)
+    every_steps: Annotated[int, NEXT_STEP, NOT_EVALUATED] = Field(default=10, ge=0)
     """Steps between evaluations; 0: none in between."""
-    at_start: Annotated[bool, _WHEN] = True
+    at_start: Annotated[bool, NEXT_STEP, NOT_EVALUATED] = True
     """Evaluate the untrained model."""
-    at_end: Annotated[bool, _WHEN] = True
+    at_end: Annotated[bool, NEXT_STEP, NOT_EVALUATED] = True
     """Evaluate after the last step."""
 
 
 class EvaluationConfig(BaseEvaluation):
     """When and how the policy is evaluated on `data.eval`."""
 
-    prompts: Annotated[int, _HOW] = Field(default=0, ge=0)
+    prompts: Annotated[int, EVALUATED] = Field(default=0, ge=0)
     """Prompts per evaluation, always the same ones; 0: all."""
-    beside: Annotated[bool, _WHEN] = False
+    beside: Annotated[bool, NEXT_STEP, NOT_EVALUATED] = False
     """Evaluate while training continues: one engine keeps the weights and samples for the evaluation, the others go on.
     Metrics of a step then arrive some steps later. The last evaluation is made as usual, when training is over."""
-    sampling: Annotated[EvalSampling, _HOW] = EvalSampling()
+    sampling: Annotated[EvalSampling, EVALUATED] = EvalSampling()
     """How responses are sampled."""
-    solved_at: Annotated[float | None, _HOW] = None
+    solved_at: Annotated[float | None, EVALUATED] = None
     """A sample with at least this reward counts as solved: `eval/accuracy` is the share of such samples, and pass@k
     counts them. null: the weight of the only reward component with a weight, where that is `exact_match`,
     `last_number`, `numeric`, `regex`, `reasoning_gym` or `python_tests`; for any other reward there is neither
@@ -826,15 +807,12 @@ class AuditConfig(Frozen):
     """Longest response that is sampled for it, in tokens."""
 
 
-_ANOTHER_BEST = Consequences(resume=Resume(note="the best evaluations so far are forgotten"))
-
-
 class BestConfig(Frozen):
     """Keeps the checkpoint of the steps with the best evaluations: each is saved right after its evaluation."""
 
-    metric: Annotated[str, _ANOTHER_BEST] = Field(min_length=1)
+    metric: Annotated[str, _OTHER_BEST] = Field(min_length=1)
     """A metric of the evaluation, such as `eval/accuracy`, or `eval/math/avg` of a set with a name."""
-    mode: Annotated[Literal["max", "min"], _ANOTHER_BEST] = "max"
+    mode: Annotated[Literal["max", "min"], _OTHER_BEST] = "max"
     """Whether a high or a low value is good."""
     keep: int = Field(default=1, ge=1)
     """Best checkpoints kept, besides the newest ones. The model before training is none."""

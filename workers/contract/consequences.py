@@ -80,6 +80,7 @@ NONE = Consequences(resume=ALLOWED, evaluation=Counts.NO, reward=Counts.NO, samp
 """Of a field or section from which nothing follows."""
 LIVE = Consequences(live=True)
 SAMPLED = Consequences(samples=True)
+NOT_SAMPLED = Consequences(samples=False)
 EVALUATED = Consequences(evaluation=Counts.YES)
 EVALUATED_IF_SET = Consequences(evaluation=Counts.IF_SET)
 EVALUATED_BY_SET = Consequences(evaluation=Counts.BY_SET)
