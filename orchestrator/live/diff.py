@@ -11,7 +11,7 @@ from typing import Any
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Place, Source, parse_path
-from troupe.orchestrator.spec.field_tree import Node, field_tree, live_names
+from troupe.orchestrator.spec.field_tree import FieldNode, field_tree, live_names
 from troupe.orchestrator.spec.hub import with_pins
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec
 from troupe.orchestrator.spec.paths import absolute_paths
@@ -124,7 +124,7 @@ def worker_changes(texts: Sequence[str]) -> dict[str, int]:
     return changes
 
 
-def _changes(old: Any, new: Any, fields: Node, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _changes(old: Any, new: Any, fields: FieldNode, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Fields that differ, down to single values; a section that changes as a whole is one value."""
     if isinstance(old, dict) and isinstance(new, dict) and not (path and fields.at(path).consequences.live):
         for key in old.keys() | new.keys():

@@ -57,7 +57,8 @@ def settings_of(sets: Mapping[str, Json]) -> str:
     others = {name for name, node in fields if node.consequences.evaluation is not Counts.YES}
     counted = {label: dict(one) for label, one in sets.items()}
     for one in counted.values():
-        one["rewards"] = [{name: reward[name] for name in reward.keys() - others} for reward in one["rewards"]]
+        if "rewards" in one:
+            one["rewards"] = [{name: reward[name] for name in reward.keys() - others} for reward in one["rewards"]]
     return hashlib.blake2b(json.dumps(counted, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -23,22 +23,22 @@ _UNSAID = vars(Consequences())
 
 
 @dataclass
-class Node:
+class FieldNode:
     """A field of a spec: what follows from it, and the fields below it."""
 
     consequences: Consequences
     default: Any = None
     free: bool = False
     """Whether the keys below it are the user's."""
-    children: dict[str, Node] = field(default_factory=dict)
+    children: dict[str, FieldNode] = field(default_factory=dict)
 
-    def child(self, key: str, value: Any) -> Node | None:
-        """The field of this name and value in a dumped section, or an item of a map; None: there is none."""
+    def child(self, key: str, value: Any) -> FieldNode | None:
+        """Returns the field of this name and value in a dumped section, the item of a map or list, or None."""
         found = self.children.get(key)
         is_item = found is None or (isinstance(value, dict) and not found.children and not found.free)
         return self.children.get(ITEM, found) if is_item else found
 
-    def at(self, path: str) -> Node:
+    def at(self, path: str) -> FieldNode:
         """The field at a dotted path; for a key of the user's, the field that holds it."""
         node, parts = self, path.split(".")
         for number, key in enumerate(parts, 1):
@@ -76,9 +76,9 @@ class Node:
 
 
 @cache
-def field_tree(*models: type[BaseModel]) -> Node:
+def field_tree(*models: type[BaseModel]) -> FieldNode:
     """The fields of a model, with all below them; of several models, those of each."""
-    root = Node(Consequences())
+    root = FieldNode(Consequences())
     for model in models:
         _add_fields(root, model, Consequences())
     return root
@@ -90,7 +90,7 @@ def live_names(section: BaseModel) -> frozenset[str]:
     return frozenset(name for name, node in children if node.consequences.live)
 
 
-def _add_fields(parent: Node, model: type[BaseModel], around: Consequences) -> None:
+def _add_fields(parent: FieldNode, model: type[BaseModel], around: Consequences) -> None:
     """Adds the fields of one of the models that a section may be."""
     if unknown := around.of.keys() - model.model_fields.keys():
         raise ValueError(f"consequences of {', '.join(sorted(unknown))}: no such field in {model.__name__}")
@@ -100,10 +100,10 @@ def _add_fields(parent: Node, model: type[BaseModel], around: Consequences) -> N
         here = _below(around, [vars(defining).get("consequences"), *info.metadata], section)
         here = _merged([here, around.of.get(name)])
         free = not section and dict in map(get_origin, parts)
-        _add_sections(parent.children.setdefault(name, Node(here, info.default, free)), info.annotation, here)
+        _add_sections(parent.children.setdefault(name, FieldNode(here, info.default, free)), info.annotation, here)
 
 
-def _add_sections(node: Node, annotation: Any, here: Consequences) -> None:
+def _add_sections(node: FieldNode, annotation: Any, here: Consequences) -> None:
     """Adds what an annotation names below a field: sections, lists and maps of them."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and origin is None:
@@ -113,7 +113,7 @@ def _add_sections(node: Node, annotation: Any, here: Consequences) -> None:
         own = any(isinstance(item, Consequences) for item in parts)
         _add_sections(node, parts[0], _below(here, parts[1:], section=True) if own else here)
     elif origin in (tuple, dict) and any(models_in(annotation)):
-        item = node.children.setdefault(ITEM, Node(replace(here, itself=None)))
+        item = node.children.setdefault(ITEM, FieldNode(replace(here, itself=None)))
         for part in parts:
             _add_sections(item, part, here)
     elif origin is not Literal:

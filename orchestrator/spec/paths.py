@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from troupe.orchestrator.spec.field_tree import ITEM, Node, field_tree
+from troupe.orchestrator.spec.field_tree import ITEM, FieldNode, field_tree
 from troupe.orchestrator.spec.locations import is_hub_name, is_url
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -29,7 +29,7 @@ def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[s
     """
     start = Path.cwd() if root is None else root
 
-    def absolute(value: Any, node: Node) -> Any:
+    def absolute(value: Any, node: FieldNode) -> Any:
         if isinstance(value, dict):
             return {key: absolute(one, below) if (below := node.child(key, one)) else one for key, one in value.items()}
         if isinstance(value, list):
@@ -44,7 +44,7 @@ def path_fields(document: Any) -> Iterator[tuple[str, str]]:
     return _path_fields(document, _fields(), "")
 
 
-def _path_fields(value: Any, node: Node, field: str) -> Iterator[tuple[str, str]]:
+def _path_fields(value: Any, node: FieldNode, field: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict | list):
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
             if below := node.child(str(key), one):
@@ -56,10 +56,10 @@ def _path_fields(value: Any, node: Node, field: str) -> Iterator[tuple[str, str]
 
 
 @cache
-def _fields() -> Node:
+def _fields() -> FieldNode:
     """The fields of a spec of either kind, and of a chain."""
     root = field_tree(RolloutSpec, OfflineSpec)
-    stages = Node(Consequences(), children={ITEM: root})
+    stages = FieldNode(Consequences(), children={ITEM: root})
     return replace(root, children=root.children | {"stages": stages})
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from tests.fakes import fake_spec
 from troupe.orchestrator.spec.errors import models_in
-from troupe.orchestrator.spec.field_tree import Node, field_tree
+from troupe.orchestrator.spec.field_tree import FieldNode, field_tree
 from troupe.orchestrator.spec.offline import ExampleSource, MixedExamples, OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import DataSource, HeldOutSet, MixedSource, NamedTexts, TextSource
@@ -33,7 +33,7 @@ SAID = ("resume", "evaluation", "reward", "samples")
 """Consequences that a field, or a section around it, must name."""
 
 
-def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Consequences]]:
+def leaves(node: FieldNode, path: str = "") -> Iterator[tuple[str, Consequences]]:
     """(dotted path, consequences) of every field that is no section."""
     for name, below in node.children.items():
         place = f"{path}.{name}" if path else name
