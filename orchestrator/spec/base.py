@@ -207,11 +207,10 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def evaluation_digest(self) -> str:
         """Digest of how evaluations are made: the values of those with the same one can be compared."""
         fields = field_tree(type(self))
-        # The sections that digests have since their first version, with or without such fields.
+        # Digests of earlier versions have these sections, with or without fields that count.
         content = {name: dict(self)[name] and {} for name in ("data", "evaluation", "roles")}
         content |= fields.counted(self, "evaluation", Counts.YES)
-        others = fields.counted(self, "evaluation", Counts.IF_SET)
-        if others := {name: section for name, section in others.items() if section}:
+        if others := fields.counted(self, "evaluation", Counts.IF_SET):
             content["others"] = others
         if sets := self.evaluated_by():
             content["sets"] = sets

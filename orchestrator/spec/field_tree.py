@@ -42,8 +42,8 @@ class FieldNode:
         """The field at a dotted path; for a key of the user's, the field that holds it."""
         node, parts = self, path.split(".")
         for number, key in enumerate(parts, 1):
-            holds_keys = number < len(parts) and not parts[number].isdigit()
-            below = node.child(key, {} if holds_keys else None)
+            is_section = number < len(parts) and not parts[number].isdigit()
+            below = node.child(key, {} if is_section else None)
             if below is None:
                 break
             node = below
@@ -63,11 +63,26 @@ class FieldNode:
             return [self.children[ITEM].select(value, wanted, digest) for value in data]
         return self.default if digest and getattr(self.consequences, digest) is Counts.AT_DEFAULT else data
 
-    def counted(self, section: BaseModel, digest: Digest, level: Counts) -> Any:
+    def counted(self, section: BaseModel, digest: Digest, level: Counts) -> dict[str, Any]:
         """The fields of a section that are part of a digest at this level, JSON-ready."""
         data = section.model_dump(mode="json", exclude_defaults=level is Counts.IF_SET)
         levels = (level, Counts.AT_DEFAULT) if level is Counts.YES else (level,)
-        return self.select(data, lambda one: getattr(one, digest) in levels, digest)
+        found = self.select(data, lambda one: getattr(one, digest) in levels, digest)
+        return self._pruned(found, digest) if level is Counts.IF_SET else found
+
+    def _pruned(self, data: Any, digest: Digest) -> Any:
+        """The data without sections of fields at their defaults, unless the section itself counts `IF_SET`."""
+        if isinstance(data, dict) and self.children:
+            below = [(key, value, self.child(key, value)) for key, value in data.items()]
+            found = {key: (node._pruned(value, digest), node) for key, value, node in below if node}
+            return {key: value for key, (value, node) in found.items() if node._stays(value, digest)}
+        if isinstance(data, list) and ITEM in self.children:
+            return [self.children[ITEM]._pruned(value, digest) for value in data]
+        return data
+
+    def _stays(self, data: Any, digest: Digest) -> bool:
+        counts = getattr(self.consequences, digest) is Counts.IF_SET
+        return counts or not self.children or data is None or any(data)
 
     def _has(self, wanted: Wanted) -> bool:
         if self.children:
@@ -84,10 +99,25 @@ def field_tree(*models: type[BaseModel]) -> FieldNode:
     return root
 
 
+def decisive(section: BaseModel, digest: Digest) -> dict[str, Any]:
+    """The fields of a section that are part of a digest, JSON-ready."""
+    fields = field_tree(type(section))
+    return _united(fields.counted(section, digest, Counts.YES), fields.counted(section, digest, Counts.IF_SET))
+
+
 def live_names(section: BaseModel) -> frozenset[str]:
     """Names of the fields of a section that can change while the run is active."""
     children = field_tree(type(section)).children.items()
     return frozenset(name for name, node in children if node.consequences.live)
+
+
+def _united(one: Any, other: Any) -> Any:
+    """Two parts of a dumped section as one."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one | {key: _united(one.get(key), value) for key, value in other.items()}
+    if isinstance(one, list) and isinstance(other, list):
+        return [_united(*pair) for pair in zip(one, other, strict=True)]
+    return other
 
 
 def _add_fields(parent: FieldNode, model: type[BaseModel], around: Consequences) -> None:

@@ -18,7 +18,7 @@ from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import engine_options, preflight
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
-from troupe.orchestrator.spec.field_tree import field_tree
+from troupe.orchestrator.spec.field_tree import decisive, field_tree
 from troupe.orchestrator.spec.held_out import HeldOutSettings, right_from
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
@@ -42,7 +42,6 @@ from troupe.workers.contract.config import (
     EngineConfig,
     EnvironmentConfig,
     EpisodeConfig,
-    Frozen,
     JudgeConfig,
     ModelConfig,
     PolicyConfig,
@@ -329,14 +328,14 @@ class RolloutSpec(RunSpec, frozen=True):
         """See `RunSpec.reward_digest`; how long functions may take and where they run is no part of it."""
         reward, judge = self.roles.reward, self.roles.judge
         content: dict[str, Any] = {
-            path: [_rewarded(one) for one in functions]
+            path: [decisive(one, "reward") for one in functions]
             for path, functions in self.reward_functions().items()
             if not path.startswith("data.eval")
         }
         if reward.model is not None:
-            content["model"] = [*_rewarded(reward)["model"].values(), reward.model_weight]
+            content["model"] = [*decisive(reward, "reward")["model"].values(), reward.model_weight]
         if judge is not None:
-            content["judge"] = _rewarded(judge)
+            content["judge"] = decisive(judge, "reward")
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def missing(self) -> list[Finding]:
@@ -499,9 +498,7 @@ class RolloutSpec(RunSpec, frozen=True):
         found: dict[str, Any] = {}
         if held_out.environment is not None:
             role = self.roles.environments()[held_out.environment]
-            fields = field_tree(type(role))
-            found["played_in"] = fields.counted(role, "evaluation", Counts.YES)
-            found["played_in"] |= fields.counted(role, "evaluation", Counts.IF_SET)
+            found["played_in"] = decisive(role, "evaluation")
         judge = self.roles.judge
         if judge is not None and any(function.name == JUDGE_REWARD for function in held_out.functions):
             found["judged_by"] = field_tree(type(judge)).counted(judge, "evaluation", Counts.BY_SET)
@@ -621,8 +618,3 @@ class RolloutSpec(RunSpec, frozen=True):
     def data_sources(self) -> dict[str, DataSource]:
         """The sections that name data, by their name in the section `data`."""
         return {**self.data.prompt_sources(), **self.data.text_sources()}
-
-
-def _rewarded(section: Frozen) -> dict[str, Any]:
-    """The fields of a section that decide its rewards, JSON-ready."""
-    return field_tree(type(section)).counted(section, "reward", Counts.YES)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from tests.fakes import fake_spec
 from troupe.orchestrator.spec.errors import models_in
-from troupe.orchestrator.spec.field_tree import FieldNode, field_tree
+from troupe.orchestrator.spec.field_tree import FieldNode, decisive, field_tree
 from troupe.orchestrator.spec.offline import ExampleSource, MixedExamples, OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import DataSource, HeldOutSet, MixedSource, NamedTexts, TextSource
@@ -77,6 +77,7 @@ class Whole(Frozen):
     none: Annotated[OwnPart | None, NONE, Consequences(itself=refused("not at all").resume)] = None
     many: Annotated[tuple[Part, ...], NONE, EVALUATED_IF_SET] = ()
     named: Annotated[dict[str, Part], NONE, EVALUATED] = Field(default_factory=dict)
+    listed: Annotated[tuple[Part, ...], NONE, EVALUATED] = ()
     free: Annotated[dict[str, Any], NONE, EVALUATED] = Field(default_factory=dict)
 
 
@@ -128,10 +129,27 @@ def test_a_digest_has_the_fields_that_count() -> None:
     whole = Whole(named={"name": Part(size=4)}, free={"name": {"size": 1}})
     assert field_tree(Whole).counted(whole, "evaluation", Counts.YES) == {
         "one": {"name": "x", "rest": 0},
+        "listed": [],
         "named": {"name": {"name": "x", "rest": 0}},
         "free": {"name": {"size": 1}},
     }
     assert field_tree(Whole).counted(whole, "evaluation", Counts.IF_SET) == {"named": {"name": {"size": 4}}}
+
+
+def test_a_new_field_at_its_default_leaves_digests_as_they_were() -> None:
+    """Also in lists and maps of sections, and beside fields that always count."""
+    whole = Whole(listed=(Part(), Part()), named={"a": Part()})
+    assert field_tree(Whole).counted(whole, "evaluation", Counts.IF_SET) == {}
+    part = {"name": "x", "rest": 0}
+    assert decisive(whole, "evaluation") == {"one": part, "listed": [part, part], "named": {"a": part}, "free": {}}
+    other = whole.model_copy(update={"one": Part(size=4), "listed": (Part(), Part(size=5))})
+    assert decisive(other, "evaluation")["one"] == part | {"size": 4}
+    assert decisive(other, "evaluation")["listed"] == [part, part | {"size": 5}]
+
+
+def test_a_section_that_counts_where_it_is_set_counts_with_defaults_too() -> None:
+    whole = Whole(many=(Part(), Part(name="y")))
+    assert field_tree(Whole).counted(whole, "evaluation", Counts.IF_SET) == {"many": [{}, {"name": "y"}]}
 
 
 def test_consequences_of_a_field_that_is_not_there_are_an_error() -> None:
