@@ -9,9 +9,12 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.conftest import ROOT
 from tests.fakes import fake_spec
+from troupe.orchestrator.rollouts.kept_samples import fingerprint
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.field_tree import FieldNode, decisive, field_tree
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import ExampleSource, MixedExamples, OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import DataSource, HeldOutSet, MixedSource, NamedTexts, TextSource
@@ -158,6 +161,23 @@ def test_consequences_of_a_field_that_is_not_there_are_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"consequences of sice: no such field in Part"):
         field_tree(Wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "digests"),
+    [
+        ("tiny-ppo", ("b56fcfba30c3f37b", "e8441ac0a725fbce", "0a2bc11d84416fa1")),
+        ("tiny-environment", ("23603e32088c0657", "6943523d50827294", "6924d26fd6a45ccc")),
+        ("tiny-mixture", ("60058c0049b94310", "4e8d561c0f110f87", "6afa319a4d92a38e")),
+        ("tiny-dpo", ("19fdbd1680159618", "")),
+    ],
+)
+def test_digests_are_those_of_runs_made_before(name: str, digests: tuple[str, ...]) -> None:
+    """With others a resumed run would forget its best steps, and sample again what a checkpoint holds."""
+    spec = plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml"))[0].spec
+    found = [spec.evaluation_digest(), spec.reward_digest()]
+    found += [] if spec.rollouts is None else [fingerprint(spec.rollouts)]
+    assert tuple(digest[:16] for digest in found) == digests
 
 
 def test_what_may_change_while_a_run_is_active_is_in_roles_that_scale() -> None:
