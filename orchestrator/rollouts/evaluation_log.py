@@ -11,8 +11,11 @@ from typing import Any
 
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.rollouts.held_out import CONFIDENCE, SetResult
+from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.atomic_file import write_atomic
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.consequences import Counts
 
 EVALUATIONS = "evaluation.json"
 """Name of the file in a run's folder."""
@@ -50,7 +53,13 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
 
 def settings_of(sets: Mapping[str, Json]) -> str:
     """Digest of how the sets are sampled and scored: evaluations with the same one can be compared."""
-    return hashlib.blake2b(json.dumps(sets, sort_keys=True).encode(), digest_size=16).hexdigest()
+    fields = field_tree(RewardFunctionConfig).children.items()
+    others = {name for name, node in fields if node.consequences.evaluation is not Counts.YES}
+    counted = {label: dict(one) for label, one in sets.items()}
+    for one in counted.values():
+        if "rewards" in one:
+            one["rewards"] = [{name: reward[name] for name in reward.keys() - others} for reward in one["rewards"]]
+    return hashlib.blake2b(json.dumps(counted, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def as_json(sets: Mapping[str, Json], evaluations: list[Json]) -> Json:

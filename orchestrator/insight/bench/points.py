@@ -13,7 +13,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Place, Problem, SpecError
-from troupe.orchestrator.spec.measured_settings import SCALING
+from troupe.orchestrator.spec.field_tree import live_names
 from troupe.orchestrator.spec.rollout import RolloutSpec
 
 SWEEP = "--sweep"
@@ -107,7 +107,7 @@ def launches(points: Sequence[Point]) -> list[list[Point]]:
 def engine_key(spec: RolloutSpec) -> str:
     """Equal for specs whose engines are started alike. The number of engines is not in it, and of sampling only whether
     it is truncated, which engines record."""
-    role = spec.roles.rollout.model_dump(mode="json", exclude=set(SCALING))
+    role = spec.roles.rollout.model_dump(mode="json", exclude=set(live_names(spec.roles.rollout)))
     config = spec.rollout_config().model_dump(mode="json", exclude={"sampling"})
     environments = {name: one.model_dump(mode="json") for name, one in spec.roles.environments().items()}
     return _text([role, config, environments, spec.sampling.truncates])
