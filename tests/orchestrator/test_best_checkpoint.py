@@ -19,7 +19,7 @@ from tests.fakes import fake_spec
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
-from troupe.orchestrator.reporting.evaluation_log import described_sets, settings_of
+from troupe.orchestrator.rollouts.evaluation_log import described_sets, settings_of
 from troupe.orchestrator.run_checkpoints import best_step, saved_run
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import BestConfig
