@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ def ieee_float32() -> Iterator[None]:
     torch refuses a product if its old setting (`set_float32_matmul_precision`) contradicts the new ones
     (`fp32_precision`), and refuses to read the old one then; so both are set, and both are restored.
     """
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    mkldnn: Any = torch.backends.mkldnn
+    backends = torch.backends.cuda.matmul, mkldnn.matmul
     settings = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"

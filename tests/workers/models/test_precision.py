@@ -20,7 +20,8 @@ from troupe.workers.models.capabilities import computes_the_same
 from troupe.workers.models.modeling import load_causal
 from troupe.workers.models.precision import ieee_float32
 
-MATMUL = torch.backends.cuda.matmul
+BACKENDS: Any = torch.backends
+MATMUL: Any = torch.backends.cuda.matmul
 SETTINGS: dict[str, Callable[[], Any]] = {
     "highest": lambda: torch.set_float32_matmul_precision("highest"),
     "high": lambda: torch.set_float32_matmul_precision("high"),
@@ -32,7 +33,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 
 
 def settings() -> tuple[str, ...]:
-    return MATMUL.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision, torch.backends.fp32_precision
+    return MATMUL.fp32_precision, BACKENDS.mkldnn.matmul.fp32_precision, BACKENDS.fp32_precision
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def restored() -> Iterator[None]:
     before = settings()
     yield
     torch.set_float32_matmul_precision("highest")
-    MATMUL.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision, torch.backends.fp32_precision = before
+    MATMUL.fp32_precision, BACKENDS.mkldnn.matmul.fp32_precision, BACKENDS.fp32_precision = before
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:

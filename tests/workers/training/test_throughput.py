@@ -63,7 +63,12 @@ def test_frozen_weights_cost_no_gradient_of_their_own() -> None:
     By hand, for a Llama of one layer: q and o of 8 x 8, k and v of 8 x 4, three matrices of 8 x 16, three norms of 8,
     a head of 32 x 8; adapters of rank 2 on q (2 x (8 + 8)) and v (2 x (8 + 4)).
     """
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, tie_word_embeddings=False)
     module = ModelModule()
     module.model = LlamaForCausalLM(config)
