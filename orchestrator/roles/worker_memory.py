@@ -36,7 +36,7 @@ WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 """Bytes per number."""
 
 LIVE = 1_000_000_000
-"""DeepSpeed's `stage3_max_live_parameters`: parameters that stay gathered between forward and backward."""
+"""DeepSpeed's `stage3_max_live_parameters`: parameters that stay gathered between modules."""
 SUBGROUP = 1_000_000_000
 """DeepSpeed's `sub_group_size`: numbers whose gradients ZeRO-3 flattens at a time."""
 CUDA_CONTEXT = 800 * MIB
@@ -137,11 +137,12 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     stage = trainer.stage_for(rank.ranks, rank.dtype == "float32")
     trained = size
     if rank.adapters:
-        trained = replace(size, backbone=rank.adapters, head=0, largest=rank.adapters)
+        layer = math.ceil(rank.adapters / size.layers)
+        trained = replace(size, backbone=rank.adapters, head=0, largest=layer, expert_weights=0)
         below = math.ceil(size.parameters / rank.ranks) if stage == 3 else size.parameters
         parts[device].append(Part("base model", width * below))
         if stage == 3 and rank.ranks > 1:
-            parts[device].append(Part("base layers", width * min(size.parameters, LIVE), "pass"))
+            parts[device].append(Part("base layers", width * gathered(size), "pass"))
     for where, part in zero_states(trained, width, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
         parts[where].append(part)
     if trainer.ema_decay:
@@ -212,6 +213,15 @@ def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
     return width * max(math.ceil(size.parameters / ranks), 2 * size.largest)
 
 
+def gathered(size: ModelSize) -> int:
+    """Numbers that a rank holds whole at once under ZeRO-3.
+
+    DeepSpeed limits what it keeps and prefetches to `LIVE`, but gathers the module at work whatever its size
+    (`partitioned_param_coordinator.py`, `fetch_sub_module`).
+    """
+    return min(size.parameters, max(LIVE, size.module))
+
+
 def zero_states(
     size: ModelSize, width: int, ranks: int, stage: int, gpu: bool, offload: bool
 ) -> Iterator[tuple[Where, Part]]:
@@ -259,14 +269,15 @@ def zero_states(
         new = 0 if width < 4 else 4 * share
         yield from states(width * whole, accumulated * share, 12 * share, staged + max(copied, new))
     else:
-        gathered = width * min(whole, LIVE) if ranks > 1 else 0
-        yield device, Part("gathered", gathered, "pass")
+        at_once = width * gathered(size) if ranks > 1 else 0
+        yield device, Part("gathered", at_once, "pass")
         # One bucket for the whole run: on the CPU its pages stay once they are written. gloo has no
-        # reduce-scatter and copies what it reduces.
+        # reduce-scatter and copies what it reduces. A gradient larger than the bucket waits whole for the next one.
         yield device, Part("buffers", staged)
-        converted = 4 * math.ceil(in_bucket / ranks) if width < 4 else 0
+        gradients = max(in_bucket, min(whole, size.module))
+        converted = 4 * math.ceil(gradients / ranks) if width < 4 else 0
         copies = 1 if gpu else 2
-        reduced = gathered + copies * width * in_bucket + converted
+        reduced = at_once + copies * width * gradients + converted
         yield from states(width * share, 4 * share, 12 * share, max(reduced, 4 * min(share, SUBGROUP)))
 
 
@@ -276,11 +287,11 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
     pinned = _power_of_two(4 * share)
     yield "gpu", Part("weights", width * (share if stage == 3 else whole))
     in_bucket = min(whole, REDUCE_BUCKET)
-    yield "gpu", Part("buffers", width * (in_bucket + size.largest))
+    yield "gpu", Part("buffers", width * (in_bucket + (size.largest if stage < 3 else min(whole, size.module))))
     if stage == 3:
-        gathered = width * min(whole, LIVE) if ranks > 1 else 0
-        yield "gpu", Part("gathered", gathered, "pass")
-        yield "gpu", Part("step", gathered + width * in_bucket, "step")
+        at_once = width * gathered(size) if ranks > 1 else 0
+        yield "gpu", Part("gathered", at_once, "pass")
+        yield "gpu", Part("step", at_once + width * in_bucket, "step")
         yield "host", Part("gradients", 2 * pinned)
         yield "host", Part("optimizer", 12 * share)
         return
@@ -407,7 +418,7 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     on_host = 1 if model.gpu else ranks  # ranks whose parts are in one memory
     parts["gpu" if model.gpu else "host"] += [
         Part("weights", on_host * width * math.ceil(size.parameters / ranks)),
-        Part("gathered", on_host * width * min(size.parameters, LIVE) if ranks > 1 else 0, "pass"),
+        Part("gathered", on_host * width * gathered(size) if ranks > 1 else 0, "pass"),
         Part(
             "activations",
             on_host * forward(size, width, tokens, _mask_row(size, model.longest, packing=True)),
