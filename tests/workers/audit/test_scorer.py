@@ -24,8 +24,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from troupe.orchestrator.audit.attribution import attribute
 from tests.kept_tokens import words_of
+from troupe.orchestrator.audit.attribution import attribute
 from troupe.workers.audit.scorer import _above, _truncated, score_tokens
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
