@@ -1,10 +1,10 @@
 """Recording of the tokens that vLLM's sampler leaves to each sampled token, as it applies them.
 
 vLLM masks the logits of the others with -inf, in place, before it samples and before it takes the log-probs
-(`processed_logprobs`). What is finite there is the set that the token was sampled from, whatever kernel chose it. vLLM
-returns such sets (`return_sampling_mask`) from one of its two model runners, for a top-k alone, and refuses greedy
-requests then. Here its other runner, the one of the CPU, gives them on the way that vLLM has for them, with the tokens
-and their log-probs: a request that is preempted, stopped or aborted has the sets of its tokens.
+(`processed_logprobs`). What is finite there is the set that the token was sampled from, whatever kernel chose it. Its
+model runner V2 (on GPUs) returns such sets (`return_sampling_mask`); its runner V1 (on the CPU) is made to return them
+the same way, with the tokens and their log-probs: a request that is preempted, stopped or aborted has the sets of its
+tokens. Either packs them on the device into a bit for each token and copies them without a wait.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from troupe.workers.contract.kept_tokens import bitmap_words, keeps, write_kept
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ _GATHER = 0x0102040810204080
 def recording_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """vLLM's own scheduler, which passes on what `record_kept_tokens` records (vLLM calls this by its name).
 
-    The setting of vLLM would also refuse the runner and, of each request, a temperature of 0 and no top-k.
+    The setting of vLLM would also refuse runner V1 and, of each request, a temperature of 0 and no top-k.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -53,14 +55,35 @@ def record_kept_tokens(runner: Any) -> None:
     A step in which no request asks for log-probs, as that of a probe, has none either.
 
     Raises:
-        RuntimeError: it is another runner than the one whose sampler is known.
+        RuntimeError: it is another runner than the two whose samplers are known.
     """
     from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    sampler: Any = runner.sampler
-    if not (isinstance(runner, GPUModelRunner) and type(sampler) is Sampler):
+    if type(runner.sampler) is SamplerV2:
+        vars(runner.sampler).update(return_sampling_mask=True, use_flashinfer=False)  # as vLLM's setting does
+        SamplingMaskTensors.tolists = _sets_of_v2
+    elif isinstance(runner, GPUModelRunner) and type(runner.sampler) is Sampler:
+        _record_v1(runner)
+    else:
         raise RuntimeError(f"the tokens that {type(runner).__name__} leaves to a sample cannot be recorded")
+
+
+def _sets_of_v2(masks: SamplingMaskTensors, _sampled: Any = None) -> SamplingMaskLists | None:
+    """What runner V2 returns instead of its own lists, which hold all tokens where all were left."""
+    with _errors_logged():
+        bits = masks.packed_mask.numpy()
+        bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))
+        bits[masks.counts.numpy() == 0] = 0  # not written where a request got no token
+        return _sets(bits, masks.vocab_size)
+
+
+def _record_v1(runner: Any) -> None:
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
+
+    sampler = runner.sampler
     sample, sample_tokens = sampler.sample, runner.sample_tokens
     last: list[tuple[torch.Tensor, int]] = []
 
@@ -105,12 +128,17 @@ def _packed(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _add_sets(packed: torch.Tensor, vocabulary: int, output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Give an output the sets of its tokens, in the form of vLLM's own; words are instead of ids."""
+    """Give an output the sets of its tokens."""
+    with _errors_logged():
+        output.sampling_masks = _sets(packed.numpy(), vocabulary)
+    return output
+
+
+def _sets(packed: npt.NDArray[np.uint8], vocabulary: int) -> SamplingMaskLists:
+    """Sets in the form of vLLM's own; words are instead of ids."""
     from vllm.v1.outputs import SamplingMaskLists
 
-    with _errors_logged():
-        output.sampling_masks = SamplingMaskLists(*write_kept(packed.numpy().view(np.uint32), vocabulary))
-    return output
+    return SamplingMaskLists(*write_kept(packed.view(np.uint32), vocabulary))
 
 
 def kept_tokens(completion: CompletionOutput) -> tuple[list[bytes], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from vllm.outputs import SamplingMask
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
 from tests.kept_tokens import words_of
@@ -98,6 +100,18 @@ def test_an_error_of_the_record_leaves_the_engine_alone(
         assert recorded.masks(recorded.step(torch.tensor([[-1.0, GONE]]))) is None
     assert "no memory" in caplog.text
     assert recorded.masks(recorded.step(torch.tensor([[-1.0, GONE]]))).token_ids.tolist() == [0]
+
+
+@pytest.mark.parametrize("vocabulary", [5, 40, 70])
+def test_what_runner_v2_copies_becomes_words(vocabulary: int) -> None:
+    """Of a request without a token it copies whatever was in the memory: in that row even bits behind the end."""
+    kept = np.arange(vocabulary) % np.array([[1], [2], [4]]) == 0
+    bits = np.vstack([np.packbits(kept, axis=1, bitorder="little"), np.full((1, -(-vocabulary // 8)), 255, np.uint8)])
+    counts = torch.tensor([*kept.sum(1), 0], dtype=torch.int32)
+    masks = SamplingMaskTensors(torch.empty(4, 0), torch.from_numpy(bits), counts, vocabulary)
+    found = kept_tokens._sets_of_v2(masks)
+    assert found is not None
+    assert found.to_nested_list() == [*(words.tolist() for words in words_of(kept)), []]
 
 
 def test_the_device_is_not_waited_for() -> None:
