@@ -45,7 +45,8 @@ def main(model: Path) -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 
-    topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run this kernel
+    kernels: Any = topk_topp_sampler
+    kernels.HAS_TRITON = False  # the interpreter cannot run that of top-p and top-k
     sampling = config.sampling.model_copy(update={"top_p": 0.8})
     engine = LLMEngine.from_engine_args(engine_args(config.model_copy(update={"sampling": sampling})))
     executor: Any = engine.model_executor
@@ -56,7 +57,8 @@ def main(model: Path) -> None:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, **values)
         engine.add_request(name, TokensPrompt(prompt_token_ids=PROMPT), params)
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        outputs: list[Any] = engine.step()
+        for output in outputs:
             completion = output.outputs[0]
             words, problem = kept_tokens(completion)
             ids = list(completion.token_ids)

@@ -52,7 +52,7 @@ def record_kept_tokens(runner: Any) -> None:
     """Have a model runner return the sets with its outputs; called once, in each process of an engine.
 
     An error of this ends no engine: the tokens of that step have no sets, and `kept_tokens` says so of their samples.
-    A step in which no request asks for log-probs, as that of a probe, has none either.
+    With runner V1 a step in which no request asks for log-probs, as that of a probe, has none either.
 
     Raises:
         RuntimeError: it is another runner than the two whose samplers are known.
@@ -64,7 +64,8 @@ def record_kept_tokens(runner: Any) -> None:
 
     if type(runner.sampler) is SamplerV2:
         vars(runner.sampler).update(return_sampling_mask=True, use_flashinfer=False)  # as vLLM's setting does
-        SamplingMaskTensors.tolists = _sets_of_v2
+        masks: Any = SamplingMaskTensors
+        masks.tolists = _sets_of_v2
     elif isinstance(runner, GPUModelRunner) and type(runner.sampler) is Sampler:
         _record_v1(runner)
     else:
@@ -81,6 +82,7 @@ def _sets_of_v2(masks: SamplingMaskTensors, _sampled: Any = None) -> SamplingMas
 
 
 def _record_v1(runner: Any) -> None:
+    """Wrap the functions of a runner V1 that sample and that return the output of a step."""
     from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
 
     sampler = runner.sampler

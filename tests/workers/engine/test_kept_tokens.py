@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,8 @@ from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelR
 
 from tests.kept_tokens import words_of
 from troupe.workers.engine import kept_tokens
-from troupe.workers.engine.rows import sampled_turn
+from troupe.workers.engine.rows import _status, sampled_turn
+from troupe.workers.episodes.turns import SampledTurn
 
 GONE = -torch.inf
 
@@ -142,3 +144,10 @@ def test_a_response_with_sets_that_are_missing_or_wrong_fails_its_sample(
     turn = sampled_turn(output, records=True)
     assert (turn.problem, [len(words) for words in turn.kept]) == (problem, [0, 0] if problem else [8, 0])
     assert not sampled_turn(output).problem
+
+
+def test_one_turn_that_cannot_be_trained_fails_an_episode() -> None:
+    good = SampledTurn([3], [-1.0], [], "stop")
+    turns = (good, replace(good, problem="not recorded"), replace(good, problem="another"))
+    assert [_status("ok", good), _status("ok", *turns)] == ["ok", "engine: not recorded"]
+    assert _status("environment: its own reason", *turns) == "environment: its own reason"
