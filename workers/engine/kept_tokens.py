@@ -73,7 +73,7 @@ def record_kept_tokens(runner: Any) -> None:
 
 
 def _sets_of_v2(masks: SamplingMaskTensors, _sampled: Any = None) -> SamplingMaskLists | None:
-    """What runner V2 returns instead of its own lists, which hold all tokens where all were left."""
+    """What runner V2 returns instead of lists that hold all tokens where all were left."""
     with _errors_logged():
         bits = masks.packed_mask.numpy()
         bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))
