@@ -36,11 +36,11 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.processes import Meter, RemoteObject
 from benchmarks.support.workload import MAX_GAP, Settings, add_settings, grpo_spec
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.errors import Source
 from troupe.orchestrator.spec.load import parse_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.yaml_reader import Document
+from troupe.orchestrator.telemetry.console import Console
 
 BOUND = "bound"
 SAMPLES = Unit("samples", "sample", digits=2)

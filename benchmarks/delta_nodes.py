@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.support.harness import SKIPPED, NotCorrect, Spread, command_parser, machine, progress, versions
 from benchmarks.support.network_nodes import PORT, lacking, network, ray_node
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT / "deploy" / "specs" / "laptop-grpo.yaml"

@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Settings, add_settings, encode_prompts, grpo_spec, without_eos
+from troupe.workers.agents.environments.base import Environment
 from troupe.workers.contract.environments import OK, Message, Observation, Row
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
-from troupe.workers.environments.base import Environment
 from troupe.workers.rollout import RolloutWorker
 
 OBSERVATION = "Go on, please."

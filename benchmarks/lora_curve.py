@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.reward_curves import METRIC, curve, table
 from benchmarks.support.harness import command_parser
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT / "deploy" / "specs" / "laptop-grpo.yaml"

@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Settings, add_settings, grpo_spec, without_eos
-from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.telemetry.console import Console
 
 PRODUCT, SHARE = "troupe", "recording, % of the step's CPU time"
 WARM_UP = 2

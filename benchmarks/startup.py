@@ -38,9 +38,9 @@ from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_p
 from benchmarks.support.processes import Meter, RemoteObject, end
 from benchmarks.support.workload import Group, encode_prompts
 from troupe.orchestrator.data.prompts import load_pools
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.rollout import RolloutWorker
 
 BARE, PRODUCT = "bare AsyncLLM", "troupe"

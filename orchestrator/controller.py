@@ -14,18 +14,17 @@ from troupe.orchestrator.cluster.event_loop import rare_collections
 from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.held_out import held_out_lines
-from troupe.orchestrator.reporting.metrics import PhaseTimers, merge_updates
-from troupe.orchestrator.reporting.recorder import RunRecorder
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.rollouts.held_out import held_out_lines
 from troupe.orchestrator.rollouts.run_weights import RunWeights
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.metrics import PhaseTimers, merge_updates
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
+from troupe.orchestrator.telemetry.recorder import RunRecorder
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.batch import (
     Batch,
     BatchSource,
@@ -42,6 +41,7 @@ from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
 from troupe.orchestrator.training.saves import Moment, RunSaves, SaveContext
 from troupe.orchestrator.training.state import BestState, ControllerState
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)

@@ -14,16 +14,16 @@ from troupe.orchestrator.data.run_data import RunData, load_data
 from troupe.orchestrator.data.summary import describe
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.evaluation_cache import cache_folder, cached, keep, model_digest, set_keys
-from troupe.orchestrator.reporting.evaluation_log import as_json, described_sets, evaluation_as_json
-from troupe.orchestrator.reporting.held_out import SetResult
 from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.rollouts.endpoint import Endpoint, endpoint_sampler
 from troupe.orchestrator.rollouts.evaluation import metrics_of
+from troupe.orchestrator.rollouts.evaluation_cache import cache_folder, cached, keep, model_digest, set_keys
+from troupe.orchestrator.rollouts.evaluation_log import as_json, described_sets, evaluation_as_json
+from troupe.orchestrator.rollouts.held_out import SetResult
 from troupe.orchestrator.run import RunRequest, open_run, say
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import unless_stopped
 from troupe.orchestrator.training.checkpoint import write_merged
 from troupe.workers.contract.atomic_file import write_atomic

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from troupe.orchestrator.capacity.plan import Plan
-    from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.reporting.run_folder import RunFolder
-    from troupe.orchestrator.reporting.verdicts.verdict import Verdict
+    from troupe.orchestrator.insight.verdicts.verdict import Verdict
     from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.telemetry.console import Console
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def run(
 
 def _report_at_end(folder: Path, console: Console) -> None:
     """Write the report of a run that has made a step, and print its path."""
-    from troupe.orchestrator.reporting.html.report import REPORT, write_last_report
+    from troupe.orchestrator.insight.report.report import REPORT, write_last_report
 
     if console.progress().steps and (file := write_last_report([folder], folder / REPORT)) is not None:
         console.message(f"report: {file}")
@@ -112,9 +112,11 @@ def _report_at_end(folder: Path, console: Console) -> None:
 
 def train(request: RunRequest, console: Console) -> Outcome:
     """Train as a request says, shown on a console, which is closed. Raises TroupeError."""
+    from troupe.orchestrator.insight.verdicts.running import RunningVerdicts
     from troupe.orchestrator.run import run as run_spec
 
-    console.start(request.spec.name, request.spec.schedule.steps, request.out)
+    verdicts = RunningVerdicts(request.out, console.message)
+    console.start(request.spec.name, request.spec.schedule.steps, verdicts)
     try:
         ended = run_spec(request, console)
         console.finish(ended.summary(request.out))
@@ -337,8 +339,8 @@ def samples(
     """
     if problem := packages.missing("duckdb"):
         raise UsageError(f"samples: {problem}")
-    from troupe.orchestrator.reporting.run_folder import RunFolder
-    from troupe.orchestrator.reporting.samples import SampleQuery, select_samples
+    from troupe.orchestrator.insight.samples import SampleQuery, select_samples
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
     from troupe.workers.contract.samples import SAMPLES
 
     query = SampleQuery(step, None, where, sort, limit)
@@ -381,7 +383,7 @@ class Outcome:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """What is right and wrong with the run."""
-        from troupe.orchestrator.reporting.verdicts.running import verdicts_of
+        from troupe.orchestrator.insight.verdicts.running import verdicts_of
 
         return tuple(verdicts_of(self._run))
 
@@ -391,13 +393,13 @@ class Outcome:
         Args:
             file: The file; None: `report.html` in the run folder.
         """
-        from troupe.orchestrator.reporting.html.report import REPORT, write_report
+        from troupe.orchestrator.insight.report.report import REPORT, write_report
 
         return write_report([self.folder], Path(file) if file is not None else self.folder / REPORT)
 
     @cached_property
     def _run(self) -> RunFolder:
-        from troupe.orchestrator.reporting.run_folder import RunFolder
+        from troupe.orchestrator.telemetry.run_folder import RunFolder
 
         return RunFolder(self.folder)
 
@@ -460,7 +462,7 @@ def _folder(run: Outcome | str | Path) -> Path:
 
 def _console(on_step: OnStep | None, stream: TextIO) -> Console:
     """The console of a run, which also calls the user's function after each step."""
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.telemetry.console import Console
 
     class StepConsole(Console):
         def step(self, step: int, metrics: Mapping[str, object]) -> None:

@@ -11,12 +11,11 @@ from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics, named_examples
 from troupe.orchestrator.errors import DataError, TroupeError
-from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.recorder import RunRecorder
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
+from troupe.orchestrator.telemetry.recorder import RunRecorder
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.offline_source import (
@@ -30,6 +29,7 @@ from troupe.orchestrator.training.offline_source import (
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.roles import TableRef
 

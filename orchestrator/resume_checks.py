@@ -5,7 +5,6 @@ Everything here is checked before Ray starts. A field is refused where the check
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,46 +15,11 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import FieldDifference, field_changes
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, stage_problem, trainer_layouts
 from troupe.orchestrator.training.state import ControllerState
 from troupe.workers.contract.advantage_state import AdvantageState
-
-_REFUSED = {
-    r"seed": "the order of the data and of sampling follows from it",
-    r"algorithm\.name": "the checkpoint's state belongs to the algorithm that wrote it",
-    r"model\.path": "the weights are the checkpoint's; to train another model, start another run",
-    r"model\.adapter": "the adapters are the checkpoint's; to train others, start another run",
-    r"model\.dtype": "the checkpoint's optimizer states are of the other type",
-    r"roles\.(policy|critic)\.lora(\..*)?": "the checkpoint holds the weights that trained until then",
-    r"roles\.critic": "the checkpoint was written with the other set of trainers",
-    r"roles\.critic\.model(\..*)?": "the critic's weights are the checkpoint's; start another run",
-    r"data\.max_length": "it decides which examples are trained on, and so their order",
-    r"data\.ptx(\.\d+)?\.max_tokens": "it decides where texts are cut, and so their order",
-    r"data\.(train|ptx)\.\d+\.name": "the checkpoint holds the position in each source by its name",
-    r"(algorithm|data\.train\.\d+)\.group_size": "groups in flight at the checkpoint are sampled again as they were",
-    r"data\.train\.\d+\.environment": "groups in flight at the checkpoint are sampled again as they were",
-}
-"""Reason by pattern of the field's path. Training data are compared by digest, ZeRO stages with the checkpoint."""
-_OPTIMIZER = "learning_rate|weight_decay|adam_.*|max_grad_norm|schedule|warmup_updates|min_lr_ratio"
-_NOTES = {
-    r"data\.train\.\d+\.(weight|repeats|max_tokens)": "from the next prompt on",
-    r"data\.train\.\d+\.rewards.*": "rewards before and after may not be comparable",
-    r"data\.(train\.\d+|curriculum)\.(solved_at|component)": "results so far count as they were",
-    r"data\.(train|ptx)\..*": "allowed where the rows are the same",
-    r"evaluation\.(beside|every_steps|at_start|at_end)": "from the next step on",
-    r"data\.eval(\..*)?|evaluation(\..*)?": "evaluations before and after may not be comparable",
-    r"roles\.reference(\.model.*)?": "the reference is another one from now on",
-    r"checkpoint\.best\.(metric|mode)": "the best evaluations so far are forgotten",
-    r"roles\.reward\.(functions|model).*": "rewards before and after may not be comparable",
-    r"roles\.(policy|critic)\.workers": "optimizer states are resharded",
-    rf"roles\.(policy|critic)\.({_OPTIMIZER})": "from the next update on",
-    r"algorithm\.(kl|kl_old)\.coef": "from the next step on; a coefficient that adapts starts from it again",
-    r"algorithm\.by_source": "from the next step on; running statistics start again",
-    r"(algorithm|sampling)\..*": "from the next step on",
-}
-_LENGTH = ("schedule.steps", "schedule.epochs", "schedule.minibatches")
-"""Fields that the number of updates follows from, over which a learning-rate schedule extends."""
 
 
 @dataclass(frozen=True)
@@ -135,23 +99,12 @@ def _differences(before: RunSpec, spec: RunSpec, step: int) -> Iterator[FieldDif
     changes = field_changes(before, spec)
     if before.algorithm.name != spec.algorithm.name:  # every other difference may follow from this one
         changes = [change for change in changes if change[0] == "algorithm.name"]
+    fields = field_tree(type(spec))
     for field, old, new in changes:
-        refused = _reason(field, _REFUSED) or _not_in_checkpoint(field, old)
-        note = _reason(field, _NOTES) or (_new_length(spec, step) if field in _LENGTH else "")
+        rule = fields.resume(field)
+        refused = rule.refused or ("" if old else rule.refused_if_off)
+        note = _new_length(spec, step) if rule.length else rule.note
         yield FieldDifference(field, old, new, refused, "" if refused else note)
-
-
-def _reason(field: str, reasons: Mapping[str, str]) -> str:
-    return next((reason for pattern, reason in reasons.items() if re.fullmatch(pattern, field)), "")
-
-
-def _not_in_checkpoint(field: str, old: Any) -> str:
-    """What is refused where it was off before."""
-    if field.endswith(".ema_decay") and not old:
-        return "the checkpoint has no moving average of the weights"
-    if field == "data.ptx" and old is None:
-        return "the checkpoint has no position in these texts"
-    return ""
 
 
 def _new_length(spec: RunSpec, step: int) -> str:

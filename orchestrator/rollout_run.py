@@ -6,8 +6,6 @@ from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
 
-from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor, token_scorer
-from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
@@ -18,14 +16,13 @@ from troupe.orchestrator.data.run_data import RunData
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.errors import DataError
+from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport, token_scorer
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
-from troupe.orchestrator.reporting.recorder import RunRecorder
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.pools.queues import EngineQueue, Queues
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
 from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
@@ -38,13 +35,15 @@ from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
+from troupe.orchestrator.telemetry.recorder import RunRecorder
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
-from troupe.orchestrator.why.facts import EngineQueue, Queues
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import TextCut
 

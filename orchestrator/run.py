@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from troupe.orchestrator.audit.auditor import one_engine
-from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.capacity.placement import role_sizes, room
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.controller import RunOutcome
@@ -26,15 +24,14 @@ from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.data.summary import Pools, describe, named_examples
 from troupe.orchestrator.errors import UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
+from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
 from troupe.orchestrator.offline_run import OfflineRun
-from troupe.orchestrator.reporting.comparable import EVALUATION, REWARDS
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.roles.table import SAMPLERS
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.rollout_run import RolloutRun
+from troupe.orchestrator.rollout_run import AuditReport, RolloutRun
 from troupe.orchestrator.run_checkpoints import RunCheckpoints, open_checkpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_lock import kept, locked
@@ -43,11 +40,11 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.telemetry.event_log import recorded_failure
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, recorded_failure
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.versions import versions as describe_versions
-from troupe.orchestrator.why.observer import RunObserver
 from troupe.orchestrator.worker_server import server_of
 from troupe.workers.contract.roles import Worker
 
@@ -138,6 +135,15 @@ def audit(request: RunRequest, console: Console) -> AuditReport:
     if request.resume and found is None:
         raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")
     return asyncio.run(_audit(replace(request, spec=spec), spec, console, found))
+
+
+def one_engine(spec: RolloutSpec) -> RolloutSpec:
+    """The spec of an audit: one engine where engines do not share the policy's GPUs."""
+    rollout = spec.roles.rollout
+    if rollout.colocate_with is None:
+        rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
+    roles = spec.roles.model_copy(update={"rollout": rollout})
+    return spec.model_copy(update={"roles": roles})
 
 
 async def _audit(request: RunRequest, spec: RolloutSpec, console: Console, found: Checkpoint | None) -> AuditReport:

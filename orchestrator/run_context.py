@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.pools.queues import Queues
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.why.observer import RunObserver
+from troupe.orchestrator.telemetry.console import Console
+
+
+class Observer(Protocol):
+    """Observes the run from a thread (`orchestrator/insight/why/observer.py`)."""
+
+    queues: Callable[[], Queues]
+    """What waits for engines; called from any thread."""
 
 
 @dataclass(frozen=True)
@@ -22,5 +31,5 @@ class RunContext:
     console: Console
     stop: asyncio.Event
     """Set when the run must save and exit."""
-    observer: RunObserver | None = None
+    observer: Observer | None = None
     """Answers `troupe why`."""

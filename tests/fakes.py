@@ -27,9 +27,9 @@ from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, T
 from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised, WorkerTimeout
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import Push, TrainerRecovery

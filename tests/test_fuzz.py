@@ -34,21 +34,21 @@ from safetensors.torch import save_file
 from tests.conftest import ROOT
 from troupe.orchestrator.data.prompts import PromptSource, load_pool
 from troupe.orchestrator.errors import DataError, TroupeError, UsageError
+from troupe.orchestrator.insight.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
-from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.preflight import model_folder, too_long, unsupported_head_size, wrong_kinds
 from troupe.orchestrator.spec.sections import DataSource
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
+from troupe.workers.agents.environments.agent import read_request
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
-from troupe.workers.environments.agent import read_request
 from troupe.workers.isolation.child import Child
 from troupe.workers.isolation.descendants import new_mark
 from troupe.workers.isolation.output import BoundedOutput

@@ -25,39 +25,49 @@ PURE = (
     *("workers.models.token_batch", "workers.models.ragged", "workers.models.kept_tokens"),
     *("workers.telemetry", "workers.isolation", "workers.preload.forked_worker", "workers.preload.setup_worker"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
-    *("orchestrator.bench.points", "orchestrator.bench.results", "orchestrator.bench.bounds"),
-    *("orchestrator.bench.sequences", "orchestrator.bench.training"),
     *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
-    *("orchestrator.telemetry", "orchestrator.ray_environment"),
-    *("orchestrator.doctor.machine", "orchestrator.doctor.checks"),
+    *("orchestrator.telemetry", "orchestrator.ray_environment", "orchestrator.versions"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     "orchestrator.starter.environments",
-    *("orchestrator.doctor.software", "orchestrator.doctor.hardware"),
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
+    *(f"orchestrator.insight.bench.{name}" for name in ("points", "results", "bounds", "sequences", "training")),
+    *(f"orchestrator.insight.doctor.{name}" for name in ("machine", "checks", "software", "hardware")),
 )
 """Layer 0, as folders and modules. They import each other, the standard library and data libraries."""
+WRITING = ("orchestrator.telemetry.console", "orchestrator.telemetry.sinks")
+"""Services in a folder of layer 0: they write to terminals and trackers, with libraries of their own."""
 ROOTS = tuple(
     f"orchestrator.{name}"
     for name in (
         "controller",
         "run",
-        "bench_run",
-        "bench_training",
         "library",
         "run_context",
         "rollout_run",
         "run_pools",
         "offline_run",
         "evaluate_run",
-        "replay_run",
         "launcher",
         "start_progress",
         "commands",
         "supervisor",
         "cli",
+        "insight",
     )
 )
 """Layer 3. All other modules of orchestrator/ are services, layer 2."""
+ROOF = "orchestrator.insight"
+"""Reads the folders of runs, and starts runs to measure or repeat them."""
+ABOVE_THE_ROOF = ("orchestrator.commands", "orchestrator.library")
+"""What may import all of it."""
+PARTS_OF_A_RUN = {
+    "orchestrator.insight.why.observer": "orchestrator.run",
+    "orchestrator.insight.audit.auditor": "orchestrator.rollout_run",
+}
+"""The modules of the roof that a run needs, each with the one module that imports it."""
+AGENTS = "workers.agents"
+AGENTS_INTERFACE = "workers.agents.interface"
+"""What the rest of workers/ names of agents."""
 
 CREATES_MODELS = "orchestrator.starter.demo_models"
 """Writes the models of the examples with transformers, in a separate process."""
@@ -75,7 +85,7 @@ TENSORS_IN_PURE = (
 OWNERS = {
     "ray": ("orchestrator.cluster", "orchestrator.platforms"),
     "deepspeed": ("workers.training",),
-    "duckdb": ("orchestrator.reporting.samples",),
+    "duckdb": ("orchestrator.insight.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
     "peft": ("workers.audit.scorer", "workers.models.adapter"),
     "vllm": (
@@ -174,7 +184,7 @@ def within(name: str, places: Iterable[str]) -> bool:
 
 def layer(name: str) -> int:
     """0 pure, 1 workers, 2 services, 3 roots."""
-    if within(name, PURE) or name in PACKAGES:
+    if name in PACKAGES or (within(name, PURE) and not within(name, WRITING)):
         return 0
     if belongs_to(name, "workers"):
         return 1
@@ -189,7 +199,7 @@ def report(violations: list[str]) -> None:
 
 def test_all_modules_named_in_the_rules_exist() -> None:
     owners = [place for places in OWNERS.values() for place in places]
-    named = {*PURE, *ROOTS, *ROLES, *TENSORS_IN_PURE, *owners}
+    named = {*PURE, *WRITING, *ROOTS, *ABOVE_THE_ROOF, *PARTS_OF_A_RUN, *ROLES, *TENSORS_IN_PURE, *owners}
     assert named - {module.name for module in modules()} == set()
 
 
@@ -222,6 +232,24 @@ def test_workers_import_neither_orchestrator_nor_ray_nor_another_role() -> None:
     report(violations)
 
 
+def test_the_rest_of_workers_names_agents_by_one_interface() -> None:
+    """In imports, and in the paths that tables of workers/ have as text."""
+    violations: list[str] = []
+    for module in modules():
+        if not belongs_to(module.name, "workers") or belongs_to(module.name, AGENTS):
+            continue
+        named = [(found.target, found.where) for found in imports(module)]
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("troupe."):
+                named.append((node.value.partition(":")[0].removeprefix("troupe."), module.location(node)))
+        violations += [
+            f"{where}: {module.name} names {target}; import it from {AGENTS_INTERFACE}"
+            for target, where in named
+            if belongs_to(target, AGENTS) and target != AGENTS_INTERFACE
+        ]
+    report(violations)
+
+
 def test_orchestrator_imports_only_pure_modules_of_workers() -> None:
     violations: list[str] = []
     for module in modules():
@@ -248,14 +276,27 @@ def test_services_do_not_import_roots_and_orchestrator_imports_no_model_library(
     report(violations)
 
 
-def test_the_cluster_imports_nothing_from_reporting() -> None:
+def test_the_cluster_writes_to_no_terminal() -> None:
     report(
         [
             f"{found.where}: {module.name} imports {found.target}; what both need is in orchestrator/telemetry/"
             for module in modules()
             if belongs_to(module.name, "orchestrator.cluster")
             for found in imports(module)
-            if belongs_to(found.target, "orchestrator.reporting")
+            if within(found.target, WRITING)
+        ]
+    )
+
+
+def test_only_commands_and_the_library_import_the_roof() -> None:
+    """A run needs three things of `troupe why`, `audit` and `replay`: two of them are parts of the roof."""
+    report(
+        [
+            f"{found.where}: {module.name} imports {found.target}"
+            for module in modules()
+            if not within(module.name, (ROOF, *ABOVE_THE_ROOF))
+            for found in imports(module)
+            if belongs_to(found.target, ROOF) and PARTS_OF_A_RUN.get(found.target) != module.name
         ]
     )
 
@@ -265,12 +306,13 @@ def _file(name: str) -> str:
 
 
 def _folder(name: str) -> str:
-    return ".".join(name.split(".")[:2])
+    """A folder of a package, or of the roof: what starts runs there is above what they need of it."""
+    return ".".join(name.split(".")[: 3 if belongs_to(name, ROOF) else 2])
 
 
 @pytest.mark.parametrize("part", [_file, _folder])
 def test_imports_form_no_circle(part: Callable[[str], str]) -> None:
-    """Neither between files nor between the folders of a package."""
+    """Neither between files nor between folders."""
     graph: dict[str, set[str]] = {}
     names = {module.name for module in modules()}
     for module in modules():
@@ -358,7 +400,7 @@ def test_importing_the_command_imports_no_heavy_library() -> None:
     assert (done.returncode, done.stdout.splitlines()) == (0, [*modules]), done.stderr
 
 
-@pytest.mark.parametrize("module", ["troupe.workers.rewards.child", "troupe.workers.environments.child"])
+@pytest.mark.parametrize("module", ["troupe.workers.rewards.child", "troupe.workers.agents.environments.child"])
 def test_a_process_of_user_code_starts_without_pydantic(module: str) -> None:
     """It starts in a third of the time then, also after every fault of the user's code."""
     code = f"import sys, {module}; print(*sorted({HEAVY | {'pydantic'}!r} & set(sys.modules)))"
@@ -394,15 +436,21 @@ def test_the_rules_detect_violations(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "if TYPE_CHECKING:\n    import ray as r\n"
         "def f():\n    from troupe.workers import policy\n    from vllm.v1 import engine\n    print(1)\n"
         "    worker.call('update', 1.0)\n    isinstance(spec, OfflineSpec)\n    subprocess.run([])\n"
+        "    from troupe.orchestrator.insight.why import observer\n"
     )
     module = Module("orchestrator.bad", tmp_path / "bad.py", ast.parse(source))
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    known = Module("workers.policy", tmp_path / "policy.py", ast.parse(""))
-    monkeypatch.setattr(sys.modules[__name__], "modules", lambda: (module, known))
-    assert [found.target for found in imports(module)] == ["typing", "ray", "workers.policy", "vllm.v1"]
+    table = "FUNCTIONS = {'python_tests': 'troupe.workers.agents.sandbox.python_tests:python_tests'}"
+    known = Module("workers.policy", tmp_path / "policy.py", ast.parse(table))
+    part = Module("orchestrator.insight.why.observer", tmp_path / "observer.py", ast.parse(""))
+    monkeypatch.setattr(sys.modules[__name__], "modules", lambda: (module, known, part))
+    targets = ["typing", "ray", "workers.policy", "vllm.v1", part.name]
+    assert [found.target for found in imports(module)] == targets
     assert [name for name, _ in calls(module)] == ["print", "worker.call", "isinstance", "subprocess.run"]
     for broken in (
         test_orchestrator_imports_only_pure_modules_of_workers,
+        test_only_commands_and_the_library_import_the_roof,
+        test_the_rest_of_workers_names_agents_by_one_interface,
         test_the_packages_contain_no_print_no_assert_and_no_unsafe_loading,
         test_every_process_is_given_its_environment,
         test_worker_methods_are_named_by_their_protocol,

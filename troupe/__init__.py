@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from troupe.orchestrator.library import run as run
     from troupe.orchestrator.library import samples as samples
     from troupe.orchestrator.spec.errors import SpecError as SpecError
-    from troupe.workers.environments import Environment as Environment
+    from troupe.workers.agents.environments import Environment as Environment
 
 _LIBRARY = "troupe.orchestrator.library"
 _HOMES = {
     **dict.fromkeys(("Outcome", "evaluate", "export", "load_spec", "plan", "run", "samples"), _LIBRARY),
-    "Environment": "troupe.workers.environments",
+    "Environment": "troupe.workers.agents.environments",
     "SpecError": "troupe.orchestrator.spec.errors",
     "TroupeError": "troupe.orchestrator.errors",
 }

@@ -8,10 +8,10 @@ import socket
 import time
 from collections.abc import Awaitable
 
+from troupe.workers.agents.interface import EnvironmentProcesses, SeatFailed, SeatProcess
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
-from troupe.workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
 from troupe.workers.rewards.thoughts import environment_with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import FamilyPeak
 

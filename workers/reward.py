@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from troupe.workers.agents.interface import JudgeReward
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
 from troupe.workers.contract.environments import OK, cause_of
@@ -36,7 +37,6 @@ from troupe.workers.data.kept_groups import Kept, keep_groups, read_group
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
 from troupe.workers.data.turn_ends import without_end
-from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.runner import EnvironmentReward, RewardProcess, RewardResult, Sample
 from troupe.workers.rewards.steps import Step, token_counts
 from troupe.workers.rewards.thoughts import VOTES, with_opened_thoughts

@@ -19,6 +19,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from troupe.workers.agents.interface import (
+    EpisodeRunner,
+    LongReader,
+    Played,
+    SampledTurn,
+    TurnLimits,
+    TurnReader,
+    read_row,
+)
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone
@@ -53,9 +62,6 @@ from troupe.workers.engine.settings import (
 )
 from troupe.workers.engine.tool_calls import tool_parser
 from troupe.workers.engine.unread_metrics import unread_metrics
-from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
-from troupe.workers.episodes.reader import TurnReader, read_row
-from troupe.workers.episodes.turns import SampledTurn, TurnLimits
 from troupe.workers.isolation.imports import without_collections
 from troupe.workers.isolation.removal import remove_at_death, retire
 from troupe.workers.telemetry.peak_memory import FamilyPeak

@@ -31,8 +31,8 @@ from benchmarks.support.workload import (
     without_eos,
 )
 from troupe.orchestrator.data.prompts import PromptPool, PromptSource, load_pools
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 
 BARE, KERNELS, TRL, PRODUCT = "bare loop", "bare loop, kernels", "TRL", "troupe"
 PHASES = ("generate", "prepare", "update", "sync")

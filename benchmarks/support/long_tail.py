@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from benchmarks.support.workload import tail_length
+from troupe.workers.agents.episodes.turns import TurnLimits
 from troupe.workers.contract.messages import GroupRequest
-from troupe.workers.episodes.turns import TurnLimits
 from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:

@@ -15,15 +15,13 @@ from typing import Any, cast
 from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
 from tests.fakes import with_fields
-from troupe.orchestrator.bench.batches import Unscored
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.hub.resolve import LocalFiles
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.metrics import PhaseTimers
+from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
@@ -32,6 +30,8 @@ from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.metrics import PhaseTimers
 from troupe.orchestrator.training.batch import Batch, BatchSource
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.updates import RolloutUpdates

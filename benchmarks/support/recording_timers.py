@@ -12,12 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.support.loop_timers import LoopParts
-from troupe.orchestrator.replay import step_recorder
-from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.recorder import RunRecorder
+from troupe.orchestrator.training import step_recorder
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.workers.contract.config import Device, ModelConfig, PolicyConfig, RewardConfig
 from troupe.workers.contract.messages import KeptFile
 from troupe.workers.models.token_batch import TokenBatch

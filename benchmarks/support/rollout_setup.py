@@ -12,12 +12,12 @@ import ray
 from benchmarks.support.harness import Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Group
-from troupe.orchestrator.bench.batches import SamplingBatches
-from troupe.orchestrator.bench.points import measured_spec
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.event_loop import rare_collections
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.insight.bench.batches import SamplingBatches
+from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.spec.rollout import RolloutSpec

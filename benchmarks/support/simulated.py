@@ -35,18 +35,18 @@ from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.sinks.base import LoggedRun
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import (

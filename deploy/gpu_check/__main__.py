@@ -24,7 +24,7 @@ from deploy.gpu_check.measurements import measurements
 from deploy.gpu_check.pieces import PIECES, Decision, arguments, decide
 from deploy.gpu_check.processes import last_lines, run_commands
 from deploy.gpu_check.record import PieceResult, Record, read
-from troupe.orchestrator.doctor.nvidia import graphics
+from troupe.orchestrator.capacity.nvidia import graphics
 from troupe.workers.contract.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]

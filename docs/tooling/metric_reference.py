@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from troupe.orchestrator.reporting.reference import metric_sections
 from troupe.orchestrator.roles.table import TRAINED
+from troupe.orchestrator.telemetry.metric_reference import metric_sections
 
 _HEAD = """\
 # Metrics

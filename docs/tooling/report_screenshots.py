@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.browser import Page, browser_page
-from troupe.orchestrator.reporting.html.page import write_bench_page
-from troupe.orchestrator.reporting.html.report import write_report
-from troupe.orchestrator.reporting.watch import WatchServer
+from troupe.orchestrator.insight.report.page import write_bench_page
+from troupe.orchestrator.insight.report.report import write_report
+from troupe.orchestrator.insight.watch import WatchServer
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 

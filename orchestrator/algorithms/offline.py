@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from troupe.orchestrator.errors import nearest
 from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.consequences import refused
 from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
@@ -24,6 +25,7 @@ from troupe.workers.contract.offline_config import (
 
 DataFormat = Literal["demonstrations", "pairs", "ranked", "labelled"]
 Trains = Literal["policy", "reward_model"]
+ALGORITHM = refused("the checkpoint's state belongs to the algorithm that wrote it")
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class OfflineAlgorithmConfig(Frozen):
     """The algorithm, and settings in place of its defaults. A field left out (or null) takes the algorithm's
     default."""
 
-    name: str = Field(json_schema_extra={"enum": [*sorted(OFFLINE_ALGORITHMS)]})
+    name: Annotated[str, ALGORITHM] = Field(json_schema_extra={"enum": [*sorted(OFFLINE_ALGORITHMS)]})
     """Name of the algorithm."""
     beta: float | None = Field(default=None, gt=0.0)
     """dpo, kto: strength of the implicit KL to the reference; ipo: the paper's tau; orpo: the paper's lambda."""

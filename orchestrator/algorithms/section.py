@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.offline import ALGORITHM, OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm, KlPenalty, TrustRegion
 from troupe.orchestrator.errors import nearest
 from troupe.workers.contract.config import (
@@ -24,7 +24,9 @@ from troupe.workers.contract.config import (
     ImportanceConfig,
     PolicyLossConfig,
 )
+from troupe.workers.contract.consequences import AS_SAMPLED, noted
 
+_COEF = noted("from the next step on; a coefficient that adapts starts from it again")
 FrozenT = TypeVar("FrozenT", bound=Frozen)
 
 _RATIO = frozenset({"importance", "kl_stop"})
@@ -71,7 +73,7 @@ def unknown_algorithm(name: str) -> str:
 class KlConfig(Frozen):
     """KL divergence from the reference model."""
 
-    coef: float | None = Field(default=None, ge=0.0)
+    coef: Annotated[float | None, _COEF] = Field(default=None, ge=0.0)
     """Weight of the KL term, which the algorithm puts in the loss or in the reward. Above 0 it needs the role
     `reference`. With a reference and 0 the divergence is only measured."""
     estimator: Literal["k1", "k2", "k3"] | None = None
@@ -90,7 +92,7 @@ class KlConfig(Frozen):
 class KlOldConfig(Frozen):
     """Penalty on KL(old || new) (ppo_penalty)."""
 
-    coef: float | None = Field(default=None, gt=0.0)
+    coef: Annotated[float | None, _COEF] = Field(default=None, gt=0.0)
     """Coefficient of the first update; it then follows the divergence."""
     target: float | None = Field(default=None, gt=0.0)
     """Divergence per token, in nats, that the coefficient adapts to."""
@@ -112,11 +114,13 @@ class AlgorithmConfig(Frozen):
     """The algorithm, and settings in place of its defaults. A field left out (or null) takes the algorithm's
     default."""
 
-    name: str = Field(json_schema_extra={"anyOf": [{"enum": [*sorted(ALGORITHMS)]}, {"pattern": CUSTOM_NAME.pattern}]})
+    name: Annotated[str, ALGORITHM] = Field(
+        json_schema_extra={"anyOf": [{"enum": [*sorted(ALGORITHMS)]}, {"pattern": CUSTOM_NAME.pattern}]}
+    )
     """Name of the algorithm, or `package.module:attribute` of a custom one (docs/guides/algorithm.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """A custom algorithm: arguments of the function that returns it."""
-    group_size: int | None = Field(default=None, ge=1)
+    group_size: Annotated[int | None, AS_SAMPLED] = Field(default=None, ge=1)
     """Samples per prompt."""
     clip_range: float | None = Field(default=None, gt=0.0, lt=1.0)
     """The ratio is clipped to 1 - clip_range .. 1 + clip_range."""
@@ -171,7 +175,7 @@ class AlgorithmConfig(Frozen):
     mask_truncated: bool = False
     """Responses cut at `sampling.max_tokens` carry no loss; their rewards remain in the statistics of their group
     (overlong filtering: DAPO, arXiv 2503.14476, sec. 3.4)."""
-    by_source: bool = True
+    by_source: Annotated[bool, noted("from the next step on; running statistics start again")] = True
     """With several sources in `data.train`: whitening, `reward_scale` and the running mean of returns are computed
     within each source; false: over all of them together. Groups are compared within themselves in any case."""
     dynamic_sampling_on: str | None = None

@@ -194,6 +194,19 @@ def fit(
     return Fit(node_of, None)
 
 
+def too_large(placement: Placement, nodes: Sequence[Node]) -> str:
+    """Error message for a bundle that is larger than every node that may have it; empty: a node can hold each."""
+    able = [node for node in nodes if node.may_have(placement.labels)]
+    for bundle in placement.bundles if able else ():
+        if not any(node.cpus >= bundle["CPU"] and node.gpus >= bundle["GPU"] for node in able):
+            most = max(able, key=lambda node: (node.gpus, node.cpus))
+            return (
+                f"no node is large enough for {placement.name}: a worker needs {bundle['CPU']:g} CPU "
+                f"{bundle['GPU']:g} GPU on one node, and the largest has {most.cpus:g} CPU {most.gpus:g} GPU"
+            )
+    return ""
+
+
 def misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
     """Error message for a placement group that does not fit: its request, those of all roles, and what is free."""
     roles = Counter((seat.role, seat.cpus, seat.gpus) for placement in placements for seat in placement.seats)

@@ -12,7 +12,17 @@ from typing import Any
 
 from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.capacity.measured import Measured, Recorded
-from troupe.orchestrator.capacity.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room
+from troupe.orchestrator.capacity.placement import (
+    GPU_GIB,
+    Node,
+    Placement,
+    demand,
+    fit,
+    place,
+    role_sizes,
+    room,
+    too_large,
+)
 from troupe.orchestrator.capacity.remedies import Misfit, MisfitRemedy, describe, remedies
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.roles.memory import Seated, Sizes
@@ -80,7 +90,7 @@ def plan(
     text = "" if misfit is None else misfit.problem
     if misfit is not None and advise:
         found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes, recorded).misfit)
-        text = describe(spec, misfit, found)
+        text = describe(spec, misfit, found, max((node.gpus for node in nodes), default=0.0))
     return Plan(
         rows=placed.rows,
         in_process=tuple((size.role, size.colocate_with or "") for size in role_sizes(spec) if size.in_process),
@@ -124,13 +134,21 @@ class _Placed:
         seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
         measured = None if recorded is None else recorded.of(spec, nodes)
         memory = memory_plan(spec, seated, nodes, sizes, measured)
-        if seating.missing is None or (memory.misfit is not None and memory.misfit.kind == "parallel"):
-            return cls(placements, rows, memory, memory.misfit, measured)
-        missing = seating.missing
-        problem = f"no room for {missing.name}: it asks for {missing.request}"
-        return cls(
-            placements, rows, memory, Misfit("placement", missing.name, (missing.seats[0].role,), problem), measured
-        )
+        return cls(placements, rows, memory, _first(placements, nodes, seating.missing, memory.misfit), measured)
+
+
+def _first(
+    placements: Sequence[Placement], nodes: Sequence[Node], missing: Placement | None, full: Misfit | None
+) -> Misfit | None:
+    """The first misfit of workers: one that no node can hold, one without room beside the others, or `full`."""
+    for placement in placements:
+        if problem := too_large(placement, nodes):
+            roles = tuple(dict.fromkeys(seat.role for seat in placement.seats))
+            return Misfit("bundle", placement.name, roles, problem)
+    if missing is None or (full is not None and full.kind == "parallel"):
+        return full
+    problem = f"no room for {missing.name}: it asks for {missing.request}"
+    return Misfit("placement", missing.name, (missing.role,), problem)
 
 
 def local_node(cpus: int, spec: RunSpec) -> Node:

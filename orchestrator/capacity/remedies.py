@@ -22,15 +22,18 @@ _MOST_CACHE_GIB = 64.0
 _UTILIZATIONS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 _MOST_SHARDS = 64
 _SHOWN = 2
+_ORDER = ("bundle", "parallel", "cache", "gpu", "host", "placement")
+"""Kinds of misfits in the order in which they are solved. Nodes can be added to the last."""
+_LARGER = {"placement": "add nodes", "bundle": "use larger nodes"}
 
 
 @dataclass(frozen=True)
 class Misfit:
     """The first thing of a plan that does not fit."""
 
-    kind: Literal["placement", "parallel", "cache", "gpu", "host"]
-    """A reservation without room; workers that do not divide their model; an engine whose cache holds no sequence; a
-    full GPU; a full node."""
+    kind: Literal["bundle", "parallel", "cache", "gpu", "host", "placement"]
+    """A worker that is larger than every node; workers that do not divide their model; an engine whose cache holds no
+    sequence; a full GPU; a full node; a reservation without room."""
     where: str
     """The placement group, worker or node."""
     roles: tuple[str, ...]
@@ -40,6 +43,12 @@ class Misfit:
     def same(self, other: Misfit) -> bool:
         """Whether the other one is the same problem, perhaps at another worker or node."""
         return self.kind == other.kind and (self.kind == "host" or self.roles[0] == other.roles[0])
+
+    def leads_to(self, other: Misfit) -> bool:
+        """Whether a change that leaves the other problem is worth proposing: its own remedies do not lead back."""
+        if self.kind == other.kind:
+            return not self.same(other)
+        return other.kind != "parallel" and _ORDER.index(self.kind) < _ORDER.index(other.kind)
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ def remedies(spec: RunSpec, misfit: Misfit, assess: Assess) -> tuple[MisfitRemed
     found: list[MisfitRemedy] = []
     for alternatives in _alternatives(spec, misfit):
         best = _smallest(spec, misfit, alternatives, assess)
-        if best is not None:
+        if best is not None and all(best.changes != other.changes for other in found):
             found.append(best)
         if sum(remedy.then is None for remedy in found) == _SHOWN:
             break
@@ -68,16 +77,19 @@ def remedies(spec: RunSpec, misfit: Misfit, assess: Assess) -> tuple[MisfitRemed
     return tuple((whole or found)[:_SHOWN])
 
 
-def describe(spec: RunSpec, misfit: Misfit, found: Sequence[MisfitRemedy]) -> str:
-    """The misfit and what to change, in one line."""
+def describe(spec: RunSpec, misfit: Misfit, found: Sequence[MisfitRemedy], gpus: float) -> str:
+    """The misfit and what to change, in one line; `gpus` are those of the largest node."""
     data = spec.model_dump(mode="json")
     texts = [_sentence(data, remedy) for remedy in found]
-    if misfit.kind == "placement":
-        texts.append("add nodes")
-    elif not texts:
-        larger = "nodes with more memory" if misfit.kind == "host" else "larger GPUs"
-        return f"{misfit.problem}: no setting makes it fit; use {larger} or a smaller model"
-    return f"{misfit.problem}{';' if misfit.kind == 'placement' else ':'} {', or '.join(texts)}"
+    if misfit.kind in ("placement", "bundle"):
+        return f"{misfit.problem}; {', or '.join([*texts, _LARGER[misfit.kind]])}"
+    if texts:
+        return f"{misfit.problem}: {', or '.join(texts)}"
+    larger = "nodes with more memory" if misfit.kind == "host" else "larger GPUs"
+    role = data["roles"].get(misfit.roles[0]) if misfit.kind in ("cache", "gpu") else None
+    divided = role is not None and not {"tensor_parallel_size", "shards"}.isdisjoint(role) and role["gpus"] >= 1
+    limit = f" on the {gpus:g} GPUs of a node" if divided else ""
+    return f"{misfit.problem}: no setting makes it fit{limit}; use {larger} or a smaller model"
 
 
 def changed(spec: RunSpec, changes: Changes) -> RunSpec | None:
@@ -98,14 +110,16 @@ def changed(spec: RunSpec, changes: Changes) -> RunSpec | None:
 def _smallest(spec: RunSpec, misfit: Misfit, alternatives: Iterator[Changes], assess: Assess) -> MisfitRemedy | None:
     """The first of several ever larger changes after which everything fits, else the first that ends the misfit."""
     first: MisfitRemedy | None = None
-    for changes in alternatives:
-        other = changed(spec, changes)
+    data = spec.model_dump(mode="json")
+    for alternative in alternatives:
+        changes = {field: value for field, value in alternative.items() if value != _value(data, field)}
+        other = changed(spec, changes) if changes else None
         if other is None:
             continue
         then = assess(other)
         if then is None:
             return MisfitRemedy(changes, None)
-        if first is None and not misfit.same(then) and then.kind != "parallel":
+        if first is None and misfit.leads_to(then):
             first = MisfitRemedy(changes, then)
     return first
 
@@ -117,6 +131,11 @@ def _alternatives(spec: RunSpec, misfit: Misfit) -> Iterator[Iterator[Changes]]:
         return
     if misfit.kind == "parallel":
         yield _fewer_ranks(spec, misfit.roles[0])
+        return
+    if misfit.kind == "bundle":
+        for role in misfit.roles:
+            yield _fewer_ranks(spec, role)
+            yield _halves(spec, f"roles.{role}.cpus", 1)
         return
     if misfit.kind == "host" and spec.checkpoint.async_save:
         yield iter([{"checkpoint.async_save": False}])
@@ -153,15 +172,13 @@ def _of_cache(spec: RunSpec, role: str) -> Iterator[Iterator[Changes]]:
 
 
 def _fewer_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
-    """Every smaller tensor parallel size, or sequence parallel size of a trainer."""
-    data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
-    if role in spec.roles.trainers():
-        sizes = range(data["sequence_parallel_size"] - 1, 0, -1)
-        yield from ({f"{path}.sequence_parallel_size": size} for size in sizes)
-        return
-    for ranks in range(data["tensor_parallel_size"] - 1, 0, -1):
-        gpus = {f"{path}.gpus": ranks} if data["gpus"] > 0 else {}
-        yield {f"{path}.tensor_parallel_size": ranks, **gpus}
+    """Every smaller number of processes that divide a model, or the rows of a trainer."""
+    path = f"roles.{role}"
+    data = _value(spec.model_dump(mode="json"), path) or {}
+    for name in ("sequence_parallel_size", "tensor_parallel_size", "shards"):
+        for ranks in range(data.get(name, 1) - 1, 0, -1):
+            gpus = {f"{path}.gpus": ranks} if data["gpus"] > 0 and role not in spec.roles.trainers() else {}
+            yield {f"{path}.{name}": ranks, **gpus}
 
 
 def _more_shards(spec: RunSpec) -> Iterator[Changes]:
@@ -231,13 +248,19 @@ def _with_guests(spec: RunSpec, role: str, changes: Changes) -> Changes:
 
 def _halves(spec: RunSpec, field: str, least: float) -> Iterator[Changes]:
     """Half, a quarter, ... of a number; nothing where the spec has no such field."""
-    node: Any = spec.model_dump(mode="json")
-    for name in field.split("."):
-        node = node.get(name) if isinstance(node, dict) else None
+    node = _value(spec.model_dump(mode="json"), field)
     value = node if isinstance(node, int | float) and not isinstance(node, bool) else 0
     while value / 2 >= least:
         value = value // 2 if isinstance(value, int) else value / 2
         yield {field: value}
+
+
+def _value(data: Mapping[str, Any], field: str) -> Any:
+    """The value at a dotted path; None if the spec has no such field."""
+    node: Any = data
+    for name in field.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 def _doublings(value: float, most: float) -> Iterator[Any]:
@@ -248,9 +271,7 @@ def _doublings(value: float, most: float) -> Iterator[Any]:
 def _sentence(data: Mapping[str, Any], remedy: MisfitRemedy) -> str:
     verbs: dict[str, list[str]] = {}
     for field, value in remedy.changes.items():
-        before: Any = data
-        for name in field.split("."):
-            before = before[name]
+        before = _value(data, field)
         if isinstance(value, bool) or not isinstance(before, int | float):
             verbs.setdefault(f"set {{}}: {str(value).lower()}", []).append(field)
         else:

@@ -28,13 +28,13 @@ def audit(
     Starts one engine and the policy with the run's own settings. Of a run folder, the newest checkpoint is pushed to
     the engine as the run pushes it. Exit code 1: rounding does not explain a gap.
     """
-    from troupe.orchestrator.reporting.console import Console
     from troupe.orchestrator.run import RunRequest
     from troupe.orchestrator.run import audit as audit_run
     from troupe.orchestrator.spec.errors import SpecError
     from troupe.orchestrator.spec.hub import uses_hub
     from troupe.orchestrator.spec.load import plan_runs, read_document
     from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+    from troupe.orchestrator.telemetry.console import Console
 
     is_run = target.is_dir()
     runs = plan_runs(read_document(target / RESOLVED_SPEC if is_run else target, set_), target if is_run else None)

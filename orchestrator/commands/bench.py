@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from troupe.orchestrator.bench.points import Point, Sweep, grid, parse_sweep
 from troupe.orchestrator.commands.options import (
     FAILURE,
     AddressOption,
@@ -22,6 +21,7 @@ from troupe.orchestrator.commands.options import (
 )
 from troupe.orchestrator.commands.runs import create_models
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.insight.bench.points import Point, Sweep, grid, parse_sweep
 from troupe.orchestrator.prepare import checked, single
 from troupe.orchestrator.ray_environment import cluster_to_join
 from troupe.orchestrator.signals import exit_on_signals, taken
@@ -31,9 +31,9 @@ from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.worker_server import started_ahead
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.bench.results import Result
-    from troupe.orchestrator.bench.training import TrainResult, TransferResult
-    from troupe.orchestrator.bench_run import BenchRequest
+    from troupe.orchestrator.insight.bench.engine_runs import BenchRequest
+    from troupe.orchestrator.insight.bench.results import Result
+    from troupe.orchestrator.insight.bench.training import TrainResult, TransferResult
 
 PAGE = "bench.html"
 
@@ -83,7 +83,7 @@ def bench(
     points = _points(spec, [parse_sweep(text) for text in sweep], set_, prompts)
     page = output or points[0].spec.run_folder / PAGE
     with started_ahead(points[0].spec, address):  # it imports while this process does
-        from troupe.orchestrator.bench_run import BenchRequest
+        from troupe.orchestrator.insight.bench.engine_runs import BenchRequest
 
         complete = _measure(BenchRequest(points, batches, address, baseline == "vllm"), page, train, weights, as_json)
     if not complete:
@@ -92,10 +92,10 @@ def bench(
 
 def _measure(rollouts: BenchRequest, page: Path, train: bool, weights: bool, as_json: bool) -> bool:
     """Measure, write the page after every point, and print everything; whether all could be measured."""
-    from troupe.orchestrator.bench.bounds import best_of
-    from troupe.orchestrator.bench_run import bench as measure
-    from troupe.orchestrator.bench_training import TrainingRequest, measure_trainers, measure_transfers
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.insight.bench.bounds import best_of
+    from troupe.orchestrator.insight.bench.engine_runs import bench as measure
+    from troupe.orchestrator.insight.bench.trainer_runs import TrainingRequest, measure_trainers, measure_transfers
+    from troupe.orchestrator.telemetry.console import Console
 
     console = Console(sys.stderr)
     cores = None if cluster_to_join(rollouts.address) is not None else os.cpu_count()
@@ -157,7 +157,7 @@ class _Measured:
         typer.echo(f"wrote {self._page}")
 
     def _write(self) -> None:
-        from troupe.orchestrator.reporting.html.page import write_bench_page
+        from troupe.orchestrator.insight.report.page import write_bench_page
         from troupe.workers.contract.atomic_file import write_atomic
 
         record = self._record()
@@ -165,7 +165,7 @@ class _Measured:
         write_atomic(self._page.with_suffix(".json"), json_text(record))
 
     def _record(self) -> dict[str, Any]:
-        from troupe.orchestrator.bench.record import record_of
+        from troupe.orchestrator.insight.bench.record import record_of
 
         return record_of(self.rollouts, self._cores, self._train, self._transfers)
 

@@ -15,10 +15,10 @@ from troupe.orchestrator.capacity.fit import MemoryPlan, SharedUse, UnknownModel
 from troupe.orchestrator.capacity.measured import PEAK
 from troupe.orchestrator.capacity.plan import Plan
 from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
-from troupe.orchestrator.reporting.run_summary import duration
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.shared_gpu import HEADROOM
 from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Where, WorkerMemory
+from troupe.orchestrator.telemetry.run_summary import duration
 
 COLUMNS = {
     "weights": ("weights",),

@@ -14,8 +14,8 @@ from troupe.orchestrator.commands.options import FAILURE, AddressOption, JsonOpt
 from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.replay.repeat import Repeated
-    from troupe.orchestrator.replay_run import Comparison, ReplayOutcome, ReplayRequest
+    from troupe.orchestrator.insight.replay.repeat import Repeated
+    from troupe.orchestrator.insight.replay.runs import Comparison, ReplayOutcome, ReplayRequest
 
 _SHOWN_METRICS = 8
 
@@ -54,8 +54,8 @@ def replay(
 
 
 def _replay(run: Path, step: int, address: str | None, as_json: bool) -> None:
-    from troupe.orchestrator.replay_run import replay as replay_run
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.insight.replay.runs import replay as replay_run
+    from troupe.orchestrator.telemetry.console import Console
 
     outcome = replay_run(_request(run, step, address), Console(sys.stderr), _quiet if as_json else _show)
     if as_json:
@@ -70,9 +70,9 @@ def _replay(run: Path, step: int, address: str | None, as_json: bool) -> None:
 
 
 def _compare(run: Path, step: int, against: Path, address: str | None, as_json: bool) -> None:
-    from troupe.orchestrator.replay.against import require_checkout
-    from troupe.orchestrator.replay_run import compare
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.insight.replay.against import require_checkout
+    from troupe.orchestrator.insight.replay.runs import compare
+    from troupe.orchestrator.telemetry.console import Console
 
     for given, remedy in ((address, "drop --address"), (os.environ.get("RAY_ADDRESS"), "unset RAY_ADDRESS")):
         if given:
@@ -90,9 +90,9 @@ def _compare(run: Path, step: int, against: Path, address: str | None, as_json: 
 
 def _for_another(run: Path, step: int, result: Path) -> None:
     """Repeats steps for another version of the code, which reads `result`."""
-    from troupe.orchestrator.replay.against import write_result
-    from troupe.orchestrator.replay_run import replay as replay_run
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.insight.replay.against import write_result
+    from troupe.orchestrator.insight.replay.runs import replay as replay_run
+    from troupe.orchestrator.telemetry.console import Console
 
     request = replace(_request(run, step, None), whole=True)
     outcome = replay_run(request, Console(sys.stderr), _quiet)
@@ -100,9 +100,9 @@ def _for_another(run: Path, step: int, result: Path) -> None:
 
 
 def _resample(run: Path, step: int, address: str | None, as_json: bool) -> None:
-    from troupe.orchestrator.replay.resample import plan_resample
-    from troupe.orchestrator.replay_run import resample as resample_run
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.insight.replay.resample import plan_resample
+    from troupe.orchestrator.insight.replay.runs import resample as resample_run
+    from troupe.orchestrator.telemetry.console import Console
 
     plan = plan_resample(run, step)
     found = resample_run(run, plan, address, Console(sys.stderr))
@@ -115,8 +115,8 @@ def _resample(run: Path, step: int, address: str | None, as_json: bool) -> None:
 
 
 def _request(run: Path, step: int, address: str | None) -> ReplayRequest:
-    from troupe.orchestrator.replay.plan import plan_replay
-    from troupe.orchestrator.replay_run import ReplayRequest
+    from troupe.orchestrator.insight.replay.plan import plan_replay
+    from troupe.orchestrator.insight.replay.runs import ReplayRequest
 
     return ReplayRequest(run, plan_replay(run, step), address)
 

@@ -34,9 +34,9 @@ def report(
 
     The file needs no network and no server. Several runs are drawn over each other.
     """
-    from troupe.orchestrator.reporting.html.report import REPORT, Budget, report_text, write_report
-    from troupe.orchestrator.reporting.run_folder import RunFolder
-    from troupe.orchestrator.reporting.verdicts.running import alarm_lines, verdicts_of
+    from troupe.orchestrator.insight.report.report import REPORT, Budget, report_text, write_report
+    from troupe.orchestrator.insight.verdicts.running import alarm_lines, verdicts_of
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
     from troupe.workers.contract.units import MIB
 
     if output is not None and output.is_dir():

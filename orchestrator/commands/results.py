@@ -13,7 +13,7 @@ from troupe.orchestrator.spec.stages import PlannedRun
 
 def write_run_report(runs: Sequence[PlannedRun]) -> Path | None:
     """The report of all runs that have recorded steps, beside their results; see `write_last_report`."""
-    from troupe.orchestrator.reporting.html.report import REPORT, write_last_report
+    from troupe.orchestrator.insight.report.report import REPORT, write_last_report
 
     return write_last_report([planned.out for planned in runs], _results(runs) / REPORT)
 

@@ -14,8 +14,8 @@ from troupe.orchestrator.errors import UsageError
 from troupe.workers.contract import packages
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.reporting.run_folder import RunFolder
-    from troupe.orchestrator.reporting.samples import SampleQuery
+    from troupe.orchestrator.insight.samples import SampleQuery
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 _SHOWN = 10
 """Samples that are shown unless the command line says otherwise."""
@@ -48,8 +48,8 @@ def samples(
     """Show or export what a run sampled, with rewards and what was trained."""
     if problem := packages.missing("duckdb"):
         raise UsageError(f"troupe samples {problem}")
-    from troupe.orchestrator.reporting.run_folder import RunFolder
-    from troupe.orchestrator.reporting.samples import SampleQuery, split_columns
+    from troupe.orchestrator.insight.samples import SampleQuery, split_columns
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
 
     run, chosen = RunFolder(run_folder), None if columns is None else split_columns(columns)
     if as_json and export is not None:
@@ -63,7 +63,7 @@ def samples(
 
 
 def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, form: str, path: Path) -> None:
-    from troupe.orchestrator.reporting.samples import Format, export_samples
+    from troupe.orchestrator.insight.samples import Format, export_samples
     from troupe.workers.contract.samples import SAMPLES
 
     if form not in list(Format):
@@ -74,8 +74,8 @@ def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, f
 
 def _echo(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
     """Print the samples as a list of objects; JSON has neither nan nor infinity: they become null, as in an export."""
-    from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS
-    from troupe.orchestrator.reporting.samples import select_samples
+    from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS
+    from troupe.orchestrator.insight.samples import select_samples
 
     rows = select_samples(run, query, columns or CONVERSATION_COLUMNS).to_pylist()
     echo_json(_finite(rows))
@@ -93,8 +93,8 @@ def _finite(value: Any) -> Any:
 def _show(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
     from rich.console import Console
 
-    from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table
-    from troupe.orchestrator.reporting.samples import count_samples, select_samples
+    from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS, show_samples, show_table
+    from troupe.orchestrator.insight.samples import count_samples, select_samples
 
     console = Console(markup=False, emoji=False, highlight=False)
     table = select_samples(run, query, columns or CONVERSATION_COLUMNS)

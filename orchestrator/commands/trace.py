@@ -16,8 +16,8 @@ from troupe.orchestrator.errors import UsageError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from troupe.orchestrator.reporting.run_folder import RunFolder
-    from troupe.orchestrator.reporting.utilization import RoleTime, StepBound
+    from troupe.orchestrator.insight.utilization import RoleTime, StepBound
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 _STEPS = re.compile(r"(\d*)(:?)(\d*)")
 _MOST_STEPS = 20
@@ -33,8 +33,8 @@ def trace(
     as_json: JsonOption = False,
 ) -> None:
     """Write the timeline of a run as a trace file for ui.perfetto.dev."""
-    from troupe.orchestrator.reporting.run_folder import RunFolder
-    from troupe.orchestrator.reporting.trace import trace_events, write_trace
+    from troupe.orchestrator.insight.trace import trace_events, write_trace
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
 
     run, (first, last) = RunFolder(run_folder), _range(steps)
     timeline = run.timeline_of(first, last)
@@ -75,7 +75,7 @@ def _utilization(run: RunFolder, timeline: pa.Table) -> tuple[list[RoleTime], li
     """How busy every role was during the steps, and the bound of each step; nothing without steps."""
     import pyarrow as pa
 
-    from troupe.orchestrator.reporting.utilization import busy_roles, step_bounds, step_windows
+    from troupe.orchestrator.insight.utilization import busy_roles, step_bounds, step_windows
 
     steps = step_windows(timeline)
     if not steps:

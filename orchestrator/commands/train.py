@@ -25,8 +25,8 @@ from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.orchestrator.worker_server import started_ahead
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.reporting.console import Console
     from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.telemetry.console import Console
 
 
 def run(
@@ -80,7 +80,7 @@ def evaluate(
     an endpoint is read from OPENAI_API_KEY.
     """
     from troupe.orchestrator import library
-    from troupe.orchestrator.reporting.console import format_value
+    from troupe.orchestrator.telemetry.console import format_value
 
     # Standard output holds the result only.
     metrics = library.evaluate(
@@ -112,7 +112,7 @@ def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | N
 
 
 def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
-    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.telemetry.console import Console
 
     requests = [(planned, _request(planned, resume, address)) for planned in runs]
     read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own

@@ -17,7 +17,7 @@ def watch(
 
     Only this machine can open it, and it changes nothing. From another machine: ssh -L 8300:127.0.0.1:8300 HOST.
     """
-    from troupe.orchestrator.reporting.watch import WatchServer
+    from troupe.orchestrator.insight.watch import WatchServer
 
     with WatchServer(run_folders, port) as server:
         typer.echo(f"watching {', '.join(map(str, run_folders))} at {server.url} (Ctrl-C ends)")

@@ -21,8 +21,8 @@ def why(
     ] = False,
 ) -> None:
     """Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs."""
-    from troupe.orchestrator.why.client import text_of
-    from troupe.orchestrator.why.client import why as ask
+    from troupe.orchestrator.insight.why.client import text_of
+    from troupe.orchestrator.insight.why.client import why as ask
 
     report = ask(run_folder, timeout_s)
     if as_json:

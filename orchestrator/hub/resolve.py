@@ -17,7 +17,6 @@ from typing import Generic, TypeVar
 from troupe.orchestrator.data.readers import file_format
 from troupe.orchestrator.hub import client
 from troupe.orchestrator.hub.client import HubError, Repo, Snapshot
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec import preflight
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
@@ -27,6 +26,7 @@ from troupe.orchestrator.spec.preflight import RESOLVED_SPEC, Finding
 from troupe.orchestrator.spec.sections import HubFiles
 from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.orchestrator.spec.yaml_reader import read_file
+from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.config import Frozen, ModelConfig
 from troupe.workers.contract.units import MIB
 

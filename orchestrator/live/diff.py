@@ -11,6 +11,7 @@ from typing import Any
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Place, Source, parse_path
+from troupe.orchestrator.spec.field_tree import FieldNode, field_tree, live_names
 from troupe.orchestrator.spec.hub import with_pins
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec
 from troupe.orchestrator.spec.paths import absolute_paths
@@ -19,7 +20,6 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.yaml_reader import Document
 
 _ROLE = re.compile(r"[a-z_]+|environment\.[a-z0-9-]+")
-_AUTOSCALE = "roles.rollout.autoscale"
 _READ_AT_START = "it is read only when a run starts; stop this run, which saves it, and resume with --resume"
 _LONGEST = 120
 """Most characters of a value that are shown."""
@@ -74,9 +74,7 @@ def compare(run_folder: Path, wanted: RolloutSpec) -> SpecComparison:
 
 def live_fields(spec: RolloutSpec) -> frozenset[str]:
     """Fields that may change while the run is active."""
-    scaled = spec.roles.scaled()
-    fields = {f"roles.{role}.{name}" for role in scaled for name in ("workers", "min_workers", "max_workers")}
-    return frozenset(fields | ({_AUTOSCALE} if "rollout" in scaled else set()))
+    return frozenset(f"roles.{role}.{name}" for role, one in spec.roles.scaled().items() for name in live_names(one))
 
 
 def differences(running: RolloutSpec, wanted: RolloutSpec) -> tuple[FieldDifference, ...]:
@@ -91,7 +89,7 @@ def differences(running: RolloutSpec, wanted: RolloutSpec) -> tuple[FieldDiffere
 def field_changes(old: RunSpec, new: RunSpec) -> list[tuple[str, Any, Any]]:
     """(dotted path, old value, new value) of every field that differs; relative and absolute paths compare equal."""
     before, after = (absolute_paths(spec.model_dump(mode="json")) for spec in (old, new))
-    return sorted(_changes(before, after), key=lambda change: change[0])
+    return sorted(_changes(before, after, field_tree(type(old), type(new))), key=lambda change: change[0])
 
 
 def changed(running: RolloutSpec, changes: Mapping[str, Any], file: str) -> RolloutSpec:
@@ -126,20 +124,20 @@ def worker_changes(texts: Sequence[str]) -> dict[str, int]:
     return changes
 
 
-def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _changes(old: Any, new: Any, fields: FieldNode, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Fields that differ, down to single values; a section that changes as a whole is one value."""
-    if isinstance(old, dict) and isinstance(new, dict) and path != _AUTOSCALE:
+    if isinstance(old, dict) and isinstance(new, dict) and not (path and fields.at(path).consequences.live):
         for key in old.keys() | new.keys():
-            yield from _changes(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            yield from _changes(old.get(key), new.get(key), fields, f"{path}.{key}" if path else key)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _changes(before, after, f"{path}.{index}")
+            yield from _changes(before, after, fields, f"{path}.{index}")
     elif old != new:
         yield path, old, new
 
 
 def _why(field: str) -> str:
-    return _COLOCATED if field in ("roles.rollout.workers", _AUTOSCALE) else _READ_AT_START
+    return _COLOCATED if field in ("roles.rollout.workers", "roles.rollout.autoscale") else _READ_AT_START
 
 
 def _shown(value: Any) -> str:

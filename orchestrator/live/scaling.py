@@ -17,8 +17,8 @@ from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.diff import changed, differences
 from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.pools.replicas import ReplicaPool
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 
 logger = logging.getLogger(__name__)
 

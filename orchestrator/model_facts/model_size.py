@@ -69,6 +69,11 @@ class ModelSize(ModelShape):
         """Parameters of the causal language model."""
         return self.backbone + self.head
 
+    @property
+    def module(self) -> int:
+        """Parameters of the largest module, which ZeRO-3 gathers whole."""
+        return max(self.largest, self.expert_weights)
+
     def with_score(self) -> ModelSize:
         """The same backbone with a head of one score (critics, reward models)."""
         return replace(self, head=self.hidden)

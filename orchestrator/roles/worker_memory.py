@@ -16,7 +16,7 @@ from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.workers.contract.config import (
     ALL_LINEAR,
     CHUNK_LOGITS,
-    GPU_BATCH_TOKENS,
+    GPU_TILE_COLUMNS,
     REDUCE_BUCKET,
     Dtype,
     EngineConfig,
@@ -36,7 +36,7 @@ WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 """Bytes per number."""
 
 LIVE = 1_000_000_000
-"""DeepSpeed's `stage3_max_live_parameters`: parameters that stay gathered between forward and backward."""
+"""DeepSpeed's `stage3_max_live_parameters`: parameters that stay gathered between modules."""
 SUBGROUP = 1_000_000_000
 """DeepSpeed's `sub_group_size`: numbers whose gradients ZeRO-3 flattens at a time."""
 CUDA_CONTEXT = 800 * MIB
@@ -49,7 +49,8 @@ FRAGMENTS = 0.4
 """Share of its activations that a rank on the CPU holds besides, as freed blocks between blocks in use: the C library
 keeps those below 8 MiB (`troupe.workers.models.cpu.return_large`). Measured: 0.1 to 0.5, and 0.8 under ZeRO-3."""
 TILE_LOGITS = 2**21
-"""Logits that the output head holds at a time on the CPU (`troupe.workers.models.heads`)."""
+"""Logits that the output head holds at a time on the CPU (`troupe.workers.models.heads`); on a GPU those of
+`GPU_TILE_COLUMNS` columns."""
 KV_BLOCK = {"gpu": 16, "host": 32}
 """Tokens in a block of vLLM's KV cache (on the CPU that of `workers/engine/settings.py`)."""
 
@@ -136,11 +137,12 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     stage = trainer.stage_for(rank.ranks, rank.dtype == "float32")
     trained = size
     if rank.adapters:
-        trained = replace(size, backbone=rank.adapters, head=0, largest=rank.adapters)
+        layer = math.ceil(rank.adapters / size.layers)
+        trained = replace(size, backbone=rank.adapters, head=0, largest=layer, expert_weights=0)
         below = math.ceil(size.parameters / rank.ranks) if stage == 3 else size.parameters
         parts[device].append(Part("base model", width * below))
         if stage == 3 and rank.ranks > 1:
-            parts[device].append(Part("base layers", width * min(size.parameters, LIVE), "pass"))
+            parts[device].append(Part("base layers", width * gathered(size), "pass"))
     for where, part in zero_states(trained, width, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
         parts[where].append(part)
     if trainer.ema_decay:
@@ -169,8 +171,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         extra = (1 if rank.scaled else 0) + (2 if rank.entropy_grad else 0)
         # The tokens that were not left: a copy of the logits without them, a mask, and the bits that it was made of.
         own = 4 * extra + (4 + 1 + 1 if rank.truncated else 0)
-        if _tiled(size, rank.gpu, rank.truncated):
-            logits = tiled_head(size, width, tokens)
+        if _tiled(size, rank.truncated):
+            logits = tiled_head(size, width, tokens, rank.gpu)
         else:
             logits = head(size, width, tokens, rank.gpu) + own * _chunk(size, tokens, rank.gpu)
         parts[device].append(Part("logits", logits, "pass"))
@@ -209,6 +211,15 @@ def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
     if stage < 3:
         return width * size.parameters
     return width * max(math.ceil(size.parameters / ranks), 2 * size.largest)
+
+
+def gathered(size: ModelSize) -> int:
+    """Numbers that a rank holds whole at once under ZeRO-3.
+
+    DeepSpeed limits what it keeps and prefetches to `LIVE`, but gathers the module at work whatever its size
+    (`partitioned_param_coordinator.py`, `fetch_sub_module`).
+    """
+    return min(size.parameters, max(LIVE, size.module))
 
 
 def zero_states(
@@ -258,14 +269,15 @@ def zero_states(
         new = 0 if width < 4 else 4 * share
         yield from states(width * whole, accumulated * share, 12 * share, staged + max(copied, new))
     else:
-        gathered = width * min(whole, LIVE) if ranks > 1 else 0
-        yield device, Part("gathered", gathered, "pass")
+        at_once = width * gathered(size) if ranks > 1 else 0
+        yield device, Part("gathered", at_once, "pass")
         # One bucket for the whole run: on the CPU its pages stay once they are written. gloo has no
-        # reduce-scatter and copies what it reduces.
+        # reduce-scatter and copies what it reduces. A gradient larger than the bucket waits whole for the next one.
         yield device, Part("buffers", staged)
-        converted = 4 * math.ceil(in_bucket / ranks) if width < 4 else 0
+        gradients = max(in_bucket, min(whole, size.module))
+        converted = 4 * math.ceil(gradients / ranks) if width < 4 else 0
         copies = 1 if gpu else 2
-        reduced = gathered + copies * width * in_bucket + converted
+        reduced = at_once + copies * width * gradients + converted
         yield from states(width * share, 4 * share, 12 * share, max(reduced, 4 * min(share, SUBGROUP)))
 
 
@@ -275,11 +287,11 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
     pinned = _power_of_two(4 * share)
     yield "gpu", Part("weights", width * (share if stage == 3 else whole))
     in_bucket = min(whole, REDUCE_BUCKET)
-    yield "gpu", Part("buffers", width * (in_bucket + size.largest))
+    yield "gpu", Part("buffers", width * (in_bucket + (size.largest if stage < 3 else min(whole, size.module))))
     if stage == 3:
-        gathered = width * min(whole, LIVE) if ranks > 1 else 0
-        yield "gpu", Part("gathered", gathered, "pass")
-        yield "gpu", Part("step", gathered + width * in_bucket, "step")
+        at_once = width * gathered(size) if ranks > 1 else 0
+        yield "gpu", Part("gathered", at_once, "pass")
+        yield "gpu", Part("step", at_once + width * in_bucket, "step")
         yield "host", Part("gradients", 2 * pinned)
         yield "host", Part("optimizer", 12 * share)
         return
@@ -342,19 +354,24 @@ def head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
     return width * size.hidden * tokens + max(moments)
 
 
-def tiled_head(size: ModelSize, width: int, tokens: int) -> int:
-    """Bytes of the output head in a pass on the CPU, where it computes log-probs tile by tile.
+def tiled_head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
+    """Bytes of the output head in a pass in which it computes log-probs tile by tile.
 
     Hidden states of `tokens` tokens and their float32 gradient; the gradient of the head's weight; and a tile's logits,
-    their exponentials, and the gradient in the type of the weights.
+    their exponentials (which a GPU's kernel does not keep), and the gradient in the type of the weights.
     """
-    tile = min(TILE_LOGITS, size.vocabulary * tokens)
-    return (width + 4) * size.hidden * tokens + width * size.vocabulary * size.hidden + (8 + width) * tile
+    made = width + (4 if gpu else 8)
+    return (width + 4) * size.hidden * tokens + width * size.vocabulary * size.hidden + made * _tile(size, tokens, gpu)
 
 
-def _tiled(size: ModelSize, gpu: bool, truncated: bool) -> bool:
+def _tile(size: ModelSize, tokens: int, gpu: bool) -> int:
+    """Logits of a tile."""
+    return min(GPU_TILE_COLUMNS * tokens if gpu else TILE_LOGITS, size.vocabulary * tokens)
+
+
+def _tiled(size: ModelSize, truncated: bool) -> bool:
     """Whether the output head never holds a chunk of logits. Families with eager attention cap their logits, too."""
-    return not (gpu or truncated or size.eager)
+    return not (truncated or size.eager)
 
 
 def _chunks(size: ModelSize, tokens: int, gpu: bool) -> int:
@@ -392,8 +409,8 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     Of a divided model every rank has a GPU, on which it keeps its part and gathers what it runs.
     """
     size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
-    if _tiled(size, model.gpu, truncated=False):
-        held = 8 * min(TILE_LOGITS, size.vocabulary * tokens)
+    if _tiled(size, truncated=False):
+        held = (4 if model.gpu else 8) * _tile(size, tokens, model.gpu)
     else:
         held = (16 + (width if width < 4 else 0)) * _chunk(size, tokens, model.gpu)
     logits = 0 if model.values else held
@@ -401,7 +418,7 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     on_host = 1 if model.gpu else ranks  # ranks whose parts are in one memory
     parts["gpu" if model.gpu else "host"] += [
         Part("weights", on_host * width * math.ceil(size.parameters / ranks)),
-        Part("gathered", on_host * width * min(size.parameters, LIVE) if ranks > 1 else 0, "pass"),
+        Part("gathered", on_host * width * gathered(size) if ranks > 1 else 0, "pass"),
         Part(
             "activations",
             on_host * forward(size, width, tokens, _mask_row(size, model.longest, packing=True)),
@@ -501,7 +518,7 @@ def engine(
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
     weights = math.ceil((size.packed or width * size.parameters) / ranks) + packed
     block = KV_BLOCK["host" if gpu is None else "gpu"]
-    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else GPU_BATCH_TOKENS
+    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else config.gpu_batch_tokens
     needed = sequence_bytes(size, kv_bytes(size, width, ranks), config.max_model_len, block, batch)
     if gpu is None:
         cache = int(config.kv_cache_gib * GIB)
@@ -516,7 +533,7 @@ def engine(
         memory = WorkerMemory(worker, "host", tuple(part for part in held if part.bytes))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))
-    at_work = forward(size, width, GPU_BATCH_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
+    at_work = forward(size, width, batch, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
     fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
     fixed += [part for part in (Part("adapters", adapters), Part("graphs", graphs)) if part.bytes]
     sent = Part("transfer", transfer)

@@ -14,8 +14,8 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool
 from troupe.orchestrator.errors import DataLost, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.reporting.evaluation_log import EvaluationLog
-from troupe.orchestrator.reporting.held_out import PromptResult, SetResult, summarize
+from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
+from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, summarize
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool
 from troupe.orchestrator.spec.held_out import HeldOutSettings

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,9 +21,10 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup
+from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import ScaledRole
 from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
+from troupe.workers.contract.config import Frozen
 from troupe.workers.contract.messages import (
     SCORES,
     FinishedSamples,
@@ -38,12 +40,6 @@ GROUPS = "groups.json"
 FORMAT = 1
 _PER_PART = 16
 """Groups in the same files: a damaged file costs these."""
-_NOT_OF_SAMPLES = frozenset(ScaledRole.model_fields)
-"""Fields of a role that say where and how often it runs."""
-_SCORE = frozenset({"reward", "reference", "environment", "judge"})
-"""Roles that samples and their scores depend on."""
-_OF_SOURCE = {"name", "group_size", "max_tokens", "rewards", "environment", "mask_truncated", "dynamic_sampling_on"}
-"""Fields of a mixture's source that its samples depend on."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +74,24 @@ _JSON = TypeAdapter(KeptGroups)
 
 def fingerprint(spec: RolloutSpec) -> str:
     """Digest of what the spec says about sampling and scoring, without numbers of workers and their resources."""
-    roles, mixture = spec.roles, spec.data.mixture
+    roles, fields = spec.roles, field_tree(RolloutSpec)
     present = {"reference": None, "environment": None, "judge": None} | roles.present()
-    scoring = {
-        name: None
-        if role is None
-        else role.model_dump(mode="json", exclude=set(_NOT_OF_SAMPLES), exclude_defaults=True)
-        for name, role in present.items()
-        if name.partition(".")[0] in _SCORE
-    }
+
+    def given(path: str, section: Frozen) -> Any:
+        data = section.model_dump(mode="json", exclude_defaults=True)
+        return fields.at(path).select(data, lambda one: one.samples)
+
     parts = {
-        "sampling": spec.sampling.model_dump(mode="json", exclude_defaults=True),
-        "algorithm": spec.algorithm.model_dump(mode="json", exclude_defaults=True),
+        "sampling": given("sampling", spec.sampling),
+        "algorithm": given("algorithm", spec.algorithm),
         "max_model_len": roles.rollout.max_model_len,
         "critic": roles.critic is not None and not spec.values_at_batch,  # whether a scored group has values
         "old_logprobs": [spec.needs_old_logprobs, spec.old_logprobs_at_batch],
-        "sources": [source.model_dump(mode="json", include=_OF_SOURCE, exclude_defaults=True) for source in mixture],
-        **scoring,
+        "sources": [given("data.train.0", source) for source in spec.data.mixture],
     }
+    for name, role in present.items():
+        if fields.at(f"roles.{name}").consequences.samples:
+            parts[name] = None if role is None else given(f"roles.{name}", role)
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

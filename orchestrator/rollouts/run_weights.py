@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from troupe.orchestrator.errors import UpdateDamaged, WorkerError
-from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.rollouts.weight_sync import SyncReport, WeightSync
+from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.training.batch import unless_failed
 from troupe.orchestrator.training.recovery import TrainerRecovery
 

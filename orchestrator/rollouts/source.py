@@ -22,14 +22,14 @@ from troupe.orchestrator.data.texts import TextOrder
 from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.metrics import PhaseTimers, std
 from troupe.orchestrator.rollouts.kept_samples import write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.sample_counts import add, sample_counts
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.metrics import PhaseTimers, std
 from troupe.orchestrator.training.batch import Batch, GroupOrigin, SourceSnapshot, plan_rows, unless_stopped
 from troupe.orchestrator.training.checkpoint import SAMPLES
 from troupe.orchestrator.training.ledger import Ledger

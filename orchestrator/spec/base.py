@@ -7,7 +7,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 import yaml
 from pydantic import Field
@@ -16,6 +16,7 @@ from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import preflight
 from troupe.orchestrator.spec.adapters import adapter_template, forgotten_templates, unverified_adapters, wrong_adapters
+from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
@@ -31,21 +32,17 @@ from troupe.orchestrator.spec.sections import (
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.config import ALL_LINEAR, Device, Frozen, LoraConfig, ModelConfig, ReferenceConfig
+from troupe.workers.contract.consequences import EVALUATED_IF_SET, NONE, Consequences, Counts, refused
 
-_EVALUATED: Any = {
-    "data": {"eval"},
-    "evaluation": {"prompts", "sampling", "solved_at"},
-    "sampling": {"max_tokens"},
-    "roles": {"reward": {"functions", "model", "model_weight"}},
-}
-"""Fields that decide what an evaluation gives."""
-_EVALUATED_TOO: Any = {
-    "data": {"held_out"},
-    "model": {"chat_template"},
-    "roles": {"environment": {"name", "args", "max_turns", "truncated_turns", "tool_parser"}},
-    "sampling": {"stop", "structured"},
-}
-"""Further ones, which count where they are set: digests of earlier versions lack them."""
+_ORDER = refused("the order of the data and of sampling follows from it")
+_TRAINED_MODEL = Consequences(
+    of={
+        "path": refused("the weights are the checkpoint's; to train another model, start another run"),
+        "adapter": refused("the adapters are the checkpoint's; to train others, start another run"),
+        "dtype": refused("the checkpoint's optimizer states are of the other type"),
+        "chat_template": EVALUATED_IF_SET,
+    }
+)
 
 
 class PromptRoom(NamedTuple):
@@ -85,11 +82,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     # `frozen=True` repeats what `Frozen` says in a place where pyright reads it: fields of a frozen class may be
     # narrowed by a subclass.
 
-    name: str = Field(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
+    name: Annotated[str, NONE] = Field(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
     """Name of the run and of its folder: lowercase letters, digits and `-`."""
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Annotated[int, NONE, _ORDER] = Field(default=0, ge=0, lt=2**31)
     """Seed of everything random: order of the data, sampling, initial value or score head."""
-    model: ModelConfig
+    model: Annotated[ModelConfig, NONE, _TRAINED_MODEL]
     """The model that is trained."""
 
     if TYPE_CHECKING:
@@ -209,9 +206,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     def evaluation_digest(self) -> str:
         """Digest of how evaluations are made: the values of those with the same one can be compared."""
-        content = self.model_dump(mode="json", include=_EVALUATED)
-        others = self.model_dump(mode="json", include=_EVALUATED_TOO, exclude_defaults=True)
-        if others := {name: fields for name, fields in others.items() if fields}:
+        fields = field_tree(type(self))
+        # Digests of earlier versions have these sections, with or without fields that count.
+        content = {name: dict(self)[name] and {} for name in ("data", "evaluation", "roles")}
+        content |= fields.counted(self, "evaluation", Counts.YES)
+        if others := fields.counted(self, "evaluation", Counts.IF_SET):
             content["others"] = others
         if sets := self.evaluated_by():
             content["sets"] = sets

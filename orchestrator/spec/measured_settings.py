@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from troupe.orchestrator.spec.field_tree import live_names
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import Frozen
-
-SCALING = frozenset({"workers", "min_workers", "max_workers", "autoscale"})
-"""Fields of the rollout role that do not concern a single engine."""
 
 Settings = Mapping[str, Mapping[str, Any]]
 """By what they determine: `model`, `engine`, `sampling`, `trainer`."""
@@ -23,7 +21,7 @@ def settings_of(spec: RolloutSpec) -> Settings:
     critic = {} if roles.critic is None else _flat("roles.critic", roles.critic)
     return {
         "model": _flat("model", spec.model),
-        "engine": _flat("roles.rollout", roles.rollout, SCALING),
+        "engine": _flat("roles.rollout", roles.rollout, live_names(roles.rollout)),
         "sampling": _flat("sampling", spec.sampling) | batch,
         "trainer": _flat("roles.policy", roles.policy) | critic | updates,
     }

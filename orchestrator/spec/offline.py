@@ -12,6 +12,10 @@ from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource
 from troupe.orchestrator.spec.sections import (
     LIST,
+    OTHER_EVALUATIONS,
+    OTHER_REFERENCE,
+    RESHARDED,
+    SAME_ROWS,
     SECTION,
     BaseEvaluation,
     BaseFailures,
@@ -30,15 +34,25 @@ from troupe.orchestrator.spec.sections import (
     form_of,
 )
 from troupe.workers.contract.config import Device, Frozen, TrainerConfig
+from troupe.workers.contract.consequences import (
+    EVALUATED,
+    EVALUATED_IF_SET,
+    NEXT_STEP,
+    NONE,
+    NOT_EVALUATED,
+    NOT_REWARDED,
+    NOT_SAMPLED,
+    refused,
+)
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
 
 
 class OfflineRoles(Roles):
     """The worker roles."""
 
-    policy: TrainerRole
+    policy: Annotated[TrainerRole, NONE, RESHARDED]
     """Workers that train the model (the reward model too, where that is what is trained)."""
-    reference: ReferenceRole | None = None
+    reference: Annotated[ReferenceRole | None, NONE, OTHER_REFERENCE] = None
     """The frozen reference; needed by dpo, ipo and kto."""
 
 
@@ -117,19 +131,24 @@ MixedExamples = Annotated[
 ]
 
 
+_WHICH_EXAMPLES = refused("it decides which examples are trained on, and so their order")
+
+
 class OfflineData(Frozen):
     """Where examples come from, and how long they may be."""
 
     train: Annotated[
         Annotated[ExampleSource, Tag(SECTION)] | Annotated[tuple[MixedExamples, ...], Field(min_length=1), Tag(LIST)],
         Discriminator(form_of),
+        NONE,
+        SAME_ROWS,
     ]
     """Examples to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
-    eval: ExampleSource | None = None
+    eval: Annotated[ExampleSource | None, NONE, OTHER_EVALUATIONS, EVALUATED] = None
     """Examples to evaluate on."""
-    held_out: bool = True
+    held_out: Annotated[bool, NONE, EVALUATED_IF_SET] = True
     """Exclude from `eval` every example whose prompt is also in `train`."""
-    max_length: int = Field(default=1024, ge=8)
+    max_length: Annotated[int, NONE, _WHICH_EXAMPLES] = Field(default=1024, ge=8)
     """Longest prompt plus response, in tokens; a longer example is a bad row."""
 
     @property
@@ -150,7 +169,7 @@ class OfflineData(Frozen):
 class OfflineEvaluation(BaseEvaluation):
     """When the model is evaluated on `data.eval`: loss, accuracy, margins, and a reward model's calibration."""
 
-    examples: int = Field(default=0, ge=0)
+    examples: Annotated[int, NOT_EVALUATED] = Field(default=0, ge=0)
     """Examples per evaluation, always the same ones; 0: all."""
 
 
@@ -159,19 +178,19 @@ class OfflineSpec(RunSpec, frozen=True):
 
     roles: OfflineRoles
     """The worker roles, with their number of workers and their resources."""
-    algorithm: OfflineAlgorithmConfig
+    algorithm: Annotated[OfflineAlgorithmConfig, NONE, NEXT_STEP]
     """What the model learns from the examples."""
-    schedule: OfflineSchedule
+    schedule: Annotated[OfflineSchedule, NONE]
     """Length of the run, division of a step, and timeouts."""
     data: OfflineData
     """Where examples come from."""
-    evaluation: OfflineEvaluation | None = None
+    evaluation: Annotated[OfflineEvaluation | None, OTHER_EVALUATIONS, NOT_REWARDED, NOT_SAMPLED] = None
     """When the model is evaluated; left out: never."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: Annotated[CheckpointConfig, NONE] = CheckpointConfig()
     """When the run's state is saved."""
-    failures: BaseFailures = BaseFailures()
+    failures: Annotated[BaseFailures, NONE] = BaseFailures()
     """Which failures are tolerated, and when the run stops."""
-    output: BaseOutput = BaseOutput()
+    output: Annotated[BaseOutput, NONE] = BaseOutput()
     """What the run writes."""
 
     @property

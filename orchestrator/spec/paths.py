@@ -3,65 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from troupe.orchestrator.spec.field_tree import ITEM, FieldNode, field_tree
 from troupe.orchestrator.spec.locations import is_hub_name, is_url
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.stages import STAGE
 from troupe.workers.contract.config import NO_TEMPLATE
+from troupe.workers.contract.consequences import Consequences, PathKind
 
-_PATH_FIELDS = frozenset({"path", "folder", "chat_template", "adapter"})
-"""Names of the spec's fields that hold a path."""
-_STORE_FIELDS = frozenset({"checkpoint.path", "weight_sync.url"})
-"""Fields that hold the URL of a store, which may be a folder on a disk (`file:///mnt/checkpoints`)."""
 _ON_DISK = "file://"
-_OTHERS = frozenset({"args", "json_schema", "node_labels"})
-"""Sections whose keys belong to somebody else: a `path` in them is not a field of the spec."""
-_MODEL = "model"
-"""Key of every section whose `path` may also be a name on the hub."""
 
 
 def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[str, Any]:
     """A dumped spec with absolute paths; a model's name on the hub stays as it is.
 
     Args:
-        document: The spec, dumped as plain data.
+        document: The spec or chain, dumped as plain data.
         root: Folder that relative paths start at; None: the current directory.
     """
     start = Path.cwd() if root is None else root
 
-    def walk(value: Any, key: str, section: str) -> Any:
+    def absolute(value: Any, node: FieldNode) -> Any:
         if isinstance(value, dict):
-            return {k: v if k in _OTHERS else walk(v, k, key) for k, v in value.items()}
+            return {key: absolute(one, below) if (below := node.child(key, one)) else one for key, one in value.items()}
         if isinstance(value, list):
-            return [walk(v, key, section) for v in value]
-        if key not in _PATH_FIELDS or not isinstance(value, str) or _is_word(key, value):
-            return value
-        on_hub = key == "path" and section == _MODEL and is_hub_name(value, start)
-        return value if on_hub else str(start / value)
+            return [absolute(one, node.children.get(ITEM, node)) for one in value]
+        return str(start / value) if _is_path(value, node.consequences.path, start) else value
 
-    return walk(document, "", "")
+    return absolute(document, _fields())
 
 
-def path_fields(node: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted field, path) of every path on a disk that a dumped spec names."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key not in _OTHERS:
-                yield from path_fields(value, f"{field}.{key}" if field else key)
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from path_fields(value, f"{field}.{index}")
-    elif isinstance(node, str) and ".".join(field.split(".")[-2:]) in _STORE_FIELDS:
-        if node.startswith(_ON_DISK):
-            yield field, unquote(node.removeprefix(_ON_DISK).partition("?")[0])
-    elif isinstance(node, str) and (name := field.rpartition(".")[2]) in _PATH_FIELDS and not _is_word(name, node):
-        on_hub = name == "path" and field.split(".")[-2:-1] == [_MODEL] and is_hub_name(node)
-        if not on_hub:
-            yield field, node
+def path_fields(document: Any) -> Iterator[tuple[str, str]]:
+    """(dotted field, path) of every path on a disk that a dumped spec or chain names."""
+    return _path_fields(document, _fields(), "")
 
 
-def _is_word(field: str, value: str) -> bool:
-    """Whether the field holds a word that stands for something else than a path."""
-    return value == NO_TEMPLATE if field == "chat_template" else value.startswith(STAGE) or is_url(value)
+def _path_fields(value: Any, node: FieldNode, field: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict | list):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            if below := node.child(str(key), one):
+                yield from _path_fields(one, below, f"{field}.{key}" if field else str(key))
+    elif node.consequences.path == "store" and isinstance(value, str) and value.startswith(_ON_DISK):
+        yield field, unquote(value.removeprefix(_ON_DISK).partition("?")[0])
+    elif _is_path(value, node.consequences.path, None):
+        yield field, value
+
+
+@cache
+def _fields() -> FieldNode:
+    """The fields of a spec of either kind, and of a chain."""
+    root = field_tree(RolloutSpec, OfflineSpec)
+    stages = FieldNode(Consequences(), children={ITEM: root})
+    return replace(root, children=root.children | {"stages": stages})
+
+
+def _is_path(value: Any, kind: PathKind | None, start: Path | None) -> bool:
+    """Whether a field of this kind holds a path, and not a word that stands for something else."""
+    if not isinstance(value, str) or kind in (None, "store"):
+        return False
+    if kind == "template":
+        return value != NO_TEMPLATE
+    return not (value.startswith(STAGE) or is_url(value) or (kind == "model" and is_hub_name(value, start)))

@@ -11,16 +11,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import engine_options, preflight
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
+from troupe.orchestrator.spec.field_tree import decisive, field_tree
 from troupe.orchestrator.spec.held_out import HeldOutSettings, right_from
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
+    OTHER_EVALUATIONS,
     AlarmConfig,
     AuditConfig,
     DataConfig,
@@ -50,15 +52,9 @@ from troupe.workers.contract.config import (
     Sleep,
     TrainerConfig,
 )
+from troupe.workers.contract.consequences import NEXT_STEP, NONE, NOT_REWARDED, NOT_SAMPLED, SAMPLED, Counts
 from troupe.workers.contract.reward_names import JUDGE_REWARD
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
-
-_OF_ENVIRONMENT = {"name", "args", "max_turns", "truncated_turns", "tool_parser"}
-"""Fields that decide what an environment plays."""
-_OF_FUNCTION = {"name", "weight", "args", "label", "process"}
-"""Fields that decide what a reward function gives."""
-_OF_JUDGE = {"model", "max_tokens", "temperature", "structured"}
-"""Fields that decide what a judge answers."""
 
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
@@ -104,25 +100,25 @@ class RolloutSpec(RunSpec, frozen=True):
 
     roles: RolesConfig
     """The worker roles, with their number of workers and their resources."""
-    algorithm: AlgorithmConfig
+    algorithm: Annotated[AlgorithmConfig, NONE, NEXT_STEP, SAMPLED]
     """How the policy is trained."""
-    schedule: ScheduleConfig
+    schedule: Annotated[ScheduleConfig, NONE]
     """Length of the run, division of a step, and timeouts."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: Annotated[SamplingConfig, NEXT_STEP, NOT_REWARDED, SAMPLED] = SamplingConfig()
     """How responses are sampled for training."""
     data: DataConfig
     """Where prompts come from."""
-    evaluation: EvaluationConfig | None = None
+    evaluation: Annotated[EvaluationConfig | None, OTHER_EVALUATIONS, NOT_REWARDED, NOT_SAMPLED] = None
     """When and how the policy is evaluated; left out: never."""
-    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    weight_sync: Annotated[WeightSyncConfig, NONE] = WeightSyncConfig()
     """How new weights reach the engines."""
-    audit: AuditConfig = AuditConfig()
+    audit: Annotated[AuditConfig, NONE] = AuditConfig()
     """Whether sampler and trainer are compared before the first step."""
-    checkpoint: RolloutCheckpointConfig = RolloutCheckpointConfig()
+    checkpoint: Annotated[RolloutCheckpointConfig, NONE] = RolloutCheckpointConfig()
     """When the run's state is saved."""
-    failures: FailureConfig = FailureConfig()
+    failures: Annotated[FailureConfig, NONE] = FailureConfig()
     """Which failures are tolerated, and when the run stops."""
-    output: OutputConfig = OutputConfig()
+    output: Annotated[OutputConfig, NONE] = OutputConfig()
     """What the run writes."""
 
     @property
@@ -332,14 +328,14 @@ class RolloutSpec(RunSpec, frozen=True):
         """See `RunSpec.reward_digest`; how long functions may take and where they run is no part of it."""
         reward, judge = self.roles.reward, self.roles.judge
         content: dict[str, Any] = {
-            path: [one.model_dump(mode="json", include=_OF_FUNCTION) for one in functions]
+            path: [decisive(one, "reward") for one in functions]
             for path, functions in self.reward_functions().items()
             if not path.startswith("data.eval")
         }
         if reward.model is not None:
-            content["model"] = [reward.model.path, reward.model.revision, reward.model.adapter, reward.model_weight]
+            content["model"] = [*decisive(reward, "reward")["model"].values(), reward.model_weight]
         if judge is not None:
-            content["judge"] = judge.model_dump(mode="json", include=_OF_JUDGE)
+            content["judge"] = decisive(judge, "reward")
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def missing(self) -> list[Finding]:
@@ -510,10 +506,10 @@ class RolloutSpec(RunSpec, frozen=True):
         found: dict[str, Any] = {}
         if held_out.environment is not None:
             role = self.roles.environments()[held_out.environment]
-            found["played_in"] = role.model_dump(mode="json", include=_OF_ENVIRONMENT)
+            found["played_in"] = decisive(role, "evaluation")
         judge = self.roles.judge
         if judge is not None and any(function.name == JUDGE_REWARD for function in held_out.functions):
-            found["judged_by"] = judge.model_dump(mode="json", include=_OF_JUDGE)
+            found["judged_by"] = field_tree(type(judge)).counted(judge, "evaluation", Counts.BY_SET)
         return found
 
     def evaluated_by(self) -> dict[str, Any]:

@@ -295,6 +295,20 @@ def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
     problem = _store_problem(spec.weight_sync.url, stored)
     if problem is not None:
         yield "weight_sync.url", problem
+    yield from _group_on_one_gpu(spec)
+
+
+def _group_on_one_gpu(spec: RolloutSpec) -> Iterator[Finding]:
+    """Fractions with which Ray may put two processes of a transfer group on one GPU."""
+    backend, rollout, policy = BACKENDS[spec.resolved_backend()], spec.roles.rollout, spec.roles.policy
+    engines = max(rollout.workers, rollout.max_workers or 0)
+    shared = rollout.gpus + policy.gpus <= 1 or (engines > 1 and rollout.gpus <= 0.5)
+    if backend.shared_gpu is False and rollout.colocate_with is None and 0 < rollout.gpus < 1 and shared:
+        yield (
+            "roles.rollout.gpus",
+            f"with {rollout.gpus:g}, two processes may be on one GPU, which {backend.name} refuses; set "
+            "roles.rollout.colocate_with: policy, or weight_sync.backend: shm",
+        )
 
 
 def _store_problem(url: str | None, stored: bool) -> str | None:

@@ -7,7 +7,7 @@ a field is described, typed and bounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
@@ -26,6 +26,25 @@ from troupe.workers.contract.config import (
     StructuredConfig,
     TrainerConfig,
 )
+from troupe.workers.contract.consequences import (
+    ALLOWED,
+    AS_SAMPLED,
+    EVALUATED,
+    EVALUATED_BY_SET,
+    EVALUATED_IF_SET,
+    LIVE,
+    NEXT_STEP,
+    NONE,
+    NOT_EVALUATED,
+    OTHER_REWARDS,
+    REWARDED,
+    SAMPLED,
+    UNCOUNTED,
+    Consequences,
+    Resume,
+    noted,
+    refused,
+)
 from troupe.workers.contract.weight_backends import TransferBackend, describe_backends
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
@@ -39,10 +58,24 @@ LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Z
 LabelValue = Annotated[str, Field(pattern=_LABEL)]
 
 
+_COUNTED_BEFORE = noted("results so far count as they were")
+_LENGTH = Consequences(resume=Resume(length=True))
+_OTHER_REFERENCE = noted("the reference is another one from now on")
+OTHER_REFERENCE = Consequences(itself=_OTHER_REFERENCE.resume)
+_OTHER_TRAINERS = Consequences(itself=Resume(refused="the checkpoint was written with the other set of trainers"))
+RESHARDED = Consequences(of={"workers": noted("optimizer states are resharded")})
+SAME_ROWS = Consequences(resume=Resume(note="allowed where the rows are the same"), itself=ALLOWED)
+_NEW_TEXTS = Consequences(itself=Resume(refused_if_off="the checkpoint has no position in these texts"))
+OTHER_EVALUATIONS = noted("evaluations before and after may not be comparable")
+_NEXT_PROMPT = noted("from the next prompt on")
+_OTHER_BEST = noted("the best evaluations so far are forgotten")
+
+
 class RoleResources(Frozen):
     """How many workers a role has, and the resources that each one reserves."""
 
-    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    consequences: ClassVar = NONE
+    workers: Annotated[int, LIVE] = Field(default=1, ge=1, le=MOST_WORKERS)
     """Workers of this role: the number to scale."""
     cpus: float = Field(default=1.0, gt=0.0)
     """CPU cores reserved for each worker (may be a fraction)."""
@@ -80,9 +113,10 @@ class RoleResources(Frozen):
 class ScaledRole(RoleResources):
     """A role whose number of workers can change during the run (`troupe scale`)."""
 
-    min_workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    consequences: ClassVar = NONE
+    min_workers: Annotated[int, LIVE] = Field(default=1, ge=1, le=MOST_WORKERS)
     """Fewest workers the role can be scaled to during the run."""
-    max_workers: int | None = Field(default=None, ge=1, le=MOST_WORKERS)
+    max_workers: Annotated[int | None, LIVE] = Field(default=None, ge=1, le=MOST_WORKERS)
     """Most workers the role can be scaled to during the run; null: as many as the cluster has room for."""
 
 
@@ -112,7 +146,7 @@ class AutoscaleConfig(Frozen):
 class EngineRole(EngineConfig, ScaledRole):
     """Workers with one vLLM engine each."""
 
-    engine: dict[str, Any] = Field(default_factory=dict)
+    engine: Annotated[dict[str, Any], UNCOUNTED] = Field(default_factory=dict)
     """Further options of vLLM's engine, by the name of the argument of its `EngineArgs`, such as
     `{scheduling_policy: priority}`. Options that Troupe sets itself, or that cannot work with it, are refused."""
 
@@ -120,7 +154,7 @@ class EngineRole(EngineConfig, ScaledRole):
 class RolloutRole(EngineRole):
     """Workers that sample: one vLLM engine each."""
 
-    autoscale: AutoscaleConfig | None = None
+    autoscale: Annotated[AutoscaleConfig | None, LIVE] = None
     """Add and remove engines by how long the trainer waits for samples; null: only `troupe scale` does."""
     sleep: Sleep | None = None
     """What an engine on the policy's GPU releases while the policy trains: `none`, its `kv_cache`, or also its
@@ -131,7 +165,7 @@ class RolloutRole(EngineRole):
 class TrainerRole(TrainerConfig, RoleResources):
     """Workers that train a model: one DeepSpeed rank each."""
 
-    lora: LoraConfig | None = None
+    lora: Annotated[LoraConfig | None, refused("the checkpoint holds the weights that trained until then")] = None
     """Train low-rank adapters instead of the model's weights; null: train all weights. Engines load the adapters of
     each version, and a reference that is colocated with the policy is the same model without them. A reward model's or
     critic's head trains besides, whole."""
@@ -162,7 +196,7 @@ class PolicyRole(TrainerRole):
 class CriticRole(TrainerRole):
     """Workers that train the critic: one DeepSpeed rank each."""
 
-    model: ModelConfig | None = None
+    model: Annotated[ModelConfig | None, refused("the critic's weights are the checkpoint's; start another run")] = None
     """Pretrained model the critic starts from (a value head is added); null: the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the start of the run that train only the critic."""
@@ -171,7 +205,7 @@ class CriticRole(TrainerRole):
 class ReferenceRole(RoleResources):
     """The frozen model that the policy is kept close to."""
 
-    model: ModelConfig | None = None
+    model: Annotated[ModelConfig | None, _OTHER_REFERENCE] = None
     """Pretrained reference model; null: the model that training starts from."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Most tokens (padding included) in one forward pass of one worker."""
@@ -212,13 +246,13 @@ def environment_form(role: Any) -> str:
 class JudgeRole(EngineRole):
     """Workers that answer the reward function `judge`: one vLLM engine with a frozen model each."""
 
-    model: ModelConfig
+    model: Annotated[ModelConfig, EVALUATED_BY_SET, REWARDED]
     """The model, with a chat template."""
-    max_tokens: int = Field(default=512, ge=1)
+    max_tokens: Annotated[int, EVALUATED_BY_SET, REWARDED] = Field(default=512, ge=1)
     """Longest answer, in tokens. It must fit `max_model_len` beside the question."""
-    temperature: GreedyOrTemperature = 0.0
+    temperature: Annotated[GreedyOrTemperature, EVALUATED_BY_SET, REWARDED] = 0.0
     """Softmax temperature; 0: greedy."""
-    structured: StructuredConfig | None = None
+    structured: Annotated[StructuredConfig | None, EVALUATED_BY_SET, REWARDED] = None
     """A form that every answer has, such as `regex: "Score: (10|[0-9])"` for a small model; null: any text."""
 
 
@@ -246,28 +280,31 @@ class Roles(Frozen):
 class RolesConfig(Roles):
     """The worker roles."""
 
-    rollout: RolloutRole
+    rollout: Annotated[RolloutRole, NONE, Consequences(of={"max_model_len": SAMPLED})]
     """Workers that sample: one vLLM engine each."""
-    policy: PolicyRole
+    policy: Annotated[PolicyRole, NONE, RESHARDED]
     """Workers that train the policy."""
-    critic: CriticRole | None = None
+    critic: Annotated[CriticRole | None, NONE, RESHARDED, _OTHER_TRAINERS] = None
     """Workers that train the critic; only where the algorithm has one."""
-    reference: ScaledReferenceRole | None = None
+    reference: Annotated[ScaledReferenceRole | None, NONE, OTHER_REFERENCE, SAMPLED] = None
     """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
-    reward: RewardRole
+    reward: Annotated[RewardRole, Consequences(resume=ALLOWED), SAMPLED]
     """Workers that score responses."""
-    environment: (
+    environment: Annotated[
         Annotated[
             Annotated[EnvironmentRole, Tag(SECTION)]
-            | Annotated[dict[Name, EnvironmentRole], Field(min_length=1), Tag(MAP)],
+            | Annotated[dict[Name, EnvironmentRole], Field(min_length=1), Tag(MAP), EVALUATED_BY_SET],
             Discriminator(environment_form),
         ]
-        | None
-    ) = None
+        | None,
+        NONE,
+        SAMPLED,
+        EVALUATED_IF_SET,
+    ] = None
     """The environment that the policy acts in over several turns, or several by name (`{tools: {...}, games: {...}}`),
     of which each source of `data.train` and each set of `data.eval` names its own; null: a sample is one response to
     its prompt."""
-    judge: JudgeRole | None = None
+    judge: Annotated[JudgeRole | None, Consequences(resume=ALLOWED), SAMPLED, EVALUATED_BY_SET] = None
     """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
     used."""
 
@@ -280,11 +317,11 @@ class RolesConfig(Roles):
 class BaseSchedule(Frozen):
     """Length of the run, division of a step, and timeouts."""
 
-    steps: int = Field(ge=1)
+    steps: Annotated[int, _LENGTH] = Field(ge=1)
     """Training steps."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: Annotated[int, _LENGTH] = Field(default=1, ge=1)
     """Passes over a step's batch."""
-    minibatches: int = Field(default=1, ge=1)
+    minibatches: Annotated[int, _LENGTH] = Field(default=1, ge=1)
     """Optimizer updates in one pass."""
     start_timeout_s: float = Field(default=600.0, gt=0.0)
     """Timeout for the start of a worker: its resources, its process, its model."""
@@ -329,7 +366,7 @@ class PromptText(Frozen):
 class _Located(Frozen):
     """Where the rows are, and how many of them are read."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, Consequences(path="path")] = Field(min_length=1)
     """Where the data is; relative paths start at the current directory. A pattern such as `data/train-*.parquet` names
     several files of one format."""
     limit: int = Field(default=0, ge=0)
@@ -423,7 +460,7 @@ class _Texts(Frozen):
 
     text: str = "text"
     """Column with the text."""
-    max_tokens: int = Field(default=512, ge=2)
+    max_tokens: Annotated[int, refused("it decides where texts are cut, and so their order")] = Field(default=512, ge=2)
     """A longer text is cut into pieces of this many tokens."""
     texts_per_step: int = Field(default=16, ge=1)
     """Pieces of text that each step trains on."""
@@ -450,7 +487,9 @@ TextSource = Annotated[
 class SourceName(Frozen):
     """One of several sources."""
 
-    name: str = Field(max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
+    name: Annotated[str, refused("the checkpoint holds the position in each source by its name")] = Field(
+        max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
+    )
     """Name of the source in metrics, samples and messages."""
 
 
@@ -558,32 +597,34 @@ HeldOutSet = Annotated[
 class SourceShare(SourceName):
     """The part of one source in a mixture."""
 
-    weight: float = Field(default=1.0, gt=0.0)
+    weight: Annotated[float, _NEXT_PROMPT] = Field(default=1.0, gt=0.0)
     """Prompts or examples that are drawn from this source, relative to the other sources."""
-    repeats: int = Field(default=0, ge=0)
+    repeats: Annotated[int, _NEXT_PROMPT] = Field(default=0, ge=0)
     """Most passes over the source; the others then share what is left. 0: no limit."""
 
 
 class MixedPrompts(SourceShare):
     """One of several sources of prompts, with its settings. A setting left out is that of the run."""
 
-    rewards: tuple[RewardFunctionConfig, ...] | None = Field(default=None, min_length=1)
+    rewards: Annotated[tuple[RewardFunctionConfig, ...] | None, OTHER_REWARDS, REWARDED, SAMPLED] = Field(
+        default=None, min_length=1
+    )
     """Reward functions of this source, in place of the functions and the model of `roles.reward`; null: those."""
-    solved_at: float | None = None
+    solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved, in the source's pass rate and in the curriculum; null:
     `data.curriculum.solved_at`, and without it by the rule of `evaluation.solved_at`, applied to the source's rewards;
     where these do not say it there is no pass rate, and a curriculum needs it."""
-    group_size: int | None = Field(default=None, ge=1)
+    group_size: Annotated[int | None, AS_SAMPLED, SAMPLED] = Field(default=None, ge=1)
     """Samples per prompt; null: `algorithm.group_size`."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Annotated[int | None, _NEXT_PROMPT, SAMPLED] = Field(default=None, ge=1)
     """Longest response (of an episode: longest turn), in tokens, at most `sampling.max_tokens`; null: that."""
-    environment: str | None = None
+    environment: Annotated[str | None, AS_SAMPLED, SAMPLED] = None
     """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
     it."""
-    mask_truncated: bool | None = None
+    mask_truncated: Annotated[bool | None, SAMPLED] = None
     """As `algorithm.mask_truncated`, for this source; null: that."""
-    dynamic_sampling_on: str | None = None
+    dynamic_sampling_on: Annotated[str | None, SAMPLED] = None
     """As `algorithm.dynamic_sampling_on`, for this source, whose rewards may have other components; null: that."""
 
 
@@ -627,11 +668,11 @@ class CurriculumConfig(Frozen):
     A pass over the data draws a prompt with probability max(floor, 4 p (1 - p)), where p = (solved + 1) / (samples + 2)
     counts its samples in finished steps. A prompt without results is always drawn."""
 
-    solved_at: float | None = None
+    solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved; null: `evaluation.solved_at`, or by the rule that stands
     there. Of a component the rule is: 1 for a function that says right or wrong, such as `exact_match`. Where neither
     says it, this is required."""
-    component: str | None = None
+    component: Annotated[str | None, _COUNTED_BEFORE] = None
     """Reward component that `solved_at` is compared with (its label, or `reward_model`), without its weight; null: the
     reward."""
     floor: float = Field(default=0.1, ge=0.01, le=1.0)
@@ -647,31 +688,40 @@ class DataConfig(Frozen):
     """Where prompts come from."""
 
     train: Annotated[
-        Annotated[DataSource, Tag(SECTION)] | Annotated[tuple[MixedSource, ...], Field(min_length=1), Tag(LIST)],
+        Annotated[DataSource, Tag(SECTION)]
+        | Annotated[tuple[MixedSource, ...], Field(min_length=1), Tag(LIST), Consequences(of={"name": SAMPLED})],
         Discriminator(form_of),
+        NONE,
+        SAME_ROWS,
     ]
     """Prompts to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
-    eval: (
+    eval: Annotated[
         Annotated[
             Annotated[DataSource, Tag(SECTION)] | Annotated[dict[Name, HeldOutSet], Tag(MAP)],
             Discriminator(form_of),
         ]
-        | None
-    ) = None
+        | None,
+        NONE,
+        OTHER_EVALUATIONS,
+        EVALUATED,
+    ] = None
     """Prompts to evaluate on: one source, or several by name (`{math: {...}, code: {...}}`), each with its own sampling
     and rewards. A name has lowercase letters, digits and `-`."""
-    held_out: bool = True
+    held_out: Annotated[bool, NONE, EVALUATED_IF_SET] = True
     """Exclude every prompt of `train` from `eval`."""
-    ptx: (
+    ptx: Annotated[
         Annotated[
             Annotated[TextSource, Tag(SECTION)] | Annotated[tuple[NamedTexts, ...], Field(min_length=1), Tag(LIST)],
             Discriminator(form_of),
         ]
-        | None
-    ) = None
+        | None,
+        NONE,
+        SAME_ROWS,
+        _NEW_TEXTS,
+    ] = None
     """Plain texts that every update of the policy also trains on (`algorithm.ptx_coef`): one source, or a list of named
     sources, of each of which a step trains on its `texts_per_step`."""
-    curriculum: CurriculumConfig | None = None
+    curriculum: Annotated[CurriculumConfig | None, NONE] = None
     """Draw prompts by how often they were solved; null: every pass over the data draws each of them once."""
 
     def held_out_sets(self) -> dict[str, DataSource]:
@@ -707,25 +757,25 @@ class DataConfig(Frozen):
 class BaseEvaluation(Frozen):
     """When the model is evaluated on `data.eval`."""
 
-    every_steps: int = Field(default=10, ge=0)
+    every_steps: Annotated[int, NEXT_STEP, NOT_EVALUATED] = Field(default=10, ge=0)
     """Steps between evaluations; 0: none in between."""
-    at_start: bool = True
+    at_start: Annotated[bool, NEXT_STEP, NOT_EVALUATED] = True
     """Evaluate the untrained model."""
-    at_end: bool = True
+    at_end: Annotated[bool, NEXT_STEP, NOT_EVALUATED] = True
     """Evaluate after the last step."""
 
 
 class EvaluationConfig(BaseEvaluation):
     """When and how the policy is evaluated on `data.eval`."""
 
-    prompts: int = Field(default=0, ge=0)
+    prompts: Annotated[int, EVALUATED] = Field(default=0, ge=0)
     """Prompts per evaluation, always the same ones; 0: all."""
-    beside: bool = False
+    beside: Annotated[bool, NEXT_STEP, NOT_EVALUATED] = False
     """Evaluate while training continues: one engine keeps the weights and samples for the evaluation, the others go on.
     Metrics of a step then arrive some steps later. The last evaluation is made as usual, when training is over."""
-    sampling: EvalSampling = EvalSampling()
+    sampling: Annotated[EvalSampling, EVALUATED] = EvalSampling()
     """How responses are sampled."""
-    solved_at: float | None = None
+    solved_at: Annotated[float | None, EVALUATED] = None
     """A sample with at least this reward counts as solved: `eval/accuracy` is the share of such samples, and pass@k
     counts them. null: the weight of the only reward component with a weight, where that is `exact_match`,
     `last_number`, `numeric`, `regex`, `reasoning_gym` or `python_tests`; for any other reward there is neither
@@ -739,7 +789,7 @@ class WeightSyncConfig(Frozen):
     delta: Literal["auto", "off"] = "auto"
     """`auto`: with a back-end that writes a file, other nodes get only what changed since the version that they have,
     where that is less; what they make of it is verified as a whole. `off`: they always get all weights."""
-    url: str | None = None
+    url: Annotated[str | None, Consequences(path="store")] = None
     """Where the back-end store keeps weights: `s3://bucket/folder`, `gs://bucket/folder`,
     `abfs://container@account.dfs.core.windows.net/folder`, or `file:///folder` on a disk that all nodes mount.
     pyarrow's options follow as a query (`?region=eu-west-1&endpoint_override=host:port`); credentials come from the
@@ -760,9 +810,9 @@ class AuditConfig(Frozen):
 class BestConfig(Frozen):
     """Keeps the checkpoint of the steps with the best evaluations: each is saved right after its evaluation."""
 
-    metric: str = Field(min_length=1)
+    metric: Annotated[str, _OTHER_BEST] = Field(min_length=1)
     """A metric of the evaluation, such as `eval/accuracy`, or `eval/math/avg` of a set with a name."""
-    mode: Literal["max", "min"] = "max"
+    mode: Annotated[Literal["max", "min"], _OTHER_BEST] = "max"
     """Whether a high or a low value is good."""
     keep: int = Field(default=1, ge=1)
     """Best checkpoints kept, besides the newest ones. The model before training is none."""
@@ -778,7 +828,7 @@ class CheckpointConfig(Frozen):
     async_save: bool = False
     """Write checkpoints while training continues, which waits only until each trainer has copied its state to host
     memory (`troupe plan` counts it). The last one of a run is written before it ends."""
-    path: str | None = None
+    path: Annotated[str | None, Consequences(path="store")] = None
     """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
     in the background, those of each run to a folder of its name. A run resumes from there where its folder has none as
     new."""
@@ -888,7 +938,7 @@ class ProfileConfig(Frozen):
 class BaseOutput(Frozen):
     """What the run writes, besides its log, metrics and checkpoints."""
 
-    folder: str = Field(default="runs", min_length=1)
+    folder: Annotated[str, Consequences(path="path")] = Field(default="runs", min_length=1)
     """Folder of runs: each is written to a folder in it, named after the spec."""
     sinks: tuple[SinkName, ...] = ()
     """Where metrics go besides `metrics.jsonl`: `tensorboard` (event files in the run folder), `wandb`, `mlflow`

@@ -1,1 +1,1 @@
-"""Records of what a run does: calls to workers, events, peak memory, and the schema of the timeline."""
+"""What a run records and shows: calls, events, metrics, timeline and peak memory, for files, trackers and terminals."""

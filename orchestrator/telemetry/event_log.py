@@ -14,6 +14,8 @@ from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 logger = logging.getLogger(__name__)
 
 EVENTS = "events.jsonl"
+EVALUATION, REWARDS = "evaluation", "rewards"
+"""Fields of the event of a start: digests of how the run evaluates and of what its rewards are."""
 _MOST_EARLY = 10_000
 """Events that are kept until the file is open."""
 _LONGEST_REASON = 2000

@@ -1,1 +1,1 @@
-"""From batches to updates: micro-batches, ledger, state, checkpoints."""
+"""From batches to updates: micro-batches, ledger, state, checkpoints, and what a step keeps for a replay."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from troupe.orchestrator.cluster.worker_group import WorkerGroup
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import StopRequested
-from troupe.orchestrator.reporting.metrics import PhaseTimers
+from troupe.orchestrator.telemetry.metrics import PhaseTimers
 from troupe.orchestrator.training.micro_batches import plan_ranks
 from troupe.workers.contract.messages import RankPlan, TrainSummary
 from troupe.workers.contract.roles import TableRef

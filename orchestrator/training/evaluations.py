@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from troupe.orchestrator.errors import EvaluationLost
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
 
 logger = logging.getLogger(__name__)

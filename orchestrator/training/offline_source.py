@@ -11,9 +11,9 @@ from typing import Any
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ScoreTokens, WorkerGroup
 from troupe.orchestrator.data.mixture import epochs
 from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.metrics import PhaseTimers
 from troupe.orchestrator.spec.sections import BaseSchedule
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.metrics import PhaseTimers
 from troupe.orchestrator.training.batch import Batch, SourceSnapshot, plan_rows, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_units

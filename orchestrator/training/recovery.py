@@ -2,8 +2,9 @@
 
 Engines, reward workers and finished rollouts stay as they are. The batches of the steps since the last checkpoint are
 kept in the object store; the restarted trainers load the checkpoint (or start from the initial model) and train on
-these batches again, with the same seeds and in the same order, so that their weights are those that were lost. Policy
-and critic are restarted together: a step that was interrupted between their updates is repeated by both.
+these batches again, with the same seeds and in the same order, so that their weights are those that were lost: bit for
+bit on the CPU, to rounding on a GPU. Policy and critic are restarted together: a step that was interrupted between
+their updates is repeated by both.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any, TypeVar
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.state import ControllerState

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import ExportFailed, TroupeError, WorkerRaised
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.training.batch import BatchSource, SourceSnapshot
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore, trainer_layouts
 from troupe.orchestrator.training.recovery import TrainerRecovery

@@ -15,8 +15,8 @@ from typing import Any
 
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError, WorkerRaised
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointError, CheckpointStore, require_files
 from troupe.workers.contract.messages import SaveStatus
 

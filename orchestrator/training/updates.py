@@ -13,10 +13,10 @@ from typing import Any
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.errors import TrainingDiverged, WorkerError
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.metrics import merge_update_metrics
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.metrics import merge_update_metrics
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.micro_batches import (
     minibatches,

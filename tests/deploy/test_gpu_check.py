@@ -23,7 +23,7 @@ from deploy.gpu_check.pieces import PIECES, Command, Piece, decide
 from deploy.gpu_check.processes import run_commands
 from deploy.gpu_check.record import PieceResult, Record, page, read
 from tests.conftest import ROOT
-from troupe.orchestrator.doctor.machine import Graphics
+from troupe.orchestrator.capacity.nvidia import Graphics
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import Sleep

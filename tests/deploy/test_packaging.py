@@ -350,9 +350,9 @@ def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(tmp_path
     files = {path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")}
     files |= {path for kind in ("*.j2", "*.sh") for path in (ROOT / "orchestrator" / "platforms").rglob(kind)}
     files |= {path for name in ("specs", "examples") for path in (ROOT / "deploy" / name).rglob("*.*")}
-    assets = {*(ROOT / "orchestrator" / "reporting" / "html" / "assets").iterdir()}
+    assets = {*(ROOT / "orchestrator" / "insight" / "report" / "assets").iterdir()}
     assets |= {ROOT / "orchestrator" / "algorithms" / "advice.yaml", ROOT / "orchestrator" / "spec" / "migration.yaml"}
-    assets.add(ROOT / "orchestrator" / "reporting" / "metrics.yaml")
+    assets.add(ROOT / "orchestrator" / "telemetry" / "metrics.yaml")
     own = {f"troupe/{path.name}" for path in (ROOT / "troupe").glob("*.py")}
     expected = {f"troupe/{path.relative_to(ROOT)}" for path in files | assets if "__pycache__" not in path.parts}
     assert {name for name in names if name.startswith("troupe/")} == own | expected

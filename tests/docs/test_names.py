@@ -13,11 +13,11 @@ import typer.main
 from docs.tooling.hooks import outside_code
 from tests.conftest import ROOT
 from troupe.orchestrator.cli import app
-from troupe.orchestrator.reporting.reference import metric_named, metric_sections
 from troupe.orchestrator.roles.table import TRAINED
 from troupe.orchestrator.spec.errors import known_paths
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.metric_reference import metric_named, metric_sections
 
 OTHERS = {ROOT / "docs" / "guides" / "migration.md", ROOT / "CHANGELOG.md"}
 """Pages with names of other frameworks, and of earlier versions."""

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from tests.fakes import fake_spec
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
+from troupe.orchestrator.rollouts.evaluation_log import described_sets, settings_of
 from troupe.orchestrator.run_checkpoints import best_step, saved_run
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import BestConfig
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
@@ -231,9 +234,40 @@ def test_whatever_changes_evaluations_makes_them_incomparable(changes: Any) -> N
     assert fake_spec(**changes).evaluation_digest() != fake_spec().evaluation_digest()
 
 
-def named(high: int = 10, question: str = "is {response} right?", judge: str = "judge", spare: int = 1) -> Any:
+def test_what_the_policy_sees_of_an_environment_decides_its_results() -> None:
+    """Digests of runs with the default are those of earlier versions."""
+    game = {"name": "guess_number"}
+    digests = [
+        fake_spec(roles={"environment": game | {"max_observation_chars": most}}).evaluation_digest()
+        for most in (5, 6, 20_000)
+    ]
+    assert len({*digests}) == 3
+    assert digests[2] == fake_spec(roles={"environment": game}).evaluation_digest()
+    assert named(most=5).evaluation_digest() != named().evaluation_digest()
+    assert "max_observation_chars" not in named().plays_and_judges(named().held_out_sets()[0])["played_in"]
+
+
+def test_how_long_a_reward_may_take_is_no_other_reward() -> None:
+    """A longer timeout forgets no best checkpoint."""
+
+    def spec(timeout_s: float) -> RolloutSpec:
+        functions = [{"name": "letter_share", "timeout_s": timeout_s}]
+        held_out = {"a": {"kind": "jsonl", "path": "e", "rewards": functions}, "b": {"kind": "jsonl", "path": "e"}}
+        return fake_spec(data={"eval": held_out}, evaluation={}, roles={"reward": {"functions": functions}})
+
+    one, other = spec(5.0), spec(99.0)
+    assert one.evaluation_digest() == other.evaluation_digest()
+    assert one.reward_digest() == other.reward_digest()
+    pool: Any = SimpleNamespace(digest="rows")
+    sets = [described_sets(each, {"eval.a": pool, "eval.b": pool}) for each in (one, other)]
+    assert sets[0] != sets[1] and settings_of(sets[0]) == settings_of(sets[1])
+
+
+def named(
+    high: int = 10, question: str = "is {response} right?", judge: str = "judge", spare: int = 1, most: int = 20_000
+) -> Any:
     """A spec with a held-out set in a named environment and another one that a judge scores."""
-    games = {"name": "guess_number", "args": {"high": high}}
+    games = {"name": "guess_number", "args": {"high": high}, "max_observation_chars": most}
     train = [{"name": "a", "kind": "jsonl", "path": "t", "environment": "games", "rewards": [{"name": "environment"}]}]
     held_out = {"games": train[0] | {"path": "e"}, "plain": {"kind": "jsonl", "path": "e"}}
     del held_out["games"]["name"]

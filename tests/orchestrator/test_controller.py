@@ -38,17 +38,11 @@ from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
+from troupe.orchestrator.insight.verdicts.data import dropped_samples, failing_rewards
+from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import RunRecorder
-from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.reporting.sinks.base import LoggedRun
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.reporting.verdicts.data import dropped_samples, failing_rewards
-from troupe.orchestrator.reporting.verdicts.history import History
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
@@ -57,11 +51,17 @@ from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.recorder import RunRecorder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.algorithms.sampled_tokens import SampledTokens

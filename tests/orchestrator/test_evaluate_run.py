@@ -9,8 +9,8 @@ import pytest
 
 from troupe.orchestrator import evaluate_run
 from troupe.orchestrator.hub.resolve import LocalFiles
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.telemetry.console import Console
 
 TINY = Path(__file__).resolve().parents[2] / "deploy" / "specs" / "tiny-grpo.yaml"
 

@@ -13,8 +13,8 @@ import pytest
 from tests.orchestrator.test_best_checkpoint import DATA, EvaluatedRun, Values, run_of, steps_of
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.errors import EvaluationLost, WorkerError
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.run_checkpoints import best_step
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 

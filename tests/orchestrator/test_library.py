@@ -28,7 +28,7 @@ from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.rewards.thoughts import template_opens_thought
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
-RECORDED = ROOT / "tests" / "orchestrator" / "reporting" / "verdicts" / "recorded"
+RECORDED = ROOT / "tests" / "orchestrator" / "insight" / "verdicts" / "recorded"
 
 
 def test_every_public_name_exists_and_is_listed() -> None:

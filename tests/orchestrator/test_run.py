@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.bench.measured import GRPO
+from tests.orchestrator.insight.bench.measured import GRPO
 from troupe.orchestrator import run as run_module
 from troupe.orchestrator.data.prompt_check import PromptCheck
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.telemetry.console import Console
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from tests.conftest import ROOT
 from tests.fakes import FaultyWorker
-from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
-from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.run_data import load_data
+from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor
+from troupe.orchestrator.insight.audit.report import AuditReport
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.load import load_rollout_spec

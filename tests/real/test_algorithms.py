@@ -45,12 +45,12 @@ from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig, RolloutConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.data.tokenizer import load_chat_tokenizer

@@ -17,7 +17,7 @@ import pytest
 from deploy.demo.cluster import answers, free_port
 from tests.faults.stalls import deadly_environment, may_mount
 from tests.real.commands import GRPO, Command, Run, ledger_balances, running, trajectories
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 pytestmark = [
     pytest.mark.real,

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPTS = prompt_table(chat("Name a colour."), chat("What is 2 + 3?"), chat("Count to ten, slowly."))
 REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11, environment="")
-HERE = "tests.workers.environments.misbehaving"
+HERE = "tests.workers.agents.environments.misbehaving"
 BOUNDS = EpisodeConfig(max_turns=4, truncated_turns="continue", turn_timeout_s=5.0, episode_timeout_s=60.0)
 
 
@@ -155,7 +155,7 @@ async def test_the_choices_of_an_agents_request_are_rows_with_the_engines_tokens
     worker: RolloutWorker, tiny_model: Path
 ) -> None:
     bounds = BOUNDS.model_copy(update={"turn_timeout_s": 30.0})
-    args = {"function": "tests.workers.environments.agents:three_choices"}
+    args = {"function": "tests.workers.agents.environments.agents:three_choices"}
     played = await rows(worker, "agent", bounds, replace(REQUEST, samples=2), **args)
     assert [(row["sample_index"], row["segment"]) for row in played] == [(i, n) for i in range(2) for n in range(3)]
     assert {row["episode_status"] for row in played} == {"ok"}
@@ -171,7 +171,7 @@ async def test_a_call_that_a_request_forces_is_sampled_among_the_permitted_token
     worker: RolloutWorker, tiny_model: Path
 ) -> None:
     bounds = BOUNDS.model_copy(update={"turn_timeout_s": 60.0})
-    args = {"function": "tests.workers.environments.agents:picks"}
+    args = {"function": "tests.workers.agents.environments.agents:picks"}
     before, worker._config = worker._config, worker._config.model_copy(update={"turn_forms": True})
     try:
         played = await rows(worker, "agent", bounds, replace(REQUEST, samples=2), **args)

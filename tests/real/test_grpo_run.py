@@ -43,8 +43,8 @@ from tests.real.commands import (
 )
 from tests.real.poison import Canary
 from tests.s3_server import Faults, s3_server
-from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import verify
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import ROOT
 from tests.faults.stalls import deadly_environment
 from tests.real.commands import Run, equal_steps, ledger_balances, replayed, run_troupe, running
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 

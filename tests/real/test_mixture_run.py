@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.real.commands import Run, ledger_balances, run_troupe, running, trajectories
 from troupe.orchestrator.data.mixture import prompt_order
 from troupe.orchestrator.data.prompts import load_train_pool
-from troupe.orchestrator.reporting.evaluation_log import EVALUATIONS
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.event_log import EVENTS
 

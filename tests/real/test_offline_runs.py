@@ -42,12 +42,12 @@ from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import verify
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig

@@ -30,12 +30,12 @@ from tests.real.rollout_helpers import (
     sampling_config,
     until_sampling,
 )
+from troupe.workers.agents.episodes.turns import TurnLimits
 from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan
 from troupe.workers.data.chat import sample_seed
 from troupe.workers.engine import rows as rows_module
 from troupe.workers.engine.errors import EngineClosed, EngineDead
-from troupe.workers.episodes.turns import TurnLimits
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker

@@ -44,7 +44,7 @@ from tests.real.test_trainer import (
 )
 from tests.workers.models.test_capabilities import LLAMA4
 from tests.workers.models.test_modeling import SIZES, save_model
-from troupe.orchestrator.reporting.metrics import merge_update_metrics
+from troupe.orchestrator.telemetry.metrics import merge_update_metrics
 from troupe.workers.contract.config import (
     CriticConfig,
     CriticLossConfig,

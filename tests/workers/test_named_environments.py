@@ -11,11 +11,11 @@ import pytest
 
 from tests.real.rollout_helpers import chat, prompt_table, rollout_config
 from troupe.workers import rollout
+from troupe.workers.agents.episodes.turns import SampledTurn
 from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.data.tokenizer import load_chat_tokenizer
-from troupe.workers.episodes.turns import SampledTurn
 from troupe.workers.rollout import RolloutWorker
 
 BOUNDS = {

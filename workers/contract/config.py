@@ -7,10 +7,24 @@ every field is described and checked in one place.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from troupe.workers.contract.consequences import (
+    COUNTED,
+    EVALUATED,
+    EVALUATED_IF_SET,
+    NOT_EVALUATED,
+    NOT_REWARDED,
+    OTHER_REWARDS,
+    REWARDED,
+    UNCOUNTED,
+    Consequences,
+    Counts,
+    Resume,
+    noted,
+)
 from troupe.workers.contract.weight_backends import TransferBackend
 
 CPU_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -26,7 +40,12 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant",
 OWN_GPU_SHARE = 0.85
 """Fraction of a GPU's memory for an engine that has it to itself, by default."""
 GPU_BATCH_TOKENS = 8192
-"""Tokens of an engine's largest batch on a GPU (vLLM's `max_num_batched_tokens`), for which it reserves memory."""
+"""Tokens of an engine's largest batch on a GPU (vLLM's `max_num_batched_tokens`), for which it reserves memory, unless
+its sequences have fewer (`EngineConfig.gpu_batch_tokens`)."""
+GPU_TILE_COLUMNS = 8192
+"""Columns of the vocabulary for which the output head holds logits at a time on a GPU: enough for a matrix product to
+fill it. Measured on an H200 with 16,384 tokens, a vocabulary of 152,064 and a hidden size of 3,584: 4,096 to 32,768
+columns take the same time to 2 %."""
 CHUNK_LOGITS: dict[Device, int] = {"cpu": 2**24, "cuda": 2**26}
 """Maximum number of logits the output head holds at once: 64 and 256 MiB in float32. Larger chunks are not faster on
 the CPU. On a GPU every chunk reads the head's weight and adds to its gradient: 1 GB each for a vocabulary of 152,000
@@ -47,6 +66,8 @@ class Frozen(BaseModel):
     """Base of every configuration model: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    consequences: ClassVar[Consequences | None] = None
+    """What follows from a field that the class defines and that does not say it itself."""
 
 
 def first_problem(error: ValidationError) -> str:
@@ -70,11 +91,12 @@ GreedyOrTemperature = Annotated[float, Field(ge=0.0), AfterValidator(_sampled_as
 class ModelConfig(Frozen):
     """The pretrained model a role starts from."""
 
-    path: str
+    consequences: ClassVar = COUNTED
+    path: Annotated[str, Consequences(path="model")]
     """Folder with a Hugging Face model (config, safetensors, tokenizer), or its name on the hub (`org/name`)."""
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit of a model on the hub; null: main. A run is pinned to the commit. Folders have none."""
-    adapter: str | None = Field(default=None, min_length=1)
+    adapter: Annotated[str | None, Consequences(path="path")] = Field(default=None, min_length=1)
     """Folder of an adapter (LoRA, peft's format) for the model, such as `troupe export` writes. Adapters that train
     (`lora`) start from it, with the same rank, alpha and targets. Elsewhere it is added to the weights when they are
     loaded, in float32 before rounding once."""
@@ -86,7 +108,7 @@ class ModelConfig(Frozen):
     and reward models are always computed in float32."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Leave it off unless you trust that code."""
-    chat_template: str | None = Field(default=None, min_length=1)
+    chat_template: Annotated[str | None, Consequences(path="template")] = Field(default=None, min_length=1)
     """Jinja file with the chat template to use instead of the tokenizer's, also in exports; `none`: no template,
     so that a prompt is the text as it stands, after what the tokenizer puts before a text (such as a BOS token); null:
     the tokenizer's own."""
@@ -110,6 +132,7 @@ class ModelConfig(Frozen):
 class StructuredConfig(Frozen):
     """A form that every response has: tokens that would leave it are not sampled (vLLM's structured outputs)."""
 
+    consequences: ClassVar = COUNTED
     regex: str | None = Field(default=None, min_length=1)
     """A regular expression that the whole response matches."""
     choice: tuple[str, ...] | None = Field(default=None, min_length=1)
@@ -132,21 +155,21 @@ class SamplingConfig(Frozen):
     With `top_p`, `top_k` or `min_p`, the tokens that were left to each sampled token are recorded, and the trainer's
     log-probs are among the same tokens, so that the policy that is trained is the one that samples."""
 
-    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
+    temperature: Annotated[float, NOT_EVALUATED] = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Softmax temperature. The trainer divides its logits by the same value. vLLM has none between 0 and 0.01."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: Annotated[float, NOT_EVALUATED] = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability, after the
     temperature, min-p and top-k; 1: from all."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: Annotated[int, NOT_EVALUATED] = Field(default=0, ge=0)
     """Sample from the k most probable tokens (more where probabilities are equal); 0: from all."""
-    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    min_p: Annotated[float, NOT_EVALUATED] = Field(default=0.0, ge=0.0, lt=1.0)
     """Sample from the tokens whose probability is at least this share of the most probable one's; 0: from all."""
-    max_tokens: int = Field(default=256, ge=1)
+    max_tokens: Annotated[int, EVALUATED] = Field(default=256, ge=1)
     """Longest response, in tokens; longer ones are truncated, with the finish reason `length`."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], EVALUATED_IF_SET] = ()
     """Strings that end a response, besides the model's ends of a turn; special tokens in them match. The response
     includes them: they are scored and trained."""
-    structured: StructuredConfig | None = None
+    structured: Annotated[StructuredConfig | None, EVALUATED_IF_SET] = None
     """A form that every response (of an episode: every turn) has; null: any text. Log-probs of samples are then those
     among the permitted tokens, and the importance weight of a token is the probability that the policy gives to all
     permitted ones. With `top_p`, `top_k` or `min_p` the form is part of the recorded tokens."""
@@ -176,6 +199,7 @@ class EvalSampling(Frozen):
 class EngineConfig(Frozen):
     """One vLLM engine."""
 
+    consequences: ClassVar = UNCOUNTED
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs (or CPU ranks) that share one copy of the model."""
     max_num_seqs: int = Field(default=64, ge=1)
@@ -199,10 +223,20 @@ class EngineConfig(Frozen):
         """`gpu_memory_utilization`, null resolved for an engine with a GPU to itself."""
         return OWN_GPU_SHARE if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
+    @property
+    def gpu_batch_tokens(self) -> int:
+        """Tokens of the largest batch on a GPU.
+
+        Never more than all sequences together can have: vLLM divides a trial batch of this size among them, and a
+        sequence longer than `max_model_len` reads memory beyond its block table, which ends the engine at its start.
+        """
+        return min(GPU_BATCH_TOKENS, self.max_num_seqs * self.max_model_len)
+
 
 class OptimizerConfig(Frozen):
     """AdamW and its learning-rate schedule."""
 
+    consequences: ClassVar = noted("from the next update on")
     learning_rate: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0.0)
@@ -219,6 +253,9 @@ class OptimizerConfig(Frozen):
     """Optimizer updates over which the learning rate rises linearly from 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """Final learning rate of `linear` and `cosine` as a fraction of the peak."""
+
+
+_NO_AVERAGE = Consequences(resume=Resume(refused_if_off="the checkpoint has no moving average of the weights"))
 
 
 class TrainerConfig(OptimizerConfig):
@@ -246,7 +283,7 @@ class TrainerConfig(OptimizerConfig):
     use less memory; at the start they are compared with the model's own."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
-    ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
+    ema_decay: Annotated[float, _NO_AVERAGE] = Field(default=0.0, ge=0.0, lt=1.0)
     """Keep an exponential moving average of the weights: after every update, average = ema_decay * average +
     (1 - ema_decay) * weights. Every checkpoint stores it as a second model (`troupe export --average`). 0: off."""
 
@@ -309,29 +346,32 @@ class LoraConfig(Frozen):
         return next(rank for rank in ADAPTER_RANKS if rank >= self.rank)
 
 
+_TIMEOUT = Consequences(evaluation=Counts.AT_DEFAULT, reward=Counts.NO)
+
+
 class RewardFunctionConfig(Frozen):
     """One reward component."""
 
-    name: str = Field(min_length=1)
+    name: Annotated[str, COUNTED] = Field(min_length=1)
     """A built-in function (exact_match, numeric, regex, length, reasoning_gym, equations, python_tests,
     judge, ...) or `package.module:function`."""
-    weight: float = 1.0
+    weight: Annotated[float, COUNTED] = 1.0
     """The sample's reward is the weighted sum of its components."""
-    timeout_s: float = Field(default=5.0, gt=0.0)
+    timeout_s: Annotated[float, _TIMEOUT] = Field(default=5.0, gt=0.0)
     """A call that takes longer makes the sample fail; it never becomes a reward. For `judge`: the time in which all
     samples of a group are judged."""
-    batched: bool = False
+    batched: Annotated[bool, EVALUATED, NOT_REWARDED] = False
     """True: the function is called once for a group, with lists of responses, answers and metadata, and returns a list
     with one result per response; None in it fails that sample. False: it is called for each response, and for all of
     them at the same time if it is asynchronous."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Annotated[dict[str, Any], COUNTED] = Field(default_factory=dict)
     """Keyword arguments of the function."""
-    label: str = ""
+    label: Annotated[str, COUNTED] = ""
     """Name in the metrics; empty: the function's own name."""
-    env: tuple[str, ...] = ()
+    env: Annotated[tuple[str, ...], EVALUATED, NOT_REWARDED] = ()
     """Environment variables with secrets (`..._TOKEN`, `..._API_KEY`, `PASSWORD`, ...) that the function may read; it
     gets none but these."""
-    process: bool = False
+    process: Annotated[bool, COUNTED] = False
     """True: the function returns steps, and each is rewarded where it ends (process supervision); a
     function that returns a number makes the sample fail. False: one number counts for the whole response; for a
     function that returns steps it is their outcome (by default their mean)."""
@@ -342,20 +382,23 @@ class RewardFunctionConfig(Frozen):
         return self.label or self.name.rpartition(":")[2]
 
 
+_REWARD_MODEL = Consequences(of=dict.fromkeys(("path", "revision", "adapter"), REWARDED))
+
+
 class RewardConfig(Frozen):
     """The rewards that a reward worker computes."""
 
-    functions: tuple[RewardFunctionConfig, ...] = ()
+    functions: Annotated[tuple[RewardFunctionConfig, ...], OTHER_REWARDS] = ()
     """Reward functions; the reward is their weighted sum."""
-    model: ModelConfig | None = None
+    model: Annotated[ModelConfig | None, EVALUATED, NOT_REWARDED, OTHER_REWARDS, _REWARD_MODEL] = None
     """A reward model (a sequence classifier with one label); its score is the component `reward_model`."""
-    model_weight: float = 1.0
+    model_weight: Annotated[float, COUNTED, OTHER_REWARDS] = 1.0
     """Weight of the reward model's score."""
-    micro_batch_tokens: int = Field(default=4096, ge=8)
+    micro_batch_tokens: Annotated[int, UNCOUNTED] = Field(default=4096, ge=8)
     """Maximum number of tokens in one forward pass of the reward model."""
-    memory_limit_mib: int = Field(default=2048, ge=64)
+    memory_limit_mib: Annotated[int, UNCOUNTED] = Field(default=2048, ge=64)
     """Maximum memory that the process of one reward function may allocate, in MiB."""
-    threads: int = Field(default=0, ge=0)
+    threads: Annotated[int, UNCOUNTED] = Field(default=0, ge=0)
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
 
 
@@ -398,42 +441,42 @@ class JudgeConfig(Frozen):
 
 
 ENVIRONMENTS = ("agent", "guess_number", "openenv", "retry", "single_turn", "tools", "verifiers")
-"""Names of the built-in environments; each is implemented in `workers/environments/`."""
+"""Names of the built-in environments; each is implemented in `workers/agents/environments/`."""
 
 
 class EpisodeConfig(Frozen):
     """Bounds of an episode, and how its turns are read."""
 
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: Annotated[int, EVALUATED] = Field(default=8, ge=1)
     """Most turns of the policy in an episode; then it ends as it is, with the finish reason `max_turns`."""
-    turn_timeout_s: float = Field(default=30.0, gt=0.0)
+    turn_timeout_s: Annotated[float, NOT_EVALUATED] = Field(default=30.0, gt=0.0)
     """Longest answer of the environment; a longer one fails the sample."""
-    episode_timeout_s: float = Field(default=300.0, gt=0.0)
+    episode_timeout_s: Annotated[float, NOT_EVALUATED] = Field(default=300.0, gt=0.0)
     """Longest episode, the policy's turns included; a longer one fails the sample."""
-    max_observation_chars: int = Field(default=20_000, ge=1)
+    max_observation_chars: Annotated[int, EVALUATED_IF_SET] = Field(default=20_000, ge=1)
     """A longer message of the environment is cut, and says so. What it shows of the data's prompt does not count."""
-    truncated_turns: Literal["end", "continue"] = "end"
+    truncated_turns: Annotated[Literal["end", "continue"], EVALUATED] = "end"
     """After a turn that was cut at `sampling.max_tokens`. `end`: the environment gets it, and the episode ends with
     the finish reason `length`; `continue`: the episode continues after an end of turn that the policy did not
     sample."""
-    tool_parser: str | None = Field(default=None, min_length=1)
+    tool_parser: Annotated[str | None, EVALUATED] = Field(default=None, min_length=1)
     """vLLM's parser for the tool calls in a turn, such as `hermes` or `llama3_json`; null: turns are plain text."""
 
 
 class EnvironmentConfig(EpisodeConfig):
     """The environment that the policy acts in."""
 
-    name: str = Field(min_length=1)
+    name: Annotated[str, EVALUATED] = Field(min_length=1)
     """A built-in environment (agent, guess_number, openenv, retry, single_turn, tools, verifiers) or
     `package.module:Class`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Annotated[dict[str, Any], EVALUATED] = Field(default_factory=dict)
     """Keyword arguments of the class."""
-    episodes: int = Field(default=32, ge=1)
+    episodes: Annotated[int, NOT_EVALUATED] = Field(default=32, ge=1)
     """Most episodes under way in one worker, each in a separate process."""
-    env: tuple[str, ...] = ()
+    env: Annotated[tuple[str, ...], NOT_EVALUATED] = ()
     """Environment variables with secrets (`..._TOKEN`, `..._API_KEY`, `PASSWORD`, ...) that the environment may read;
     it gets none but these."""
-    memory_limit_mib: int = Field(default=1024, ge=64)
+    memory_limit_mib: Annotated[int, NOT_EVALUATED] = Field(default=1024, ge=64)
     """Maximum memory that the process of one episode may allocate, in MiB."""
 
 

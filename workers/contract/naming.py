@@ -21,8 +21,10 @@ _OLD_NAMES = {
     "workers": "troupe.workers",
     "orchestrator": "troupe.orchestrator",
     "deploy.examples": "troupe.deploy.examples",
+    "troupe.workers.environments": "troupe.environments",
+    "troupe.workers.sandbox": "troupe.sandbox",
 }
-"""Names of modules before the package `troupe`, with today's."""
+"""Earlier names of modules, with today's."""
 
 
 class NameProblem(ValueError):
@@ -58,7 +60,7 @@ def import_attribute(name: str, module: str, attribute: str) -> Any:
         NameProblem: the import fails, or there is no such attribute.
     """
     try:
-        found = vars(import_module(module)).get(attribute)
+        found = getattr(import_module(module), attribute, None)
     except Exception as error:  # the module may be the user's
         if isinstance(error, ImportError) and (problem := packages.missing_for(error)):
             raise NameProblem(f"{name}: {problem}") from error
@@ -79,7 +81,7 @@ def import_module(name: str) -> ModuleType:
 
     Raises:
         Exception: Whatever its import raises. The message of a ModuleNotFoundError names today's module where `name`,
-            or what the module imports, is a name from before the package `troupe`.
+            or what the module imports, is an earlier name of one of ours.
     """
     try:
         found = importlib.import_module(name)
@@ -94,7 +96,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def _todays_name(module: str) -> str:
-    """What a module from before the package `troupe` is called now, as a hint; empty for other modules."""
+    """What a module with an earlier name is called now, as a hint; empty for other modules."""
     for old, new in _OLD_NAMES.items():
         if module == old or module.startswith(f"{old}."):
             return f"Troupe's {old} is {new} now"

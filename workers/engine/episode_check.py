@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from troupe.workers.agents.interface import Rehearsal, describe, read_row, rehearse, stretches
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 from troupe.workers.data.chat import sample_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.engine.tool_calls import tool_parser
-from troupe.workers.episodes.check import Rehearsal, describe, rehearse, stretches
-from troupe.workers.episodes.reader import read_row
 from troupe.workers.rewards.thoughts import environment_with_opened_thoughts
 
 

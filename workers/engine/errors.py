@@ -11,8 +11,12 @@ from pathlib import Path
 from troupe.workers.contract.messages import WorkerGone
 
 _TAIL_BYTES = 1 << 16
-_ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)$")
-"""The last line of a traceback, behind whatever the logger puts before it."""
+_ERROR = re.compile(
+    r"(?:^|[\s\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)$"
+    r"|^((?:CUDA|NCCL) error\b.*|Fatal Python error: .*|terminate called .*)$"
+)
+"""The last line of a traceback, behind whatever the logger puts before it, or what C++ and Python print before they end
+a process."""
 _CONSEQUENCES = ("EngineDeadError", "EngineGenerateError", "Engine core initialization failed", "; its log: ")
 """Errors that only say that there was another one."""
 _LONGEST = 300
@@ -87,5 +91,5 @@ def last_error(log: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    found = (match[1] for line in reversed(lines) if (match := _ERROR.search(line)))
+    found = (match[1] or match[2] for line in reversed(lines) if (match := _ERROR.search(line)))
     return next((error for error in found if not any(words in error for words in _CONSEQUENCES)), "")[:_LONGEST]

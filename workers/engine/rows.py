@@ -7,13 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from troupe.workers.agents.interface import Played, SampledTurn, Segment
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.turn_ends import without_end
 from troupe.workers.engine.kept_tokens import kept_tokens
-from troupe.workers.episodes.episode import Played
-from troupe.workers.episodes.turns import SampledTurn, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

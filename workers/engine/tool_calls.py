@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from troupe.workers.agents.interface import MalformedCall, ParseCalls
 from troupe.workers.engine.time_limit import within
-from troupe.workers.episodes.reader import MalformedCall, ParseCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,6 +16,7 @@ import torch
 
 from troupe.workers.contract.config import Device
 from troupe.workers.isolation.text import one_line
+from troupe.workers.models.precision import ieee_float32
 from troupe.workers.models.small_copy import VOCABULARY, randomize, small_copies
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def _eager(path: str, model: PreTrainedModel, distance: float) -> str:
     return EAGER
 
 
+@ieee_float32()
 def _compare(small: PreTrainedConfig, trust_remote_code: bool) -> tuple[PreTrainedModel, float]:
     """(model, distance): a random model with the default implementation, and how far its states are from eager ones.
 

@@ -20,6 +20,7 @@ from troupe.workers.models import sequence_parallel
 from troupe.workers.models.modeling import ModelModule, evaluating
 from troupe.workers.models.packed_attention import install, kernel_is_exact, uninstall
 from troupe.workers.models.partitioned import is_partitioned, runnable
+from troupe.workers.models.precision import ieee_float32
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
@@ -59,6 +60,7 @@ def _samples() -> TokenTable:
     return TokenTable(pa.table(columns | {"loss_mask": [[True] * len(response) for *_, response in rows]}))
 
 
+@ieee_float32()
 def adapt(
     module: ModelModule,
     model: PreTrainedModel,
@@ -95,6 +97,7 @@ def adapt(
     return False
 
 
+@ieee_float32()
 def takes_segments(model: PreTrainedModel, device: Device) -> bool:
     """Whether the model isolates the segments of packed rows; tested by running it. If so, it is prepared for them.
 
@@ -177,6 +180,7 @@ def _ignores_padding(model: PreTrainedModel, device: Device) -> bool:
         return False
 
 
+@ieee_float32()
 def computes_the_same(model: PreTrainedModel, change: Callable[[PreTrainedModel], None]) -> bool:
     """Whether `change`, which is made to the model, leaves its states and gradients as they were but for rounding."""
     expected = _states_and_gradients(model)
@@ -265,6 +269,7 @@ def _attention_limits(model: PreTrainedModel) -> set[str]:
     }
 
 
+@ieee_float32()
 def check_deterministic(module: ModelModule, model: PreTrainedModel, device: Device) -> None:
     """Refuse a model that computes something else in training than in evaluation, or something else every time.
 

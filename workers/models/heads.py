@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,9 +64,10 @@ class Float32Logits(nn.Linear):
         logits: torch.Tensor = _Product.apply(input, self.weight)
         return logits if self.bias is None else logits + self.bias.float()
 
-    def takes_targets(self, input: torch.Tensor) -> bool:
-        """Whether `forward` takes the targets of these states."""
-        return input.is_cpu and self.bias is None
+    @property
+    def takes_targets(self) -> bool:
+        """Whether `forward` takes targets."""
+        return self.bias is None
 
 
 def share_gradient(model: PreTrainedModel) -> None:
@@ -119,11 +120,12 @@ def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float = 1.0, entropy_grad: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs of the targets, entropies), float32 [T], of softmax(factor * input @ weight^T), on the CPU.
+    """(log-probs of the targets, entropies), float32 [T], of softmax(factor * input @ weight^T).
 
-    The logits exist in tiles of some columns only, each of which stays in the cache until it is done with, and again in
-    the backward pass: memory does not grow with the vocabulary. Sums over the vocabulary are rescaled whenever a tile
-    has a larger logit than those before (Milakov and Gimelshein, arXiv 1805.02867).
+    The logits exist in tiles of some columns only, and again in the backward pass: memory does not grow with the
+    vocabulary. On the CPU a tile stays in the cache until it is done with; on a GPU one kernel reads it once. Sums over
+    the vocabulary are rescaled whenever a tile has a larger logit than those before (Milakov and Gimelshein, arXiv
+    1805.02867). The gradient by the weight is summed in float32 over all tokens and rounded once.
 
     Args:
         input: bfloat16 or float32 [T, in].
@@ -144,18 +146,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float, entropy_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        highest = torch.full((len(input),), _LOWEST)
-        total, weighted, chosen = torch.zeros(3, len(input)).unbind()
-        for start, logits in _logit_tiles(input, weight, factor):
-            rows, columns = _inside(targets, start, logits)
-            chosen[rows] = logits[rows, columns]
-            before, highest = highest, torch.maximum(highest, logits.amax(-1))
-            logits.sub_(highest[:, None])
-            powers = logits.exp()
-            change = before - highest
-            scale = change.exp()
-            weighted = (weighted + change * total) * scale + logits.mul_(powers).sum(-1)
-            total = total * scale + powers.sum(-1)
+        sums, _, _ = _functions(input.device)
+        highest, total, weighted, chosen = sums(input, weight, targets, factor)
         log_total = total.log()
         entropies = log_total - weighted / total
         ctx.save_for_backward(input, weight, targets, highest + log_total, entropies)
@@ -169,24 +161,75 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         input, weight, targets, log_sums, entropies = ctx.saved_tensors
         of_input, of_weight = ctx.needs_input_grad[:2]
-        of_logprob, of_entropy = (grad[:, None] * ctx.factor for grad in grads)
-        input_grad = torch.zeros(input.shape) if of_input else None
-        weight_grad = torch.empty_like(weight) if of_weight else None
-        for start, logits in _logit_tiles(input, weight, ctx.factor):
-            logits.sub_(log_sums[:, None])
-            if ctx.entropy_grad:
-                powers = logits.exp()
-                logits.add_(entropies[:, None]).mul_(-of_entropy).sub_(of_logprob).mul_(powers)
-            else:
-                logits.exp_().mul_(-of_logprob)
-            rows, columns = _inside(targets, start, logits)
-            logits[rows, columns] += of_logprob[rows, 0]
-            grad, part = logits.to(weight.dtype), slice(start, start + logits.shape[1])
+        of_logprob, of_entropy = (grad * ctx.factor for grad in grads)
+        input_grad = torch.zeros(input.shape, device=input.device) if of_input else None
+        written = torch.empty_like if len(input) else torch.zeros_like
+        weight_grad = written(weight) if of_weight else None
+        _, gradients, multiply = _functions(input.device)
+        chosen_entropy = of_entropy if ctx.entropy_grad else None
+        found = gradients(input, weight, targets, ctx.factor, log_sums, entropies, of_logprob, chosen_entropy)
+        for part, grad in found:
             if input_grad is not None:
-                input_grad += _product(grad, weight[part])
+                input_grad += multiply(grad, weight[part])
             if weight_grad is not None:
-                _product(grad.t(), input, out=weight_grad[part])
+                multiply(grad.t(), input, out=weight_grad[part])
         return None if input_grad is None else input_grad.to(input.dtype), weight_grad, None, None, None
+
+
+def _sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
+    """float32 [T] each, over the vocabulary: the highest logit z, the sum of exp(z - highest), that of (z - highest)
+    exp(z - highest), and the targets' logits."""
+    highest = torch.full((len(input),), _LOWEST)
+    total, weighted, chosen = torch.zeros(3, len(input)).unbind()
+    for start, logits in _logit_tiles(input, weight, factor):
+        rows, columns = _inside(targets, start, logits)
+        chosen[rows] = logits[rows, columns]
+        before, highest = highest, torch.maximum(highest, logits.amax(-1))
+        logits.sub_(highest[:, None])
+        powers = logits.exp()
+        change = before - highest
+        scale = change.exp()
+        weighted = (weighted + change * total) * scale + logits.mul_(powers).sum(-1)
+        total = total * scale + powers.sum(-1)
+    return highest, total, weighted, chosen
+
+
+def _gradients(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    factor: float,
+    log_sums: torch.Tensor,
+    entropies: torch.Tensor,
+    of_logprob: torch.Tensor,
+    of_entropy: torch.Tensor | None,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile.
+
+    `of_logprob`, `of_entropy`: float32 [T], times `factor`; None: entropies have no gradient.
+    """
+    for start, logits in _logit_tiles(input, weight, factor):
+        logits.sub_(log_sums[:, None])
+        if of_entropy is None:
+            logits.exp_().mul_(-of_logprob[:, None])
+        else:
+            powers = logits.exp()
+            logits.add_(entropies[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None]).mul_(powers)
+        rows, columns = _inside(targets, start, logits)
+        logits[rows, columns] += of_logprob[rows]
+        yield slice(start, start + logits.shape[1]), logits.to(weight.dtype)
+
+
+def _functions(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """`_sums`, `_gradients` and `_product`, or their counterparts of a GPU.
+
+    Triton is imported only where tensors are on one.
+    """
+    if device.type != "cuda":
+        return _sums, _gradients, _product
+    from troupe.workers.models import head_kernels
+
+    return head_kernels.sums, head_kernels.gradients, head_kernels.product
 
 
 def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
@@ -210,7 +253,7 @@ def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> It
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """left @ right in their type on the CPU, by the faster library; into `out`, if it is given."""
+    """left @ right, by the faster library; into `out`, if it is given."""
     if left.dtype == torch.float32 and onednn_is_faster():
         found = product(left, right.t(), None)
         return found if out is None else out.copy_(found)

@@ -282,7 +282,7 @@ class CausalLogprobs(ModelModule):
         `kept`: see :meth:`forward`.
         """
         head = self.model.get_output_embeddings()
-        if isinstance(head, Float32Logits) and head.takes_targets(hidden) and kept is None and self.softcap is None:
+        if isinstance(head, Float32Logits) and head.takes_targets and kept is None and self.softcap is None:
             return head(hidden, targets, self.scale / temperature, self.entropy_grad)
         split = [None] * self.chunks if kept is None else kept.split(self.chunks)
         parts = zip(hidden.tensor_split(self.chunks), targets.tensor_split(self.chunks), split, strict=True)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from troupe.workers.models.precision import ieee_float32
 from troupe.workers.models.token_batch import is_table, segment_table
 
 if TYPE_CHECKING:
@@ -311,6 +312,7 @@ def kernel_is_exact(head_size: int, dtype: torch.dtype, windows: bool = False) -
     return all(_kernel_is_exact(head_size, dtype, window, cuda) for window in (None, 2) if windows or window is None)
 
 
+@ieee_float32()
 def _kernel_is_exact(head_size: int, dtype: torch.dtype, window: int | None, device: torch.device) -> bool:
     table = segment_table(torch.tensor([0, 7]), torch.tensor([7, 3]), torch.tensor([[0, 0], [0, 4]]))
     query, key, value = states = [

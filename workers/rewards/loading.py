@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.workers.contract import naming
-from troupe.workers.contract.packages import PackageMissing, require
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
 from troupe.workers.rewards.signatures import SignatureProblem, adapted
 
@@ -19,13 +18,18 @@ SHIPPED = {
     "letter_share": "troupe.workers.rewards.functions:letter_share",
     "numeric": "troupe.workers.rewards.numeric:numeric",
     "overlong": "troupe.workers.rewards.functions:overlong",
-    "python_tests": "troupe.workers.rewards.python_tests:python_tests",
+    "python_tests": "troupe.workers.agents.interface:python_tests",
     "reasoning_gym": "troupe.workers.rewards.gym:reasoning_gym",
     "regex": "troupe.workers.rewards.functions:regex",
 }
 
 RUN_MODEL_CODE = ("python_tests",)
 """Built-in functions that run code that a model wrote, in a sandbox."""
+
+_SANDBOX_PROBLEM = "troupe.workers.agents.interface:sandbox_problem"
+_JUDGE_PROBLEM = "troupe.workers.agents.interface:judge_problem"
+"""Named by their paths, as functions are: sandbox and judges build on this folder. A reward function's process imports
+neither unless it needs it, and starts in a third of the time without pydantic."""
 
 
 class RewardFunctionError(ValueError):
@@ -88,12 +92,8 @@ def check_machine(name: str) -> None:
     """
     if name not in RUN_MODEL_CODE:
         return
-    from troupe.workers.sandbox.run import SandboxError, check_sandbox
-
-    try:
-        check_sandbox()
-    except SandboxError as error:
-        raise RewardFunctionError(f"{name}: {error}") from error
+    if problem := naming.resolve(_SANDBOX_PROBLEM)():
+        raise RewardFunctionError(f"{name}: {problem}")
 
 
 def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -107,7 +107,8 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
             yield ("args", "environment takes no arguments") if function["args"] else ("", "")
             continue
         if function["name"] == JUDGE_REWARD:
-            yield _judge_problem(function["args"])
+            problem = naming.resolve(_JUDGE_PROBLEM)(function["args"])
+            yield ("args", f"judge: {problem}") if problem else ("", "")
             continue
         try:
             load(function["name"], function["args"], bool(function.get("batched")))
@@ -117,15 +118,3 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
             yield "name", str(error)
         else:
             yield "", ""
-
-
-def _judge_problem(args: Mapping[str, Any]) -> tuple[str, str]:
-    # Not at the import of this module: a reward function's process starts in a third of the time without pydantic.
-    from troupe.workers.rewards.judge_rubric import JudgeError, read_args
-
-    try:
-        if read_args(args).endpoint is not None:
-            require("openai", "an endpoint")
-    except (JudgeError, PackageMissing) as error:
-        return "args", f"judge: {error}"
-    return "", ""

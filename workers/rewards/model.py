@@ -25,6 +25,7 @@ from troupe.workers.models.capabilities import takes_segments
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.heads import Float32Head
 from troupe.workers.models.modeling import torch_dtype
+from troupe.workers.models.precision import ieee_float32
 from troupe.workers.models.token_batch import segment_table
 from troupe.workers.rewards.runner import RewardResult
 
@@ -152,6 +153,7 @@ class RewardModel:
         known = max(ids, default=0) < self.vocab_size
         return known and response_text(self.tokenizer, ids) == text
 
+    @ieee_float32()
     def _scores_packed_rows(self) -> bool:
         """Whether the head's output at the last tokens of a packed row is the classifier's; tested by running it."""
         if not hasattr(self.model, "score") or not takes_segments(self.model, self.device):

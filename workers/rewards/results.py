@@ -23,7 +23,7 @@ _SHIPPED = str(Path(__file__).parents[1])
 _MACHINERY = (
     f"{_SHIPPED}/rewards/child.py",
     f"{_SHIPPED}/rewards/signatures.py",
-    f"{_SHIPPED}/environments/child.py",
+    f"{_SHIPPED}/agents/environments/child.py",
     __file__,
 )
 """Files whose frames precede those of user code in a traceback."""

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import nn
 
-_PIECE = 1 << 24
-"""Bytes that are copied from a GPU at a time."""
+from troupe.workers.models.checksum import checksum
+
+_WORD = 4
+"""Bytes of a word of a checksum."""
 
 
 def masters(engine: Any, stage: int) -> list[torch.Tensor]:
@@ -43,13 +46,26 @@ def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """xxh3-128 of the bytes of the tensors, one after another."""
+    """xxh3-128 of the bytes of the tensors, one after another; of a GPU's tensors, of two checksums of each.
+
+    A copy to the host, hashed by one thread, took 1.2 s of 1.5 billion weights of an H200, beside an update of 3.2 s.
+    The digests of a GPU and of a CPU are not comparable.
+    """
     state = xxhash.xxh3_128()
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        for piece in (flat,) if flat.device.type == "cpu" else flat.split(_PIECE):
-            state.update(piece.cpu().numpy().data)
+        state.update((flat if flat.device.type == "cpu" else summed(flat).cpu()).numpy().data)
     return state.hexdigest()
+
+
+def summed(flat: torch.Tensor) -> torch.Tensor:
+    """int64 [3], on the device of uint8 [n]: its length, and the checksums of its words (`checksum`).
+
+    Up to three zeros are appended to fill the last word.
+    """
+    padded = F.pad(flat, (0, -len(flat) % _WORD)) if len(flat) % _WORD or flat.storage_offset() % _WORD else flat
+    sums = checksum(padded.view(torch.int32))
+    return torch.cat((sums.new_tensor([len(flat)]), sums))
 
 
 def whole(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

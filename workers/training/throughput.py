@@ -52,8 +52,7 @@ class UpdateMeter:
     def metrics(self) -> dict[str, float]:
         """`padding`, `tokens_per_s` of one worker and, where the peak of every rank is known, `mfu`. Collective.
 
-        A token costs two operations for each parameter in the forward pass and four in the backward pass. Attention
-        and what gradient checkpointing computes again do not count as used.
+        Attention and what gradient checkpointing computes again do not count as used.
         """
         seconds = all_reduce({"seconds": time.perf_counter() - self._began}, self._device, "max")["seconds"]
         peak = (peak_flops(torch.cuda.get_device_name()) if self._device == "cuda" else None) or math.nan
@@ -62,12 +61,16 @@ class UpdateMeter:
         rate = (totals["tokens"] - totals["padding"]) / seconds / dist.get_world_size()
         found = {"padding": totals["padding"] / max(totals["tokens"], 1.0), "tokens_per_s": rate}
         peak = totals["peak"] / dist.get_world_size()
-        used = None if math.isnan(peak) else used_parameters(self._module)
-        return found if used is None else found | {"mfu": 6.0 * used * rate / peak}
+        used = None if math.isnan(peak) else operations(self._module)
+        return found if used is None else found | {"mfu": used * rate / peak}
 
 
-def used_parameters(module: ModelModule) -> int | None:
-    """Parameters that every token is multiplied with; None for a mixture of experts."""
+def operations(module: ModelModule) -> int | None:
+    """Floating-point operations of a token in an update; None for a mixture of experts.
+
+    Two for each parameter that it is multiplied with in the forward pass, two for the gradient of the activations,
+    and two for that of the parameter if it trains.
+    """
     model: PreTrainedModel = module.model
     if any("expert" in name for name in model.config.get_text_config().to_dict()):
         return None
@@ -75,7 +78,8 @@ def used_parameters(module: ModelModule) -> int | None:
     looked_up = () if head is not None and head.weight is embedding else (embedding,)
     # Under ZeRO-3 a parameter is empty, and `ds_numel` is its whole size.
     sizes = ((p, int(getattr(p, "ds_numel", p.numel()))) for p in module.parameters())
-    return sum(size for parameter, size in sizes if not any(parameter is other for other in looked_up))
+    used = [(p.requires_grad, size) for p, size in sizes if not any(p is other for other in looked_up)]
+    return sum((6 if trains else 4) * size for trains, size in used)
 
 
 def peak_flops(name: str) -> float | None:

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 
 from troupe.workers.contract.messages import TensorSpec
+from troupe.workers.models.checksum import checksum
 from troupe.workers.weights.file import ALIGNMENT, DTYPES
 
 BUCKET_BYTES = 256 * 2**20
 """Limit of a bucket; with 256 MiB, the time of a transfer no longer depends on the number of buckets."""
 Shape = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, type and whole shape of a tensor."""
-_ROW_WORDS = 4096
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def checksums(bucket: Bucket, packed: torch.Tensor) -> torch.Tensor:
     """
     words = packed.view(torch.int32)
     bounds = [*(spec.offset // 4 for spec in bucket.tensors), bucket.nbytes // 4]
-    sums = [_checksum(words[start:end]) for start, end in itertools.pairwise(bounds)]
+    sums = [checksum(words[start:end]) for start, end in itertools.pairwise(bounds)]
     return torch.stack(sums)
 
 
@@ -127,26 +127,6 @@ def weights_digest(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor]) -> s
     digest.update(json.dumps([[s.name, s.dtype, s.shape] for bucket in buckets for s in bucket.tensors]).encode())
     digest.update(torch.cat([part.cpu() for part in sums]).numpy().tobytes() if sums else b"")
     return digest.hexdigest()
-
-
-def _checksum(words: torch.Tensor) -> torch.Tensor:
-    """int64 [2] of int32 [n]. Sums of rows and columns give the weighted sum without a weighted copy."""
-    rows, rest = divmod(words.numel(), _ROW_WORDS)
-    total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    if rows:
-        table = words[: rows * _ROW_WORDS].view(rows, _ROW_WORDS)
-        by_row, by_column = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
-        total[0] = by_row.sum()
-        total[1] = _ROW_WORDS * _weighted(by_row) + _weighted(by_column)
-    if rest:
-        tail = words[rows * _ROW_WORDS :].to(torch.int64)
-        total[0] += tail.sum()
-        total[1] += _weighted(tail) + rows * _ROW_WORDS * tail.sum()
-    return total
-
-
-def _weighted(values: torch.Tensor) -> torch.Tensor:
-    return (values * torch.arange(values.numel(), device=values.device)).sum()
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -28,7 +28,7 @@ async def test_lost_and_doubled_sequences_are_refused() -> None:
             return [*others, last - 1]
 
     class Repeating(SimPolicy):
-        async def prepare(self, request: PrepareRequest, *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
+        async def prepare(self, request: PrepareRequest, *tables: object) -> tuple[TrainSummary, FakeTable]:
             answer = await super().prepare(request, *tables)
             self.prepared[-1] = self.prepared[0]
             return answer

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from troupe.workers.agents.environments.base import Environment
 from troupe.workers.contract.environments import Message, Observation, Row
-from troupe.workers.environments.base import Environment
 
 _first, _second = threading.Lock(), threading.Lock()
 

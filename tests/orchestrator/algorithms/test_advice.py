@@ -15,8 +15,8 @@ from troupe.orchestrator.algorithms.description import all_advice, description
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.reporting.reference import metric_sections
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.metric_reference import metric_sections
 
 ADVICE = all_advice()
 ROWS = (*ALGORITHMS, *OFFLINE_ALGORITHMS)

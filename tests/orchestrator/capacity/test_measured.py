@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.orchestrator.bench.measured import GRPO, SENT, TRAINED, result
-from troupe.orchestrator.bench.record import record_of
+from tests.orchestrator.insight.bench.measured import GRPO, SENT, TRAINED, result
 from troupe.orchestrator.capacity.measured import Recorded, with_peak
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands.plan_table import measurements
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.insight.bench.record import record_of
 from troupe.orchestrator.roles.worker_memory import Part, Where, WorkerMemory
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.messages import Peak

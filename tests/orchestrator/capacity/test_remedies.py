@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
+from tests.orchestrator.model_facts.test_families import REAL, folder
 from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
 from troupe.orchestrator.capacity.remedies import Misfit
-from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.model_facts.model_size import ModelSize, read_size
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.spec.load import plan_runs, read_document
 
@@ -211,3 +213,55 @@ def test_a_copy_of_the_state_that_does_not_fit_is_said_with_its_field() -> None:
     beside = planned(SEVEN_B, "1x8xH100", 60.0, "checkpoint.async_save=true")
     assert not planned(SEVEN_B, "1x8xH100", 60.0).misfit
     assert "of host memory" in beside.misfit and "set checkpoint.async_save: false" in beside.misfit
+
+
+FROZEN = (
+    "roles.judge={gpus: 4, tensor_parallel_size: 4, max_model_len: 4096, model: {path: given}}",
+    "roles.reward.functions=[{name: judge, args: {rubric: Rate the response., scale: [0, 10]}}]",
+    "algorithm.kl.coef=0.01",
+    "roles.reference={gpus: 1, model: {path: given}}",
+)
+SIXTEEN = ("roles.rollout.tensor_parallel_size=16", "roles.rollout.gpus=16", "roles.rollout.workers=2")
+ZERO_3 = ("roles.policy.zero_stage=3", "roles.policy.gradient_checkpointing=true", "roles.policy.workers=64")
+EIGHT = ("roles.rollout.tensor_parallel_size=8", "roles.rollout.gpus=8", "roles.rollout.workers=2")
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3"])
+@pytest.mark.parametrize("cluster", ["1x1xT4", "1x8xH100", "2x8xA100-40G", "4x4xL4", "32x8xH100"])
+@pytest.mark.parametrize("given_", [(), EIGHT, (*EIGHT, *ZERO_3), SIXTEEN, FROZEN])
+def test_remedies_end(tmp_path: Path, name: str, cluster: str, given_: tuple[str, ...]) -> None:
+    """Every chain of remedies reaches a spec without another, and none asks for a worker that no node can hold."""
+    size, gpus = read_size(folder(tmp_path, REAL[name][0])), int(cluster.split("x")[1])
+    ended: set[frozenset[str]] = set()
+
+    def walk(changes: dict[str, Any], above: tuple[frozenset[str], ...]) -> None:
+        here = frozenset(f"{field}={value}" for field, value in changes.items())
+        assert here not in above, above
+        if here in ended:
+            return
+        found = planned(size, cluster, 2000.0, *given_, *here)
+        if above:
+            assert max(row.gpus for row in found.rows) <= gpus
+        for remedy in found.remedies:
+            walk(changes | dict(remedy.changes), (*above, here))
+        ended.add(here)
+
+    walk({}, ())
+
+
+def test_a_worker_is_on_one_node(tmp_path: Path) -> None:
+    """An engine over several nodes is not proposed, and the text says what bounds it."""
+    size = read_size(folder(tmp_path, REAL["deepseek-v3"][0]))
+    full, large = (planned(size, "32x8xH100", 0, *engines, *ZERO_3) for engines in (EIGHT, SIXTEEN))
+    assert full.misfit.endswith(": no setting makes it fit on the 8 GPUs of a node; use larger GPUs or a smaller model")
+    asked = (
+        "no node is large enough for rollout-0: a worker needs 4 CPU 16 GPU on one node, and the largest has 128 CPU"
+    )
+    assert large.misfit.startswith(f"{asked} 8 GPU; lower roles.rollout.tensor_parallel_size and roles.rollout.gpus to")
+    assert large.misfit.endswith(", or use larger nodes")
+
+
+def test_a_setting_is_not_proposed_as_it_is() -> None:
+    """With ZeRO-3 and checkpointing already set, offloading is all that is proposed, once."""
+    found = planned(SEVEN_B, "1x8xA100-40G", 0)
+    assert found.misfit.endswith(": set roles.policy.offload_optimizer: true"), found.misfit

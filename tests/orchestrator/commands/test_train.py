@@ -16,13 +16,13 @@ from troupe.orchestrator import run as run_module
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.errors import TroupeError, WorkerError
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run import RunRequest
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.telemetry.console import Console
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
-RECORDED = ROOT / "tests" / "orchestrator" / "reporting" / "verdicts" / "recorded"
+RECORDED = ROOT / "tests" / "orchestrator" / "insight" / "verdicts" / "recorded"
 Ends = Callable[[], RunOutcome]
 
 

@@ -40,13 +40,13 @@ from troupe.orchestrator.live.diff import changed, differences, worker_changes
 from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.replicas import ReplicaPool
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import AutoscaleConfig
+from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,
@@ -368,7 +368,7 @@ def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
     class Policy(FakePolicy):
         lost = False
 
-        async def prepare(self, request: PrepareRequest, *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
+        async def prepare(self, request: PrepareRequest, *tables: object) -> tuple[TrainSummary, FakeTable]:
             if not self.lost:
                 self.lost = True
                 raise DataLost("policy-0", "prepare", "the node is gone")

@@ -287,7 +287,10 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     ("flags", "said"),
     [
         (LARGE | {"nodes": 3}, r"no room for [a-z]+(-\d)?: it asks for .*, or add nodes"),
-        (LARGE | {"gpus_per_node": 0}, "no room for policy: it asks for 8 bundle"),
+        (
+            LARGE | {"gpus_per_node": 0},
+            "no node is large enough for .*, and the largest has 96 CPU 0 GPU; use larger nodes",
+        ),
         ({"nodes": 0}, "--nodes: must be between 1 and 100000, got 0"),
         ({"gpus_per_node": -1}, "--gpus-per-node: must be between 0 and 100000, got -1"),
         ({"cpus_per_node": 0}, "--cpus-per-node: must be between 1 and 100000, got 0"),

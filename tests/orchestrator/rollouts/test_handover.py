@@ -15,8 +15,8 @@ from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import EnginesLost, WorkerRaised
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.memory_lock import MemoryLock
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollouts.handover import MemoryHandover
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.recovery import Push, TrainerRecovery
 from troupe.orchestrator.training.updates import Updates

@@ -15,7 +15,7 @@ from tests.orchestrator.test_best_checkpoint import DATA, Values
 from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import UpdateDamaged, WeightsNotVerified, WorkerRaised
-from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WeightAck, WeightUpdate
 
 STALE = {"max_staleness": 1}

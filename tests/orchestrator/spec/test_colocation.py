@@ -11,6 +11,7 @@ from tests.orchestrator.capacity.test_remedies import SEVEN_B
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
 from troupe.orchestrator.roles.memory import Sizes, shared_engine
+from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.units import GIB
@@ -109,3 +110,28 @@ def test_a_share_that_is_written_is_kept(tmp_path: Path) -> None:
     found = shared_engine(given, 80 * GIB, Sizes({"given": SEVEN_B}))
     assert found is not None and found[1] == 0.3
     assert load(tmp_path).rollout_config().engine.gpu_share == 0.5, "where the memory of the GPU is not known"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (("roles.rollout.gpus=0.5", "roles.policy.gpus=0.5"), True),
+        (("roles.rollout.gpus=0.4", "roles.policy.gpus=1", "roles.rollout.workers=2"), True),
+        (("roles.rollout.gpus=0.4", "roles.policy.gpus=1", "roles.rollout.max_workers=2"), True),
+        (("roles.rollout.gpus=0.4", "roles.policy.gpus=1"), False),
+        (("roles.rollout.gpus=0.6", "roles.policy.gpus=0.5", "roles.rollout.workers=2"), False),
+        (("roles.rollout.gpus=0.5", "roles.policy.gpus=0.5", "weight_sync.backend=shm"), False),
+        (("roles.rollout.gpus=0.5", "roles.policy.gpus=0.5", "roles.rollout.colocate_with=policy"), False),
+    ],
+)
+def test_two_processes_of_a_transfer_group_are_never_on_one_gpu(
+    overrides: tuple[str, ...], refused: bool, tmp_path: Path
+) -> None:
+    """NCCL refuses that, and Ray puts fractions on one GPU where they fit."""
+    apart = ("roles.rollout.colocate_with=null", *overrides)
+    if not refused:
+        load(tmp_path, *apart)
+        return
+    remedy = "set roles.rollout.colocate_with: policy, or weight_sync.backend: shm"
+    with pytest.raises(SpecError, match=rf"roles\.rollout\.gpus: with 0\.[45], two processes may .*{remedy}"):
+        load(tmp_path, *apart)

@@ -200,7 +200,7 @@ def test_every_row_makes_a_loss_and_reads_only_its_own_options() -> None:
 @pytest.mark.parametrize("name", ["healthy-sft", "healthy-dpo"])
 def test_evaluations_report_what_the_spec_says(name: str) -> None:
     """Against the metrics of recorded runs; and every algorithm says what it reports."""
-    recorded = ROOT / "tests" / "orchestrator" / "reporting" / "verdicts" / "recorded" / name
+    recorded = ROOT / "tests" / "orchestrator" / "insight" / "verdicts" / "recorded" / name
     lines = recorded.with_suffix(".jsonl").read_text().splitlines()
     reported = {metric for line in lines for metric in json.loads(line) if metric.startswith("eval/")}
     spec = parse_spec(yaml_reader.read_file(recorded.with_suffix(".yaml")))

@@ -11,8 +11,10 @@ import yaml
 from pydantic import BaseModel
 
 from tests.conftest import ROOT
+from tests.orchestrator.spec.test_field_tree import leaves
 from troupe.orchestrator.live.diff import field_changes
 from troupe.orchestrator.spec.errors import models_in
+from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.paths import absolute_paths, path_fields
@@ -63,11 +65,19 @@ def _has_text(annotation: Any) -> bool:
 def test_every_field_of_text_is_known_to_hold_a_path_or_something_else() -> None:
     found = {name for spec in (RolloutSpec, OfflineSpec) for name in of_text(spec)}
     assert found == PATHS | URLS | NEITHER
-    for name in sorted(found):
-        document = {"roles": {"reward": {name: "a/b"}}}
-        held = {"roles": {"reward": {name: "/root/a/b"}}} if name in PATHS else document
-        assert absolute_paths(document, Path("/root")) == held
-        assert dict(path_fields(document)) == ({f"roles.reward.{name}": "a/b"} if name in PATHS else {})
+    fields = dict(leaves(field_tree(RolloutSpec, OfflineSpec)))
+    paths = {field.rpartition(".")[2]: one.path for field, one in fields.items() if one.path is not None}
+    assert paths.keys() == PATHS | URLS
+    assert {name for name, kind in paths.items() if kind == "store"} >= URLS
+
+
+def test_a_path_is_made_absolute_where_it_is_a_field_and_nowhere_else() -> None:
+    source = {"kind": "jsonl", "path": "a/b"}
+    document = {"data": {"eval": {"path": source, "math": source}}, "roles": {"rollout": {"engine": {"path": "a/b"}}}}
+    sent = absolute_paths({"stages": {"path": document}}, Path("/root"))["stages"]["path"]
+    held = source | {"path": "/root/a/b"}
+    assert sent == document | {"data": {"eval": {"path": held, "math": held}}}
+    assert dict(path_fields(document)) == {"data.eval.path.path": "a/b", "data.eval.math.path": "a/b"}
 
 
 @pytest.mark.parametrize("url", STORES)

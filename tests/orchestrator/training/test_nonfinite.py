@@ -12,7 +12,7 @@ import pytest
 from tests.fakes import FakePolicy, fake_spec, policy_group
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import TrainingDiverged
-from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import Metrics, Updates

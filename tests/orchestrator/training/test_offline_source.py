@@ -14,12 +14,11 @@ from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
-from troupe.orchestrator.replay.step_recorder import StepRecorder
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.sinks.base import LoggedRun
-from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.sections import SourceShare
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.sinks.base import LoggedRun
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.offline_source import (
     BatchMaker,
     ExampleEvaluator,
@@ -28,6 +27,7 @@ from troupe.orchestrator.training.offline_source import (
     ReferenceScorer,
     Tokenized,
 )
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
 from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tests.kept_tokens import words_of
-from troupe.orchestrator.audit.attribution import attribute
+from troupe.orchestrator.insight.audit.attribution import attribute
 from troupe.workers.audit.scorer import _above, _truncated, score_tokens
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig

@@ -14,10 +14,10 @@ import troupe.environments
 import troupe.rewards
 import troupe.sandbox
 from tests.conftest import ROOT
+from troupe.workers.agents.environments.loading import EnvironmentLoadError
+from troupe.workers.agents.environments.loading import load as load_environment
 from troupe.workers.algorithms.custom import CustomAlgorithmError, load_custom
 from troupe.workers.contract.config import CustomConfig
-from troupe.workers.environments.loading import EnvironmentLoadError
-from troupe.workers.environments.loading import load as load_environment
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.loading import load as load_reward
 
@@ -32,6 +32,7 @@ def test_a_public_module_has_what_it_lists(module: object) -> None:
     ("name", "hint"),
     [
         ("workers.environments.retry:Retry", "Troupe's workers.environments is troupe.environments now"),
+        ("troupe.workers.environments.retry:Retry", "Troupe's troupe.workers.environments is troupe.environments now"),
         ("workers.rollout:RolloutWorker", "Troupe's workers is troupe.workers now"),
         ("deploy.examples.sums_agent:solve", "Troupe's deploy.examples is troupe.deploy.examples now"),
     ],

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from troupe.workers.agents.environments import loading as environments
 from troupe.workers.contract.packages import EXTRAS, PackageMissing, missing, missing_for, require
-from troupe.workers.environments import loading as environments
 from troupe.workers.rewards import loading as rewards
 
 MODULES = [(module, extra) for extra, modules in EXTRAS.items() for module in modules]
@@ -28,13 +28,13 @@ from troupe.orchestrator.roles.table import ROLES
 from troupe.workers.contract.naming import resolve
 
 for found in walk_packages(troupe.orchestrator.__path__, "troupe.orchestrator."):
-    if not found.name.endswith((".reporting.samples", ".sinks.prometheus")):
+    if not found.name.endswith((".insight.samples", ".sinks.prometheus")):
         import_module(found.name)
 for row in ROLES.values():
     resolve(row.worker)
 import_module("troupe.environments")
 import_module("troupe.rewards")
-import_module("troupe.workers.environments.tools")
+import_module("troupe.workers.agents.environments.tools")
 """
 
 
@@ -54,7 +54,7 @@ def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """Make the import of a module fail, in this process, and forget what has imported it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("environments.agent", "environments.verifiers", "rewards.numeric", "rewards.gym"):
+    for name in ("agents.environments.agent", "agents.environments.verifiers", "rewards.numeric", "rewards.gym"):
         monkeypatch.delitem(sys.modules, f"troupe.workers.{name}", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Refused(module), *sys.meta_path])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.row_table import RowTable
-from troupe.orchestrator.reporting.held_out import PromptResult, summarize
+from troupe.orchestrator.rollouts.held_out import PromptResult, summarize
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.workers.contract.config import RewardFunctionConfig

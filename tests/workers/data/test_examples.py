@@ -24,9 +24,9 @@ from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.offline_run import OfflineRun
-from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.offline_source import ExampleEvaluator
 from troupe.workers.algorithms.offline_objectives import OBJECTIVES, Scored, Totals
 from troupe.workers.contract.messages import RankPlan

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from troupe.workers.agents.episodes.conversation import Conversation
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.plain_text import ALLOW_SPECIAL, text_ids
-from troupe.workers.episodes.conversation import Conversation
 
 SPECIALS = ("<|user|>", "<|assistant|>", "<|end|>", "</s>")
 TEMPLATE = (

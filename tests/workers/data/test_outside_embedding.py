@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from troupe.workers.agents.episodes.conversation import Conversation, ConversationError
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.examples import ExampleRefused, encode_turns
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
-from troupe.workers.episodes.conversation import Conversation, ConversationError
 
 WHY = r"the token 49152 \('<extra>'\) is outside the model's embedding, which has 49152 rows"
 

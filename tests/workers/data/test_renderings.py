@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from tests.tokenizers import new_tokenizer
-from tests.workers.episodes.real_templates import REAL, real_tokenizer
+from tests.workers.agents.episodes.real_templates import REAL, real_tokenizer
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
 from troupe.workers.data.chat import encode_prompt

@@ -12,16 +12,16 @@ import pytest
 from transformers import AddedToken, AutoTokenizer, GenerationConfig
 
 from tests.tokenizers import new_tokenizer
+from troupe.workers.agents.episodes.check import _random, _scripted
+from troupe.workers.agents.episodes.conversation import Conversation
+from troupe.workers.agents.episodes.reader import TurnReader
+from troupe.workers.agents.episodes.turns import TurnLimits
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, StructuredConfig
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_response, encode_turns
 from troupe.workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer
 from troupe.workers.data.turn_ends import name_end, turn_ends
-from troupe.workers.episodes.check import _random, _scripted
-from troupe.workers.episodes.conversation import Conversation
-from troupe.workers.episodes.reader import TurnReader
-from troupe.workers.episodes.turns import TurnLimits
 from troupe.workers.rollout import RolloutWorker
 
 END, TEXT_END = "<|im_end|>", "<|endoftext|>"

@@ -31,6 +31,16 @@ vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See 
         (LOG, "ValueError: head_size not supported: 16"),
         ("x" * 200_000 + "\n" + LOG, "ValueError: head_size not supported: 16"),
         ("torch.OutOfMemoryError: no memory\n", "torch.OutOfMemoryError: no memory"),
+        (
+            "CUDA error (flash_fwd.h:60): an illegal memory access was encountered\n"
+            + "\n".join(LOG.splitlines()[-3:]),
+            "CUDA error (flash_fwd.h:60): an illegal memory access was encountered",
+        ),
+        (
+            "terminate called after throwing an instance of 'c10::Error'\n",
+            "terminate called after throwing an instance of 'c10::Error'",
+        ),
+        ("Fatal Python error: Segmentation fault\n", "Fatal Python error: Segmentation fault"),
         ("loading\nWARNING: nothing\n", ""),
         ("", ""),
     ],

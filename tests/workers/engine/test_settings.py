@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from importlib import import_module
 from pathlib import Path
@@ -56,6 +57,28 @@ class FakeCuda:
         return 2
 
 
+@pytest.mark.parametrize(
+    ("sequences", "longest", "tokens"),
+    [(64, 1024, GPU_BATCH_TOKENS), (8, 1024, GPU_BATCH_TOKENS), (8, 256, 2048), (1, 64, 64), (300, 8, 2400)],
+)
+def test_no_sequence_of_a_gpu_engines_trial_batch_exceeds_its_block_table(
+    sequences: int, longest: int, tokens: int, tiny_model: Path
+) -> None:
+    """At its start vLLM runs a batch of `max_num_batched_tokens`, divided among `max_num_seqs`. With sequences beyond
+    `max_model_len` an H200 reported "an illegal memory access"; vLLM only logs a warning."""
+    config = RolloutConfig(
+        model=ModelConfig(path=str(tiny_model)),
+        engine=EngineConfig(max_num_seqs=sequences, max_model_len=longest),
+        sampling=SamplingConfig(max_tokens=8),
+        seed=1,
+        transfer_backend="nccl",
+        device="cuda",
+    )
+    args = engine_args(config)
+    assert args.max_num_batched_tokens == tokens
+    assert math.ceil(tokens / sequences) <= longest
+
+
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "uni"), (2, "mp")])
 def test_an_engine_on_gpus_does_not_start_its_processes_with_ray(
     ranks: int, backend: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -70,7 +93,6 @@ def test_an_engine_on_gpus_does_not_start_its_processes_with_ray(
         device="cuda",
     )
     args = engine_args(config)
-    assert args.max_num_batched_tokens == GPU_BATCH_TOKENS
     assert (args.enable_sleep_mode, args.kv_cache_memory_bytes) == (False, None)
     resting = engine_args(config.model_copy(update={"sleep": "kv_cache", "kv_cache_bytes": 5 << 30}))
     assert (resting.enable_sleep_mode, resting.kv_cache_memory_bytes) == (True, 5 << 30)

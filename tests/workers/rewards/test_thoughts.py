@@ -13,14 +13,14 @@ from transformers import AddedToken
 
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.roles.table import ROLES
+from troupe.workers.agents.environments import loading
+from troupe.workers.agents.episodes.reader import TurnReader
 from troupe.workers.contract import naming
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.contract.environments import Row
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.engine.rows import RowBuilder
 from troupe.workers.environment import EnvironmentWorker
-from troupe.workers.environments import loading
-from troupe.workers.episodes.reader import TurnReader
 from troupe.workers.rewards.loading import SHIPPED, locate
 from troupe.workers.rewards.thoughts import environment_with_opened_thoughts, with_opened_thoughts
 

@@ -72,3 +72,21 @@ def test_a_table_of_many_chunks_and_rows_is_written_whole(tmp_path: Path) -> Non
     (entry,) = write_tables(tmp_path, {"x": whole}).values()
     assert entry.nbytes == (tmp_path / "x").stat().st_size
     assert pa.ipc.open_stream((tmp_path / "x").read_bytes()).read_all().equals(whole)
+
+
+def test_checksums_change_with_every_byte_and_with_words_that_change_places() -> None:
+    """What stands for the bytes of a GPU's tensor; also where they fill no whole word, or begin inside one."""
+    flat = torch.arange(1003, dtype=torch.int64).to(torch.uint8)
+    seen = {tuple(masters.summed(flat).tolist())}
+    for place in (0, 1, 501, 1000, 1002):
+        changed = flat.clone()
+        changed[place] += 1
+        seen.add(tuple(masters.summed(changed).tolist()))
+    swapped = flat.view(-1)[:1000].view(torch.int32).clone()
+    swapped[[3, 200]] = swapped[[200, 3]]
+    seen.add(tuple(masters.summed(torch.cat((swapped.view(torch.uint8), flat[1000:]))).tolist()))
+    seen |= {tuple(masters.summed(flat[:length]).tolist()) for length in (1002, 1000)}
+    assert len(seen) == 9
+    assert torch.equal(masters.summed(flat[1:]), masters.summed(flat[1:].clone()))
+    zeros = torch.zeros(8, dtype=torch.uint8)
+    assert not torch.equal(masters.summed(zeros), masters.summed(zeros[:5])), "the length counts"

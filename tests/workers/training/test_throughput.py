@@ -1,4 +1,4 @@
-"""Throughput of an update on ranks whose GPUs differ, without a GPU."""
+"""Throughput of an update on ranks whose GPUs differ, and the operations of a token, without a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from troupe.workers.contract.config import LoraConfig
+from troupe.workers.models.adapter import Adapter
+from troupe.workers.models.modeling import ModelModule
 from troupe.workers.training import throughput
-from troupe.workers.training.throughput import PEAK_FLOPS, UpdateMeter
+from troupe.workers.training.throughput import PEAK_FLOPS, UpdateMeter, operations
 
 PARAMETERS = 10**9
 
@@ -17,7 +21,7 @@ def metrics_of_ranks(monkeypatch: pytest.MonkeyPatch, *gpus: str) -> list[dict[s
     """What each rank reports that has one of these GPUs, after a second in which all ranks have trained on nothing."""
     given: list[dict[str, float]] = []
     monkeypatch.setattr(throughput.dist, "get_world_size", lambda: len(gpus))
-    monkeypatch.setattr(throughput, "used_parameters", lambda module: PARAMETERS)
+    monkeypatch.setattr(throughput, "operations", lambda module: 6 * PARAMETERS)
 
     def contribute(values: dict[str, float], device: str, operation: str) -> dict[str, float]:
         if operation == "sum":
@@ -51,3 +55,24 @@ def test_a_gpu_whose_peak_is_unknown_leaves_no_rank_with_a_utilisation(monkeypat
     first, second = metrics_of_ranks(monkeypatch, "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 9999")
     assert first == second
     assert "mfu" not in first and first["tokens_per_s"] == 500.0
+
+
+def test_frozen_weights_cost_no_gradient_of_their_own() -> None:
+    """Six operations for each trained number, four for each frozen one, none for the embedding that is looked up.
+
+    By hand, for a Llama of one layer: q and o of 8 x 8, k and v of 8 x 4, three matrices of 8 x 16, three norms of 8,
+    a head of 32 x 8; adapters of rank 2 on q (2 x (8 + 8)) and v (2 x (8 + 4)).
+    """
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, tie_word_embeddings=False)
+    module = ModelModule()
+    module.model = LlamaForCausalLM(config)
+    used, adapters = 2 * 64 + 2 * 32 + 3 * 128 + 3 * 8 + 256, 2 * 16 + 2 * 12
+    assert operations(module) == 6 * used
+    Adapter(module.model, LoraConfig(rank=2, targets=("q_proj", "v_proj")))
+    assert operations(module) == 4 * used + 6 * adapters

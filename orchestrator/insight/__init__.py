@@ -1,0 +1,1 @@
+"""What `troupe report`, `why`, `audit`, `replay`, `doctor` and `bench` find out about runs and machines."""

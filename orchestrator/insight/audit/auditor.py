@@ -1,0 +1,200 @@
+"""Samples from the run's own prompts, has trainer and scorer score the tokens, and attributes the gap."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.data.mixture import group_settings
+from troupe.orchestrator.data.prompts import PromptPool, PromptSource
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.insight.audit.attribution import attribute, distance, of_engine
+from troupe.orchestrator.insight.audit.report import AuditReport
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.roles.table import worker_env
+from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.batch import plan_rows
+from troupe.workers.contract.audit import ScoreRequest, TokenScores
+from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.naming import resolve
+from troupe.workers.contract.roles import TableRef
+
+_SAMPLES = 2
+"""Responses to a prompt: the second reads the prompt from the engine's cache."""
+_LEAST_PROMPTS = 4
+_ROUNDS = 8
+"""Most times that further prompts are sampled because responses are short."""
+
+Scorer = Callable[..., Coroutine[Any, Any, TokenScores]]
+"""Runs the scorer on the policy's node: (request, ROLLOUTS tables, tables of `old_logprobs`)."""
+_SCORER = "troupe.workers.audit.scorer:score_tokens"
+
+
+@dataclass(frozen=True)
+class AuditedWeights:
+    """The weights that engines and trainer must have."""
+
+    label: str
+    version: int
+    folder: Path
+    previous: Path | None = None
+    """Folder with the weights that the engines served before; None: no others."""
+    adapter: Path | None = None
+    """Folder of the adapter on the weights; None: no adapter."""
+    previous_adapter: Path | None = None
+    """Folder of the adapter that the engines served before; None: it had no effect."""
+
+
+class Auditor:
+    """Audits the engines of a pool and a policy. The workers are as they were afterwards."""
+
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        pool: EnginePool,
+        policy: PolicyGroup,
+        prompts: tuple[PromptPool, TableRef],
+        scorer: Scorer,
+    ) -> None:
+        """`prompts`: the pool of data.train, and the reference to its table."""
+        self._spec = spec
+        self._pool = pool
+        self._policy = policy
+        self._prompts, self._table = prompts
+        self._settings = group_settings(spec, self._prompts)
+        self._scorer = scorer
+        self._seconds: dict[str, float] = {}
+
+    async def run(self, weights: AuditedWeights) -> AuditReport:
+        """Compares engines, trainer and scorer with `weights`; where a gap is not explained, in depth.
+
+        Raises:
+            TroupeError: No prompt gives a response that can be compared.
+            WorkerError: A worker failed.
+        """
+        self._seconds = {}
+        found = await self._measure(weights, thorough=False)
+        report = self._report(weights, found, None)
+        if all(gap.passed for gap in report.gaps):
+            return report
+        fresh = None
+        found = await self._measure(weights, thorough=True)  # with the caches as they are
+        sampler_failed = any(gap.side == "sampler" and not gap.passed for gap in report.gaps)
+        if sampler_failed and self._spec.roles.rollout.enable_prefix_caching:
+            await self.forget()
+            fresh = await self._measure(weights, thorough=False)
+        return self._report(weights, found, fresh)
+
+    async def warm(self) -> None:
+        """Samples as an audit does, so that the engines' caches hold the prompts under the current weights."""
+        await self._sample()
+
+    async def forget(self) -> None:
+        """Empties the engines' prefix caches."""
+        timeout_s = self._spec.schedule.generate_timeout_s
+        await asyncio.gather(*(engine.reset_prefix_cache(timeout_s) for engine in self._pool.engines))
+
+    async def _measure(self, weights: AuditedWeights, *, thorough: bool) -> TokenScores:
+        spec = self._spec
+        with self._phase("sample"):
+            groups = await self._sample()
+        with self._phase("score"):
+            lengths = [length for summary, _ in groups for sample in summary.samples for length in sample.row_lengths]
+            plans = plan_rows(lengths, self._policy)
+            tables = [table for _, table in groups]
+            scores = await self._policy.compute_logprobs(plans, *tables, timeout_s=spec.schedule.score_timeout_s)
+        request = ScoreRequest(
+            model=spec.model,
+            weights=str(weights.folder),
+            previous=None if weights.previous is None else str(weights.previous),
+            adapter=None if weights.adapter is None else str(weights.adapter),
+            previous_adapter=None if weights.previous_adapter is None else str(weights.previous_adapter),
+            temperature=spec.sampling.temperature,
+            thorough=thorough,
+            compare_prompts=not spec.roles.environments(),
+            threads=spec.policy_config().trainer.threads,
+        )
+        with self._phase("scorer"):
+            return await self._scorer(request, *tables, *(table for _, table in scores))
+
+    async def _sample(self) -> list[tuple[GroupSummary, TableRef]]:
+        """Groups with at least `audit.tokens` sampled tokens together, as far as the prompts give them."""
+        audit, spec = self._spec.audit, self._spec
+        longest = min(audit.response_tokens, spec.sampling.max_tokens)
+        source = PromptSource(self._prompts, spec.seed)
+        count = max(_LEAST_PROMPTS, len(self._pool.engines), math.ceil(audit.tokens / (_SAMPLES * longest)))
+        groups: list[tuple[GroupSummary, TableRef]] = []
+        for _ in range(_ROUNDS):
+            picks = [source.next() for _ in range(count)]
+            requests = [
+                GroupRequest(
+                    prompt_uid=f"audit-{pick.prompt_uid}",
+                    row=pick.row,
+                    attempt=0,
+                    samples=_SAMPLES,
+                    seed=sampling_seed(spec.seed, pick.prompt_uid),
+                    max_tokens=longest,
+                    environment=self._settings[pick.row].environment,
+                    forms=False,  # log-probs would be those among the permitted tokens, which no scorer knows
+                )
+                for pick in picks
+            ]
+            found = await asyncio.gather(*(self._pool.sample(request, self._table) for request in requests))
+            groups += [group for group in found if not group[0].refused]
+            sampled = sum(sample.sampled_tokens for summary, _ in groups for sample in summary.samples)
+            if sampled >= audit.tokens:
+                break
+            short = audit.tokens - sampled
+            count = min(256, max(_LEAST_PROMPTS, math.ceil(count * short / max(sampled, 1))))
+        if not groups:
+            raise TroupeError("audit: no prompt of data.train could be used; `troupe validate` says why")
+        return groups
+
+    def _report(self, weights: AuditedWeights, found: TokenScores, fresh: TokenScores | None) -> AuditReport:
+        engines = sorted(set(found.engine))
+        by_engine = [
+            attribute("sampler", of_engine(found, name), None if fresh is None else of_engine(fresh, name))
+            for name in engines
+        ]
+        return AuditReport(
+            weights=weights.label,
+            version=weights.version,
+            dtype=self._dtype(),
+            gaps=(*by_engine, attribute("trainer", found)),
+            between=distance(found.sampler, found.trainer),
+            prompts=found.prompts,
+            prompt_differences=found.prompt_differences,
+            seconds=dict(self._seconds),
+        )
+
+    def _dtype(self) -> str:
+        model = self._spec.model
+        return f"{model.dtype} with a float32 head" if model.computes_float32_logits else model.dtype
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def token_scorer(spec: RolloutSpec, cluster: Cluster, seat: tuple[Placement, Seat]) -> Scorer:
+    """A scorer in a separate process, on the node of the worker in this seat; raises WorkerError where it fails."""
+
+    async def score(request: ScoreRequest, *tables: TableRef) -> TokenScores:
+        env, timeout_s = worker_env(request.threads or 1, "cpu"), spec.schedule.score_timeout_s
+        return await cluster.run_beside(*seat, env, resolve(_SCORER), timeout_s, request, *tables)
+
+    return score

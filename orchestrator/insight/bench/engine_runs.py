@@ -1,0 +1,241 @@
+"""`troupe bench`: starts the engines of a spec, without trainers, and measures every point of a sweep on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from troupe.orchestrator.cluster.actor_class import actor_class
+from troupe.orchestrator.cluster.event_loop import gather_all, rare_collections
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.data.mixture import group_settings, prompt_order
+from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
+from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
+from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.insight.bench.batches import BatchPrompts, SamplingBatches
+from troupe.orchestrator.insight.bench.points import Point, launch_spec, launches, measured_spec
+from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of, with_efficiency
+from troupe.orchestrator.insight.bench.sequences import GroupLengths
+from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.roles.table import SAMPLERS, named
+from troupe.orchestrator.rollouts.scheduler import group_request
+from troupe.orchestrator.run import RunRequest, open_run
+from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.training.batch import unless_stopped
+from troupe.workers.contract.measurements import EngineReading, MeasuredEngine
+from troupe.workers.contract.messages import Peak
+from troupe.workers.contract.roles import RolloutEngine, TableRef
+
+_WORKER = "troupe.workers.measured_rollout:MeasuredRollout"
+_METER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What to measure."""
+
+    points: Sequence[Point]
+    batches: int
+    """Measured batches of each point."""
+    address: str | None
+    """Ray cluster to join; None: start one on this machine."""
+    baseline: bool
+    """Whether bare `AsyncLLM` samples the same prompts on the same engines, in batches that alternate with Troupe's."""
+
+
+OnResults = Callable[[Sequence[Result]], None]
+"""Called after every point with all results so far, in the order of the points."""
+
+
+def bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:
+    """Measures all points; one that cannot be measured has a problem in place of measures.
+
+    Args:
+        request: What to measure.
+        console: Shows the progress.
+        on_results: Takes the results. The last call has those of all points.
+
+    Raises:
+        TroupeError: No cluster, no data, or the user stopped the command.
+    """
+    if request.baseline and any(point.spec.roles.environments() for point in request.points):
+        raise UsageError("the baseline samples one response to a prompt, but the spec has roles.environment")
+    asyncio.run(_bench(request, console, on_results))
+
+
+async def _bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:
+    pools = _prompt_pools(request.points, console)
+    found: dict[str, Result] = {}
+
+    def add(result: Result) -> None:
+        found[_key(result.point)] = result
+        on_results(with_efficiency([found[key] for point in request.points if (key := _key(point)) in found]))
+
+    waiting = launches(request.points)
+    while waiting:
+        points = waiting.pop(0)
+        await _launch(request, points, pools, console, add)
+        if left := [point for point in points if _key(point) not in found]:
+            waiting.insert(0, left)
+
+
+def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, PromptPool]:
+    """The training prompts by `_data_key`; sources that points share are read once. Raises DataError."""
+    pools: dict[str, PromptPool] = {}
+    for point in points:
+        if (key := _data_key(point)) not in pools:
+            spec = fetch(point.spec, console).spec
+            pools[key] = load_train_pool(spec.data, spec.failures.on_bad_row, plain=spec.model.plain)
+    return pools
+
+
+async def _launch(
+    request: BenchRequest,
+    points: Sequence[Point],
+    pools: Mapping[str, PromptPool],
+    console: Console,
+    add: Callable[[Result], None],
+) -> None:
+    """Adds the results of the points until one fails; at least one result. The others need other engines."""
+    spec = launch_spec(points)
+    local = fetch(spec, console)
+    run = measured_run(spec, request.address)
+    roles = named(lambda row: row.samples or row.behind == RolloutEngine.generate.__name__)
+    measured = 0
+    warm = 0  # engines that have sampled: the first batch of an engine is slower
+    try:
+        async with open_run(run, local, console, roles) as context, rare_collections():
+            for point in points:
+                prompts, warm_up = pools[_data_key(point)], point.workers > warm
+                bench = _PointBench(request, point, prompts, context, warm_up=warm_up)
+                console.message(f"measuring {point.label or point.spec.name}")
+                try:
+                    add(await unless_stopped(context.stop, bench.run()))
+                except StopRequested:
+                    raise
+                except TroupeError as error:
+                    add(Result(point, None, str(error)))
+                    break
+                finally:
+                    measured += 1
+                warm = max(warm, point.workers)
+    except DoesNotFit as error:
+        for point in points:
+            if point.workers == spec.roles.rollout.workers:
+                add(Result(point, None, str(error)))
+    except WorkerError as error:  # an engine does not start, as with too little memory
+        for point in points[measured:]:
+            add(Result(point, None, explained(error)))
+
+
+def measured_run(spec: RolloutSpec, address: str | None) -> RunRequest:
+    """A run whose engines can be measured."""
+    engine = actor_class(_WORKER, MeasuredEngine, concurrent=True)
+    return RunRequest(spec, Path(), False, address, dict.fromkeys(SAMPLERS, engine))
+
+
+def explained(error: TroupeError) -> str:
+    """An error with its notes, such as the folder of the workers' logs."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+class _PointBench:
+    """Measures one point on engines that run."""
+
+    def __init__(
+        self, request: BenchRequest, point: Point, prompts: PromptPool, context: RunContext, *, warm_up: bool
+    ) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._point = point
+        self._spec = point.spec
+        self._settings = group_settings(point.spec, prompts)
+        engines = context.workers.engines[: point.workers]
+        self._context = replace(context, workers=context.workers.with_engines(engines))
+        self._engines = engines
+        self._meters = [cast("WorkerHandle[MeasuredEngine]", engine.handle) for engine in engines]
+        self._unmeasured = int(warm_up)
+        """Batches before the first measured one."""
+
+    async def run(self) -> Result:
+        """The result of all batches. Raises TroupeError."""
+        batches = self._unmeasured + self._request.batches
+        spec = measured_spec(self._spec, batches)
+        picks = BatchPrompts(prompt_order(spec, self._prompts), batches, spec.schedule.prompts_per_step)
+        pools = RunPools(spec, self._context)
+        table = self._context.cluster.put(self._prompts.table)
+        use = MeasuredEngine.use_sampling
+        await gather_all(meter.call(use, _METER_TIMEOUT_S, spec.sampling) for meter in self._meters)
+        sampling = SamplingBatches(spec, pools.engines, picks.next, table, self._settings)
+        product: list[MeasuredBatch] = []
+        bare: list[MeasuredBatch] = []
+        try:
+            await pools.start()
+            for number in range(batches):
+                self._context.console.phase("measure", number, batches)
+                bare_first = self._request.baseline and number % 2 == 1
+                if bare_first:
+                    bare.append(await self._bare(picks.by_batch[number], table))
+                product.append(await self._product(sampling))
+                if self._request.baseline and not bare_first:
+                    bare.append(await self._bare(picks.by_batch[number], table))
+        finally:
+            await sampling.close()
+            await pools.close()
+        skip = self._unmeasured
+        return Result(
+            self._point,
+            measures_of(self._point, product[skip:], bare[skip:]),
+            groups=product[-1].groups,
+            peak=await self._peak(),
+            gpu_type=self._context.cluster.gpu_type() if spec.device == "cuda" else "",
+        )
+
+    async def _product(self, sampling: SamplingBatches) -> MeasuredBatch:
+        await self._prepare()
+        batch = await sampling.run()
+        readings = tuple(await self._readings())
+        groups = tuple(GroupLengths.of(group.summary) for group in batch.groups)
+        return MeasuredBatch(batch.seconds, batch.response_tokens, readings, groups)
+
+    async def _bare(self, picks: Sequence[PromptPick], prompts: TableRef) -> MeasuredBatch:
+        """The same prompts and seeds, spread evenly over the engines; an engine gets all of its samples at once."""
+        await self._prepare()
+        seed, settings = self._spec.seed, self._settings
+        requests = [group_request(seed, pick.prompt_uid, pick.row, settings[pick.row]) for pick in picks]
+        count, timeout_s = len(self._meters), self._spec.schedule.step_timeout_s
+        batches = await gather_all(
+            meter.call(MeasuredEngine.sample_bare, timeout_s, requests[number::count], prompts)
+            for number, meter in enumerate(self._meters)
+        )
+        return MeasuredBatch(max(batch.seconds for batch in batches), sum(batch.response_tokens for batch in batches))
+
+    async def _prepare(self) -> None:
+        """Every batch begins with empty caches and meters."""
+        timeout_s = self._spec.schedule.generate_timeout_s
+        await gather_all(engine.reset_prefix_cache(timeout_s) for engine in self._engines)
+        await self._readings()
+
+    async def _peak(self) -> Peak:
+        """Memory of the largest engine."""
+        await gather_all(engine.health(_METER_TIMEOUT_S) for engine in self._engines)  # the answers report it
+        return self._context.cluster.peaks.of(role_of(self._engines[0].name))
+
+    async def _readings(self) -> Sequence[EngineReading]:
+        """What every engine did since its last reading."""
+        return await gather_all(meter.call(MeasuredEngine.read_meter, _METER_TIMEOUT_S) for meter in self._meters)
+
+
+def _key(point: Point) -> str:
+    return repr(sorted(point.settings.items()))
+
+
+def _data_key(point: Point) -> str:
+    """Equal for points with the same prompts."""
+    return repr((point.spec.data.train, point.spec.failures.on_bad_row, point.spec.model.plain))

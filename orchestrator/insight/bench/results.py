@@ -1,0 +1,237 @@
+"""What a point of a benchmark measured, and the numbers that describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+import numpy as np
+
+from troupe.orchestrator.insight.bench.points import WORKERS, Point
+from troupe.orchestrator.insight.bench.sequences import GroupLengths
+from troupe.workers.contract.measurements import EngineReading, FinishedSequence
+from troupe.workers.contract.messages import Peak
+
+_NO_PEAK = Peak(0)
+
+
+@dataclass(frozen=True)
+class MeasuredBatch:
+    """One batch of prompts, sampled to the end."""
+
+    seconds: float
+    response_tokens: int
+    engines: tuple[EngineReading, ...] = ()
+    """Empty for the baseline."""
+    groups: tuple[GroupLengths, ...] = ()
+    """Those that were sampled; empty for the baseline."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens per second."""
+        return self.response_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and 99th percentile."""
+
+    p50: float
+    p99: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Of these values; zeros without any."""
+        if not values:
+            return Spread(0.0, 0.0)
+        p50, p99 = np.percentile(np.asarray(values), [50, 99]).tolist()
+        return Spread(p50, p99)
+
+
+@dataclass(frozen=True)
+class EngineShare:
+    """One engine's part of a point."""
+
+    engine: str
+    tokens_per_s: float
+    busy: float
+    """Share of the time in which it computed."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """The numbers of one point, over all of its batches."""
+
+    batches: int
+    sequences: int
+    """Of one batch."""
+    tokens_per_s: float
+    """Sampled tokens per second of all engines: the median of the batches."""
+    slowest_batch: float
+    """Tokens per second."""
+    fastest_batch: float
+    per_engine: float
+    per_gpu: float | None
+    """None on CPUs."""
+    prefill_per_s: float
+    """Prompt tokens per second that all engines compute while they compute prompts."""
+    decode_per_s: float
+    """Tokens per second that all engines sample while they compute no prompt."""
+    prefill_share: float
+    """Share of the engines' time in which they compute prompts."""
+    busy: float
+    """Share of the time in which the engines compute, on average over engines."""
+    least_busy: float
+    """The same of the engine that computes least."""
+    latency_s: Spread
+    """Of a sequence, from its arrival in the engine to its last token."""
+    first_token_s: Spread
+    """Of a sequence, from its arrival in the engine to its first token."""
+    queued_s: Spread
+    """Of a sequence, in the engine."""
+    prompt_tokens: float
+    """Of a sequence, on average."""
+    response_tokens: float
+    cached: float
+    """Share of the prompt tokens that were in the prefix cache."""
+    kv_use: float
+    """Share of the KV cache in use, on average."""
+    most_kv_use: float
+    preemptions: int
+    """Of all batches."""
+    running: float
+    """Sequences that an engine decodes together, on average."""
+    most_running: int
+    waiting: float
+    """Sequences that wait in an engine, on average."""
+    engines: tuple[EngineShare, ...]
+    bare_tokens_per_s: float | None = None
+    """Of bare `AsyncLLM` on the same engines, prompts and seeds; None: not measured."""
+    against_bare: float | None = None
+    """Tokens per second over those of bare `AsyncLLM`: the median of the batches."""
+    efficiency: float | None = None
+    """Tokens per second and engine over those of the point with the fewest engines; None: it is not one of several."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One point of a benchmark."""
+
+    point: Point
+    measures: Measures | None
+    """None where it could not be measured."""
+    problem: str = ""
+    """Why it could not be measured."""
+    groups: tuple[GroupLengths, ...] = ()
+    """Of its last batch."""
+    peak: Peak = _NO_PEAK
+    """Memory of the largest engine of its launch so far."""
+    gpu_type: str = ""
+    """Type of the engines' GPUs; empty: they have none, or it is not known."""
+
+
+def measures_of(point: Point, batches: Sequence[MeasuredBatch], bare: Sequence[MeasuredBatch]) -> Measures:
+    """The numbers of a point.
+
+    Args:
+        point: The point.
+        batches: Its batches, at least one.
+        bare: Batches of bare `AsyncLLM`, one for each of `batches`, or none.
+    """
+    rates = [batch.tokens_per_s for batch in batches]
+    readings = [reading for batch in batches for reading in batch.engines]
+    sequences = [sequence for reading in readings for sequence in reading.sequences]
+    busy_s = sum(reading.busy_s for reading in readings)
+    engines = _engines(batches)
+    gpus = point.spec.roles.rollout.gpus * point.workers
+    total = median(rates)
+    return Measures(
+        batches=len(batches),
+        sequences=round(len(sequences) / len(batches)),
+        tokens_per_s=total,
+        slowest_batch=min(rates),
+        fastest_batch=max(rates),
+        per_engine=total / point.workers,
+        per_gpu=total / gpus if gpus else None,
+        prefill_per_s=point.workers * _rate([(r.prefill_tokens, r.prefill_s) for r in readings]),
+        decode_per_s=point.workers * _rate([(r.decode_tokens, r.decode_s) for r in readings]),
+        prefill_share=sum(reading.prefill_s for reading in readings) / busy_s if busy_s else 0.0,
+        busy=fmean(engine.busy for engine in engines) if engines else 0.0,
+        least_busy=min((engine.busy for engine in engines), default=0.0),
+        latency_s=Spread.of([sequence.latency_s for sequence in sequences]),
+        first_token_s=Spread.of([sequence.first_token_s for sequence in sequences]),
+        queued_s=Spread.of([sequence.queued_s for sequence in sequences]),
+        prompt_tokens=_mean([sequence.prompt_tokens for sequence in sequences]),
+        response_tokens=_mean([sequence.response_tokens for sequence in sequences]),
+        cached=_cached(sequences),
+        kv_use=_weighted(readings, [reading.kv_use for reading in readings]),
+        most_kv_use=max((reading.most_kv_use for reading in readings), default=0.0),
+        preemptions=sum(reading.preemptions for reading in readings),
+        running=_weighted(readings, [reading.running for reading in readings]),
+        most_running=max((reading.most_running for reading in readings), default=0),
+        waiting=_weighted(readings, [reading.waiting for reading in readings]),
+        engines=engines,
+        bare_tokens_per_s=median(batch.tokens_per_s for batch in bare) if bare else None,
+        against_bare=_against(batches, bare),
+    )
+
+
+def with_efficiency(results: Sequence[Result]) -> list[Result]:
+    """The results with the scaling efficiency of those that differ in the number of engines alone."""
+    families: dict[str, list[Result]] = {}
+    for result in results:
+        if result.measures is not None and WORKERS in result.point.settings:
+            others = {name: value for name, value in result.point.settings.items() if name != WORKERS}
+            families.setdefault(repr(others), []).append(result)
+    found: dict[int, float] = {}
+    for family in families.values():
+        base = min(family, key=lambda result: result.point.workers)
+        for result in family:
+            if base.measures is not None and result.measures is not None and base.measures.per_engine > 0:
+                found[id(result)] = result.measures.per_engine / base.measures.per_engine
+    return [_efficient(result, found.get(id(result))) for result in results]
+
+
+def _efficient(result: Result, efficiency: float | None) -> Result:
+    if result.measures is None or efficiency is None:
+        return result
+    return replace(result, measures=replace(result.measures, efficiency=efficiency))
+
+
+def _engines(batches: Sequence[MeasuredBatch]) -> tuple[EngineShare, ...]:
+    seconds = sum(batch.seconds for batch in batches)
+    tokens: dict[str, int] = {}
+    busy: dict[str, float] = {}
+    for reading in (reading for batch in batches for reading in batch.engines):
+        tokens[reading.engine] = tokens.get(reading.engine, 0) + reading.response_tokens
+        busy[reading.engine] = busy.get(reading.engine, 0.0) + reading.busy_s
+    return tuple(EngineShare(name, tokens[name] / seconds, min(1.0, busy[name] / seconds)) for name in sorted(tokens))
+
+
+def _rate(parts: Sequence[tuple[int, float]]) -> float:
+    """Tokens per second over readings, each with its tokens and seconds."""
+    seconds = sum(part for _, part in parts)
+    return sum(tokens for tokens, _ in parts) / seconds if seconds else 0.0
+
+
+def _weighted(readings: Sequence[EngineReading], values: Sequence[float]) -> float:
+    """Mean over readings, each weighted with the time in which its engine computed."""
+    busy_s = sum(reading.busy_s for reading in readings)
+    if not busy_s:
+        return 0.0
+    return sum(reading.busy_s * value for reading, value in zip(readings, values, strict=True)) / busy_s
+
+
+def _cached(sequences: Sequence[FinishedSequence]) -> float:
+    prompts = sum(sequence.prompt_tokens for sequence in sequences)
+    return sum(sequence.cached_tokens for sequence in sequences) / prompts if prompts else 0.0
+
+
+def _against(batches: Sequence[MeasuredBatch], bare: Sequence[MeasuredBatch]) -> float | None:
+    pairs = [one.tokens_per_s / other.tokens_per_s for one, other in zip(batches, bare, strict=False) if other.seconds]
+    return median(pairs) if pairs else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

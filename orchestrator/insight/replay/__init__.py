@@ -1,0 +1,1 @@
+"""Repeating a run's updates: which of the kept steps, how they are repeated, and how the results are compared."""

@@ -1,0 +1,249 @@
+"""`troupe report`: collects the data of runs and writes the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.insight.report.budget import fitting, spread
+from troupe.orchestrator.insight.report.comparison import MOST_POINTS, labels
+from troupe.orchestrator.insight.report.overview import overview, sections, spec_differences
+from troupe.orchestrator.insight.report.page import render
+from troupe.orchestrator.insight.report.samples import step_block
+from troupe.orchestrator.insight.report.timeline import (
+    phases_from_metrics,
+    spans_of,
+    step_bounds,
+    timeline_block,
+)
+from troupe.orchestrator.insight.report.token_texts import TokenTexts
+from troupe.orchestrator.insight.verdicts.history import History
+from troupe.orchestrator.spec.locations import is_url
+from troupe.orchestrator.telemetry.run_folder import METRICS, RunFolder
+from troupe.workers.contract.atomic_file import write_atomic
+from troupe.workers.contract.units import MIB
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+REPORT = "report.html"
+"""Name of the file in a run's folder, where no other is asked for."""
+
+_TOKEN_STEPS = 64
+"""Steps whose tokens are asked for at once."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a run the page holds."""
+
+    samples: int = 24 * MIB
+    """Bytes of samples, over all runs."""
+    spans: int = 4 * MIB
+    """Bytes of spans, over all runs."""
+
+
+def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = None) -> Path:
+    """Write the report of one or several runs.
+
+    Args:
+        folders: Run folders; curves of several are drawn over each other.
+        output: The file. It is replaced as a whole.
+        budget: How much the page may hold; None: the defaults.
+
+    Returns:
+        The file.
+
+    Raises:
+        UsageError: A folder holds no run, or `output` is a URL.
+        OSError: The file cannot be written.
+    """
+    if is_url(output):
+        raise UsageError(f"{output} is a URL; write the report to a disk")
+    text = report_text(folders, budget or Budget())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, text)
+    return output
+
+
+def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
+    """The report at the end of runs, however they ended; None where no step was recorded.
+
+    Where it cannot be written, that is a warning: no run fails for its report.
+    """
+    begun = [folder for folder in folders if (folder / METRICS).is_file()]
+    if not begun:
+        return None
+    try:
+        return write_report(begun, output)
+    except (TroupeError, OSError) as error:
+        logger.warning("the report was not written: %s", error)
+        return None
+
+
+def report_text(folders: Sequence[Path], budget: Budget) -> str:
+    """The page of one or several runs. Raises UsageError where a folder holds no run."""
+    return render(page_data([RunFolder(folder) for folder in folders], budget))
+
+
+def page_data(runs: Sequence[RunFolder], budget: Budget) -> Json:
+    """Everything that a page shows, as JSON-ready data."""
+    shared = Budget(budget.samples // max(len(runs), 1), budget.spans // max(len(runs), 1))
+    return summary(runs) | {
+        "samples": [samples_data(run, shared.samples) for run in runs],
+        "timeline": [timeline_data(run, shared.spans) for run in runs],
+    }
+
+
+def summary(runs: Sequence[RunFolder]) -> Json:
+    """The data without samples and spans."""
+    names = labels([run.name for run in runs], [run.path for run in runs])
+    overviews = [overview(run) | {"label": label} for run, label in zip(runs, names, strict=True)]
+    metrics = list(dict.fromkeys(name for one in overviews for name in one["metrics"]))
+    return {
+        "generated": round(time.time(), 3),
+        "runs": overviews,
+        "sections": sections(metrics),
+        "differences": spec_differences([run.spec for run in runs]) if len(runs) > 1 else [],
+    }
+
+
+def samples_data(run: RunFolder, budget: int) -> Json:
+    """The samples of as many steps as fit into the budget, evenly spread."""
+    files = run.sample_files()
+    steps = list(files)
+    texts = TokenTexts(run.spec.get("model") or {})
+    if steps:  # one question to the tokenizer for most of the run's tokens, instead of one for each step
+        texts.learn(_distinct_ids(run, spread(steps, _TOKEN_STEPS)))
+    found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
+    if len(found) == 1:
+        found = [first_groups(found[-1], budget)]
+    return {
+        "blocks": found,
+        "steps": steps,
+        "rule": _rule(len(found), len(steps), "samples"),
+        "problem": texts.problem,
+    }
+
+
+def _fitting_blocks(
+    steps: Sequence[int], sizes: Mapping[int, int], budget: int, run: RunFolder, texts: TokenTexts
+) -> list[Json]:
+    """Blocks of evenly spread steps within the budget; of the last step in any case.
+
+    How large a block will be is estimated from the size of its file, so that only what is kept has to be read.
+    """
+    blocks: dict[int, Json | None] = {}
+    written: dict[int, int] = {}
+
+    def read(step: int) -> None:
+        if step not in blocks:
+            blocks[step] = sample_block(run, step, texts)
+            written[step] = _size([blocks[step]])
+
+    if not steps:
+        return []
+    read(steps[-1])
+    ratio = written[steps[-1]] / max(sizes[steps[-1]], 1)
+    while True:
+        kept = fitting(steps, lambda step, ratio=ratio: round(ratio * sizes[step]), budget)
+        for step in kept:
+            read(step)
+        total = sum(written[step] for step in kept)
+        if len(kept) <= 1 or total <= budget:
+            return [one for step in kept if (one := blocks[step]) is not None]
+        ratio = 1.05 * ratio * total / budget
+
+
+def _size(blocks: Sequence[Json | None]) -> int:
+    return sum(len(json.dumps(one)) for one in blocks)
+
+
+def _bytes(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0  # deleted meanwhile, to make room
+
+
+def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
+    """One step's samples; None where its file cannot be read."""
+    try:
+        return step_block(run.samples(step), step, texts)
+    except (TroupeError, KeyError) as error:
+        logger.warning("the samples of step %d are left out: %s", step, error)
+        return None
+
+
+def timeline_data(run: RunFolder, budget: int) -> Json:
+    """The controller's phases of every step, and the spans of as many steps as fit into the budget."""
+    steps = list(run.timeline_files())
+    times: list[Json] = []
+    sizes: dict[int, int] = {}
+    for step in spread(steps, MOST_POINTS):
+        block = span_block(run, step)
+        sizes[step] = _size([block])
+        if block is not None and step > 0:  # step 0 is the start of the workers
+            times.append({"step": step, **block["times"]})
+    kept = fitting(list(sizes), sizes.__getitem__, budget)
+    return {
+        "phases": phases_from_metrics(History.of(run.metrics())),
+        "times": times,
+        "blocks": [one for step in kept if (one := span_block(run, step)) is not None],
+        "steps": steps,
+        "rule": _rule(len(kept), len(steps), "spans"),
+    }
+
+
+def span_block(run: RunFolder, step: int) -> Json | None:
+    """One step's spans; None where its file cannot be read or holds none."""
+    try:
+        spans = spans_of(run.timeline(step))
+    except (TroupeError, KeyError) as error:
+        logger.warning("the timeline of step %d is left out: %s", step, error)
+        return None
+    bounds = step_bounds(spans)
+    return bounds and timeline_block(step, spans, bounds, spans_of(run.crossing(step, bounds[1])))
+
+
+def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
+    found: set[int] = set()
+    for step in steps:
+        try:
+            ids = run.samples(step)["response_ids"].combine_chunks().flatten()
+        except (TroupeError, KeyError):
+            continue
+        found.update(ids.unique().to_pylist())
+    return found
+
+
+def first_groups(block: Json, budget: int) -> Json:
+    """The first rows of a block that fit: whole groups. Where that is not all, `rows` says how many there were."""
+    rows, size = len(block["group"]), _size([block])
+    if size <= budget:
+        return block
+    keep = max(1, rows * budget // size)
+    while keep > 1 and keep < rows and block["group"][keep] == block["group"][keep - 1]:
+        keep -= 1
+
+    def cut(value: Any) -> Any:
+        return value[:keep] if isinstance(value, list) and len(value) == rows else value
+
+    part = {name: value if name == "vocabulary" else cut(value) for name, value in block.items()}
+    part["components"] = {name: cut(values) for name, values in block["components"].items()}
+    part["values"] = {name: one | {"rows": one["rows"][:keep]} for name, one in block.get("values", {}).items()}
+    # Prompts are numbered in the order in which rows name them.
+    part["prompts"] = block["prompts"][: max(part["prompt"], default=-1) + 1]
+    return part | {"rows": rows}
+
+
+def _rule(kept: int, steps: int, what: str) -> str:
+    if kept == steps:
+        return ""
+    return f"The {what} of {kept} of {steps} steps are in this file, evenly spread, so that it stays small."

@@ -1,0 +1,127 @@
+"""Rules on data and samples: rewards that fail, data that repeats or cannot be used, samples that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from troupe.orchestrator.insight.verdicts.history import History
+from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
+
+_SOME, _MANY = 0.02, 0.2
+_MOST_PASSES = 20
+_BAD_ROWS = 0.05
+_DROPPED = 0.1
+
+
+def failing_rewards(run: History) -> Iterator[Verdict]:
+    """Samples without a reward."""
+    for name, what, remedy in (
+        ("failed_samples", "have no reward: their function raised or timed out", "Try the function on these responses"),
+        ("episodes/failed", "ended without a result", "Read the reasons in the log"),
+    ):
+        failed, shares = run[name], run.share_of_samples(name)
+        found = shares.stretch(lambda value: value > _SOME, at_least=1)
+        if found is None:
+            continue
+        share, when = shares.typical(found), "at the end" if found.ongoing else "while it lasted"
+        yield Verdict(
+            "failing-rewards",
+            while_it_lasts(found, Level.PROBLEM if share > _MANY else Level.WARNING),
+            "Reward functions fail" if name == "failed_samples" else "Episodes fail",
+            f"{sum(failed.values):.0f} samples {what}; {share:.0%} of a step's {when}. They are dropped, "
+            "and what is left is not what the policy does.",
+            found.start,
+            found.until,
+            (name, "reward/mean"),
+            (
+                Remedy(
+                    f"{remedy}: their `status` is the reason (filter the samples by `status`). "
+                    "The ledger in this report lists the reasons of groups that were replaced as a whole, too."
+                ),
+                Remedy("Give slow functions more time.", _more_time(run)),
+            ),
+        )
+
+
+def _more_time(run: History) -> str:
+    """The run's reward functions with a longer timeout; empty where the spec does not have them."""
+    functions = [{"name": one["name"], **one} for one in run.get("roles.reward.functions", []) if "name" in one]
+    for one in functions:
+        one["timeout_s"] = 3 * float(one.get("timeout_s") or 10.0)
+    return flow("roles.reward.functions", functions) if functions else ""
+
+
+def repeated_data(run: History) -> Iterator[Verdict]:
+    """The same prompts again and again."""
+    rows, per_step = run["data/train_rows"], int(run.get("schedule.prompts_per_step", 0))
+    if not rows or not per_step or rows.last <= 0:
+        return
+    passes = run.last_step * per_step / rows.last
+    within = rows.last < per_step
+    if not within and passes < _MOST_PASSES:
+        return
+    yield Verdict(
+        "repeated-data",
+        Level.WARNING,
+        "The prompts repeat",
+        f"{rows.last:.0f} prompts for {per_step} a step: each was trained {passes:.0f} times"
+        + (", several times within a step." if within else "."),
+        int(rows.last // per_step) + 1,
+        None,
+        ("data/train_rows", "reward/mean", "eval/reward"),
+        (
+            Remedy("Use more prompts.", field("data.train.size", 4 * per_step * max(run.last_step, 1)))
+            if run.get("data.train.kind") == "reasoning_gym"
+            else Remedy("Use more prompts, or fewer steps."),
+        ),
+    )
+
+
+def unusable_data(run: History) -> Iterator[Verdict]:
+    """Rows that cannot be used."""
+    counted = [series.name for series in run.named("data/") if series.name.endswith("_bad_rows")]
+    for pool in (name.removeprefix("data/").removesuffix("_bad_rows") for name in counted):
+        if pool == "ptx":
+            continue
+        rows = run[f"data/{pool}_rows"]
+        for kind, why in (("bad", "cannot be read"), ("refused", "are too long, or the chat template refuses them")):
+            lost = run[f"data/{pool}_{kind}_rows"]
+            if not lost or lost.last <= _BAD_ROWS * (lost.last + max(rows.last, 0.0)):
+                continue
+            yield Verdict(
+                "unusable-data",
+                Level.WARNING,
+                f"Rows of data.{pool} are lost",
+                f"{lost.last:.0f} rows of `data.{pool}` {why}; {rows.last:.0f} are left.",
+                lost.steps[0],
+                None,
+                (lost.name, rows.name),
+                (Remedy("`troupe validate` names the first of them, with file and line."),),
+            )
+
+
+def dropped_samples(run: History) -> Iterator[Verdict]:
+    """Samples that were generated and not trained, for other reasons than a failed reward."""
+    dropped, failed = run["ledger/dropped"], run["failed_samples"]
+    dispatched = run["ledger/dispatched"]
+    if not dropped or not dispatched or not dispatched.values[-1]:
+        return
+    others = dropped.values[-1] - sum(failed.values)
+    share = others / dispatched.values[-1]
+    if share <= _DROPPED:
+        return
+    expected = (
+        run.get("algorithm.mask_truncated")
+        or run.get("algorithm.dynamic_sampling_on")
+        or run.get("algorithm.name") in {"dapo", "raft"}
+    )
+    yield Verdict(
+        "dropped-samples",
+        Level.NOTE if expected else Level.WARNING,
+        "Samples are generated and not trained",
+        f"{others:.0f} of {dispatched.values[-1]:.0f} dispatched samples were dropped ({share:.0%}).",
+        next(step for step, value in dropped if value > 0),
+        None,
+        ("ledger/dropped", "ledger/dispatched"),
+        (Remedy("The ledger in this report lists the reasons."),),
+    )

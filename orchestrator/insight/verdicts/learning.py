@@ -1,0 +1,233 @@
+"""Rules on what the policy learns: signal, exploration, reward."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from troupe.orchestrator.insight.verdicts.history import SHORTEST, History
+from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
+
+_HELD_OUT_REWARD = re.compile(r"eval/(?:([a-z0-9-]+)/)?reward")
+_LOW_ENTROPY, _LOST_ENTROPY = 0.05, 0.15
+"""Nats per token; share of the entropy at the start."""
+_FEW_MIXED = 0.1
+"""Share of groups with different rewards below which most of a batch is wasted."""
+_MOST_KL, _MOST_REPETITION = 0.5, 0.3
+_MOST_PENALTY = 0.3
+_LEARNING_RATE = "roles.policy.learning_rate"
+
+
+def lower_learning_rate(run: History) -> Remedy:
+    """Proposes a lower learning rate of the policy."""
+    rate = float(run.get(_LEARNING_RATE, 1e-6))
+    return Remedy("Lower the learning rate.", field(_LEARNING_RATE, 0.3 * rate))
+
+
+def add_kl(run: History) -> Remedy:
+    """Proposes a KL penalty, or a stronger one."""
+    coef = float(run.get("algorithm.kl.coef", 0.0))
+    lines = field("algorithm.kl", f"{{coef: {coef * 5 if coef else 0.01:g}}}")
+    if run.get("roles.reference") is None:
+        lines = f"roles:\n  reference: {{colocate_with: policy}}\n{lines}"
+    return Remedy("Keep the policy nearer to the reference.", lines)
+
+
+def entropy_collapse(run: History) -> Iterator[Verdict]:
+    """The policy has become nearly deterministic."""
+    entropy = run["policy/entropy"]
+    limit = max(_LOW_ENTROPY, min(_LOST_ENTROPY * entropy.first, 0.5)) if entropy else 0.0
+    found = entropy.stretch(lambda value: value < limit, at_least=2)
+    if found is None:
+        return
+    yield Verdict(
+        "entropy-collapse",
+        while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
+        "The policy no longer explores",
+        f"Entropy fell from {entropy.first:.3g} to {entropy.typical(found):.3g} nats per token, below {limit:.3g}. "
+        "Samples of a prompt become alike, and there is nothing left to compare.",
+        found.start,
+        found.until,
+        ("policy/entropy", "groups/mixed", "reward/mean"),
+        (
+            lower_learning_rate(run),
+            Remedy("Add an entropy bonus.", field("algorithm.entropy_coef", 0.003)),
+            add_kl(run),
+        ),
+    )
+
+
+def reward_hacking(run: History) -> Iterator[Verdict]:
+    """The reward rises while what it stands for gets worse."""
+    reward = run["reward/mean"]
+    alarms = [step for step, value in run["alarm/reward_hacking"] if value > 0]
+    signs, evidence, since = _signs_of_hacking(run)
+    if alarms:
+        since = [*since, alarms[0]]
+    if not (alarms or (signs and reward.trend().rises)):
+        return
+    why = "; ".join(signs) or "a limit of failures.alarm was exceeded"
+    yield Verdict(
+        "reward-hacking",
+        Level.PROBLEM if len(signs) > 1 or "eval/reward" in evidence else Level.WARNING,
+        "The reward rises, the text gets worse",
+        f"The reward rose from {reward.first:.3g} to {reward.last:.3g} while {why}. Read the best samples of the last "
+        "steps: the policy may have found what the reward function does not check.",
+        min(since),
+        None,
+        ("reward/mean", *evidence),
+        (
+            Remedy("Close the loophole in the reward function, or add one that checks what it leaves out."),
+            add_kl(run),
+            Remedy("Stop such a run automatically.", field("failures.alarm", "{repetition: 0.3, action: stop}")),
+        ),
+    )
+
+
+def _signs_of_hacking(run: History) -> tuple[list[str], list[str], list[int]]:
+    """What gets worse, the metrics that show it, and the first step of each."""
+    signs: list[str] = []
+    evidence: list[str] = []
+    since: list[int] = []
+    for held_out in run.named("eval/"):
+        name = _HELD_OUT_REWARD.fullmatch(held_out.name)
+        if name is None or len(held_out) < 2:
+            continue
+        if held_out.values[-1] < max(held_out.values) - 0.1 * _scale(held_out.values):
+            best = max(range(len(held_out)), key=lambda i: held_out.values[i])
+            of = f" on {name[1]}" if name[1] else ""
+            signs.append(f"the held-out reward{of} fell from {held_out.values[best]:.3g} to {held_out.values[-1]:.3g}")
+            evidence.append(held_out.name)
+            since.append(held_out.steps[best])
+    repetition = run["repetition"]
+    floor = max(_MOST_REPETITION, repetition.first + 0.2) if repetition else 0.0
+    if (found := repetition.stretch(lambda value: value > floor, at_least=2)) and found.ongoing:
+        signs.append(f"repetition rose from {repetition.first:.2f} to {repetition.typical(found):.2f}")
+        evidence.append(repetition.name)
+        since.append(found.start)
+    kl = run["kl_ref"]
+    if (found := kl.stretch(lambda value: value > _MOST_KL, at_least=2)) and found.ongoing:
+        signs.append(f"the policy moved {kl.typical(found):.3g} nats per token from the reference")
+        evidence.append(kl.name)
+        since.append(found.start)
+        if len(signs) == 1:  # learning moves the policy too; with no other sign it is a matter of kl-explosion
+            return [], [], []
+    return signs, evidence, since
+
+
+def _scale(values: tuple[float, ...]) -> float:
+    return max(abs(value) for value in values) or 1.0
+
+
+def no_signal(run: History) -> Iterator[Verdict]:
+    """Groups whose samples have equal rewards give no gradient."""
+    mixed, spread, reward = run["groups/mixed"], run["reward/std"], run["reward/mean"]
+    # Then nothing is compared within a group.
+    alone = run.get("algorithm.group_size") is not None and run.group_sizes == {1}
+    series, limit = (spread, 1e-9) if alone or not mixed else (mixed, _FEW_MIXED)
+    found = series.stretch(lambda value: value <= limit, at_least=2)
+    if found is None:
+        return
+    at = reward.typical(found)
+    constant = spread.smooth.during(found).highest <= 1e-9
+    equal = 1 - mixed.typical(found)
+    what = f"Every sample has the same reward, {at:.3g}" if constant else f"{equal:.0%} of the groups are equal"
+    learned = run.reward_rises and found.start > run.last_step // 3
+    remedies = (
+        Remedy("Sample more per prompt, so that groups differ.", field("algorithm.group_size", _more_samples(run))),
+        Remedy("Draw prompts that the policy solves only sometimes.", "data:\n  curriculum: {}"),
+        Remedy("Replace groups without signal, as DAPO does.", field("algorithm.name", "dapo")),
+        Remedy("Try the reward function on the samples below: it may give every text the same reward."),
+    )
+    yield Verdict(
+        "no-signal",
+        while_it_lasts(found, Level.WARNING if learned else Level.PROBLEM),
+        "The rewards carry no signal",
+        f"{what}, and such groups have no gradient. "
+        + (
+            "The task may be solved."
+            if learned
+            else f"The mean reward is {at:.3g}: the task is too hard, too easy, "
+            "or the reward does not depend on the response."
+        ),
+        found.start,
+        found.until,
+        (mixed.name if mixed else spread.name, spread.name, reward.name),
+        remedies,
+    )
+
+
+def _more_samples(run: History) -> int:
+    return 2 * int(run.get("algorithm.group_size", 8))
+
+
+def reward_falls(run: History) -> Iterator[Verdict]:
+    """The reward at the end is worse than at the start."""
+    reward = run["reward/mean"]
+    trend = reward.trend()
+    spread = run["reward/std"].first
+    if not trend.falls or not spread or -trend.change < 0.5 * spread:
+        return
+    best = max(range(len(reward)), key=lambda i: reward.smooth.values[i])
+    yield Verdict(
+        "reward-falls",
+        Level.PROBLEM,
+        "The reward falls",
+        f"The reward fell from {reward.smooth.values[best]:.3g} at step {reward.steps[best]} to {reward.last:.3g}.",
+        reward.steps[best],
+        None,
+        (reward.name, "policy/kl_exact", "policy/entropy"),
+        (lower_learning_rate(run), add_kl(run)),
+    )
+
+
+def penalty_dominates(run: History) -> Iterator[Verdict]:
+    """The KL penalty holds the policy where it is."""
+    coef = float(run.get("algorithm.kl.coef", 0.0))
+    reward = run["reward/mean"]
+    penalty = run["policy/kl_loss"]
+    # Advantages are about 1 in size, and so is what they can earn. The loss itself is no measure: at the first update
+    # of a batch it is 0 however large its gradient.
+    held = penalty.stretch(lambda value: value > _MOST_PENALTY)
+    if coef < 1.0 and (held is None or not held.ongoing):
+        return
+    if run.reward_rises or len(reward) < 2 * SHORTEST:
+        return
+    yield Verdict(
+        "penalty-dominates",
+        Level.WARNING,
+        "The KL penalty outweighs the reward",
+        f"`algorithm.kl.coef` is {coef:g}"
+        + (f"; the penalty is {penalty.last:.3g} where advantages are about 1" if penalty else "")
+        + ". The reward does not rise: the policy is held at the reference.",
+        held.start if held else reward.steps[0],
+        None,
+        (reward.name, "policy/kl_loss", "kl_ref"),
+        (Remedy("Lower the coefficient.", field("algorithm.kl", f"{{coef: {max(coef / 100, 0.001):g}}}")),),
+    )
+
+
+def overfitting(run: History) -> Iterator[Verdict]:
+    """The loss on held-out examples rises while the training loss falls."""
+    held_out = run["eval/loss"]
+    if len(held_out) < SHORTEST:
+        return
+    best = min(range(len(held_out)), key=lambda i: held_out.values[i])
+    low, last = held_out.values[best], held_out.values[-1]
+    if last < low + max(0.05 * abs(low), 1e-3) or not math.isfinite(last):
+        return
+    steps = held_out.steps[best]
+    yield Verdict(
+        "overfitting",
+        Level.WARNING,
+        "The held-out loss rises",
+        f"The held-out loss was lowest at step {steps} ({low:.4g}) and is {last:.4g} now.",
+        steps,
+        None,
+        (held_out.name, "policy/loss"),
+        (
+            Remedy("Stop where it was lowest.", field("schedule.steps", max(steps, 1))),
+            lower_learning_rate(run),
+        ),
+    )

@@ -1,1 +1,0 @@
-"""Repeating a run's updates: what a step keeps, and how it is repeated and compared."""

@@ -1,0 +1,106 @@
+"""`evaluation.json`: the results of every evaluation of a run, with how each set was sampled and scored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.rollouts.held_out import CONFIDENCE, SetResult
+from troupe.orchestrator.spec.field_tree import field_tree
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.atomic_file import write_atomic
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.consequences import Counts
+
+EVALUATIONS = "evaluation.json"
+"""Name of the file in a run's folder."""
+FORMAT = 1
+
+Json = dict[str, Any]
+
+
+def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Json]:
+    """How each set is sampled and scored, by its label.
+
+    Args:
+        spec: The spec.
+        pools: The rows of each, by the name of their section in `data`.
+    """
+    reward = spec.roles.reward
+    forms = spec.sampling.model_dump(mode="json", include={"stop", "structured"}, exclude_defaults=True)
+    found: dict[str, Json] = {}
+    for one in spec.held_out_sets():
+        sampling = one.sampling.model_dump(mode="json") | forms
+        rewards = [function.model_dump(mode="json", exclude_defaults=True) for function in one.functions]
+        if reward.model is not None and not one.own_rewards:
+            model = {"path": reward.model.path, "revision": reward.model.revision}
+            rewards.append({"name": "reward_model", "weight": reward.model_weight, **model})
+        found[one.label] = {
+            "digest": pools[one.section].digest,
+            "sampling": sampling | {"max_tokens": one.sampling.max_tokens or spec.sampling.max_tokens},
+            "rewards": rewards,
+            "solved_at": one.solved_at,
+            **({"environment": one.environment} if one.environment else {}),
+            **spec.plays_and_judges(one),
+        }
+    return found
+
+
+def settings_of(sets: Mapping[str, Json]) -> str:
+    """Digest of how the sets are sampled and scored: evaluations with the same one can be compared."""
+    fields = field_tree(RewardFunctionConfig).children.items()
+    others = {name for name, node in fields if node.consequences.evaluation is not Counts.YES}
+    counted = {label: dict(one) for label, one in sets.items()}
+    for one in counted.values():
+        if "rewards" in one:
+            one["rewards"] = [{name: reward[name] for name in reward.keys() - others} for reward in one["rewards"]]
+    return hashlib.blake2b(json.dumps(counted, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def as_json(sets: Mapping[str, Json], evaluations: list[Json]) -> Json:
+    """The content of the file."""
+    return {"format": FORMAT, "confidence": CONFIDENCE, "sets": dict(sets), "evaluations": evaluations}
+
+
+def evaluation_as_json(step: int, results: Mapping[str, SetResult]) -> Json:
+    """One evaluation."""
+    return {"step": step, "sets": {name: asdict(result) for name, result in results.items()}}
+
+
+class EvaluationLog:
+    """Writes the file anew after every evaluation.
+
+    Its `sets` are those of the last evaluation; evaluations before a change of the spec have other `settings`.
+    """
+
+    def __init__(self, file: Path, sets: Mapping[str, Json], done: int) -> None:
+        """Evaluations after step `done`, from which the run resumes, are forgotten."""
+        self._file = file
+        self._sets = sets
+        self._settings = settings_of(sets)
+        self._evaluations = [one for one in read_evaluations(file).get("evaluations", []) if one["step"] <= done]
+
+    def add(self, step: int, results: Mapping[str, SetResult]) -> None:
+        """Adds an evaluation, in place of one of the same step. Raises OSError."""
+        kept = [one for one in self._evaluations if one["step"] != step]
+        self._evaluations = [*kept, evaluation_as_json(step, results) | {"settings": self._settings}]
+        write_atomic(self._file, json.dumps(as_json(self._sets, self._evaluations), indent=1) + "\n")
+
+
+def comparable(evaluations: list[Json]) -> list[Json]:
+    """The evaluations whose sets were sampled and scored as those of the last one."""
+    return [one for one in evaluations if one.get("settings") == evaluations[-1].get("settings")]
+
+
+def read_evaluations(file: Path) -> Json:
+    """The content of the file; empty where there is none, or none of this form."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else {}

@@ -1,0 +1,267 @@
+"""Results on one held-out set: estimates with confidence intervals, from the rewards of the samples of each prompt."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import numpy as np
+
+from troupe.orchestrator.telemetry.metrics import pass_at_k
+from troupe.workers.contract.reward_names import NO_ANSWER
+from troupe.workers.contract.reward_values import is_solved
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+_SHOWN = re.compile(r"reward|avg|pass@[0-9]+|maj@[0-9]+")
+_SEED = 2107_03374
+
+
+@dataclass(frozen=True)
+class MeanEstimate:
+    """A mean over the prompts of a set, with the bounds of its 95% confidence interval.
+
+    The interval is the percentile bootstrap over prompts (Efron 1979): it covers the choice of the prompts, and the
+    sampling of each one's responses with it. None: it is a mean over one prompt only."""
+
+    value: float
+    low: float | None
+    high: float | None
+    prompts: int
+    """Prompts that it is a mean over."""
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """The samples of one prompt."""
+
+    rewards: tuple[float | None, ...]
+    """None: the sample has no reward."""
+    lengths: tuple[int, ...]
+    """Sampled tokens of each."""
+    truncated: int
+    """Samples that were cut at the longest response."""
+    answers: tuple[int | None, ...] = ()
+    """See `RewardSummary.answers`."""
+    level: str = ""
+    """Of the prompt; empty: it has none."""
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """Results of one evaluation on one set."""
+
+    prompts: int
+    refused: int
+    """Prompts that cannot be used."""
+    samples: int
+    """Samples per prompt."""
+    failed_samples: int
+    """Samples without a reward: they are in no estimate."""
+    estimates: dict[str, MeanEstimate] = field(default_factory=dict)
+    """`reward`; where the reward says what is solved also the share of solved samples, `pass@K` and `maj@K`."""
+    response_tokens: float | None = None
+    """Mean length of the responses."""
+    truncated: float | None = None
+    """Share of samples that were cut at the longest response."""
+    solved_at: float | None = None
+    """Reward from which a sample is solved."""
+    levels: dict[str, dict[str, MeanEstimate]] = field(default_factory=dict)
+    """Reward and share of solved samples by level."""
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """The result by name of the metric; bounds of the reward and of the share of solved samples only."""
+        found: dict[str, float | None] = {
+            "prompts": float(self.prompts),
+            "refused": float(self.refused),
+            "failed_samples": float(self.failed_samples),
+        }
+        for name, estimate in self.estimates.items():
+            found[name] = estimate.value
+            if "@" not in name:
+                found |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        found |= {"response_tokens": self.response_tokens, "truncated": self.truncated, "solved_at": self.solved_at}
+        for level, estimates in self.levels.items():
+            found |= {f"level/{level}/{name}": estimate.value for name, estimate in estimates.items()}
+        return {f"{prefix}{name}": value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """An estimate as a ratio of two sums over prompts, each [prompts]."""
+
+    sums: Sequence[float]
+    counts: Sequence[float]
+
+
+def held_out_lines(first: Mapping[str, float], last: Mapping[str, float]) -> dict[str, str]:
+    """What is shown at the end of a run of its named sets, by label: before and after training, with intervals.
+
+    Args:
+        first: Metrics of the first evaluation of this process; empty: a resumed run has none.
+        last: Those of the last one.
+    """
+    lines: dict[str, str] = {}
+    for name, value in last.items():
+        parts = name.split("/")
+        if len(parts) != 3 or parts[0] != "eval" or not _SHOWN.fullmatch(parts[2]):
+            continue
+        if parts[2] == "reward" and f"eval/{parts[1]}/avg" in last:
+            continue
+        low, high = last.get(f"{name}_low"), last.get(f"{name}_high")
+        bounds = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+        before = first.get(name)
+        shown = (
+            f"{before:.3f} before, {value:.3f} after" if before is not None and last is not first else f"{value:.3f}"
+        )
+        lines[f"{parts[1]} {parts[2]}"] = f"{shown}{bounds}"
+    return lines
+
+
+def summarize(
+    results: Sequence[PromptResult],
+    *,
+    refused: int,
+    samples: int,
+    solved_at: float | None,
+    average: str,
+    pass_at: Sequence[int],
+) -> SetResult:
+    """The result of a set.
+
+    Args:
+        results: Its prompts, without refused ones.
+        refused: Number of refused prompts.
+        samples: Samples per prompt.
+        solved_at: Reward from which a sample is solved; None: the reward does not say.
+        average: Name of the share of solved samples: `avg` is the mean over prompts of each one's share, `accuracy`
+            that of all samples. They differ only where samples have failed.
+        pass_at: Every k of pass@k.
+    """
+    scored = [[reward for reward in result.rewards if reward is not None] for result in results]
+    lengths = [length for result in results for length in result.lengths]
+    failed = sum(len(result.rewards) for result in results) - sum(map(len, scored))
+    found = SetResult(len(results), refused, samples, failed)
+    if not any(scored):
+        return found
+    terms = _terms(results, scored, samples, solved_at, average, pass_at)
+    main = [name for name in terms if "@" not in name]
+    levels = sorted({result.level for result in results if result.level}, key=_by_number)
+    by_level: dict[str, dict[str, MeanEstimate]] = {}
+    for level in levels:
+        rows = [number for number, result in enumerate(results) if result.level == level and scored[number]]
+        if rows:
+            by_level[level] = estimates({name: _rows_of(terms[name], rows) for name in main})
+    return SetResult(
+        prompts=len(results),
+        refused=refused,
+        samples=samples,
+        failed_samples=failed,
+        estimates=estimates(terms),
+        response_tokens=fmean(lengths),
+        truncated=sum(result.truncated for result in results) / len(lengths),
+        solved_at=solved_at,
+        levels=by_level,
+    )
+
+
+def _terms(
+    results: Sequence[PromptResult],
+    scored: Sequence[Sequence[float]],
+    samples: int,
+    solved_at: float | None,
+    average: str,
+    pass_at: Sequence[int],
+) -> dict[str, _Terms]:
+    terms = {"reward": _Terms([sum(group) for group in scored], [len(group) for group in scored])}
+    if solved_at is None:
+        return terms
+    solved = [[is_solved(reward, solved_at) for reward in group] for group in scored]
+    if average == "avg":
+        terms[average] = _Terms([_mean(group) for group in solved], [float(bool(group)) for group in solved])
+    else:
+        terms[average] = _Terms([sum(group) for group in solved], [len(group) for group in solved])
+    for k in pass_at:
+        wide = [len(group) >= k for group in solved]
+        if any(wide):
+            values = [pass_at_k(len(g), sum(g), k) if w else 0.0 for g, w in zip(solved, wide, strict=True)]
+            terms[f"pass@{k}"] = _Terms(values, [float(w) for w in wide])
+    votes = [_vote_of(result, solved_at) for result in results]
+    if any(vote is not None for vote in votes):
+        terms[f"maj@{samples}"] = _Terms([vote or 0.0 for vote in votes], [float(vote is not None) for vote in votes])
+    return terms
+
+
+def _mean(group: Sequence[bool]) -> float:
+    return fmean(group) if group else 0.0
+
+
+def _vote_of(result: PromptResult, solved_at: float) -> float | None:
+    """See `vote`; None where a sample has no reward, or its answer is not known: the vote needs all of them."""
+    if len(result.answers) < 2 or len(result.answers) != len(result.rewards):
+        return None
+    pairs = [(a, r) for a, r in zip(result.answers, result.rewards, strict=True) if a is not None and r is not None]
+    if len(pairs) < len(result.answers):
+        return None
+    return vote([answer for answer, _ in pairs], [is_solved(reward, solved_at) for _, reward in pairs])
+
+
+def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
+    """maj@k of one prompt with k samples: the probability that the answer they vote for is right.
+
+    The answer with the most samples wins; of several, each with the same probability. Samples without an answer do not
+    vote; where none votes, the answer is wrong. Whether the winner is right is asked of a sample with this answer,
+    drawn at random: samples with equal answers may be solved or not where the reward also looks at their form.
+
+    Args:
+        answers: Number of each sample's answer; `NO_ANSWER`: it states none.
+        solved: Whether each sample is solved.
+    """
+    counts = Counter(answer for answer in answers if answer != NO_ANSWER)
+    most = max(counts.values(), default=0)
+    # Answers that tie have the same number of samples, so that a random sample of theirs is one of a random answer.
+    winners = [right for answer, right in zip(answers, solved, strict=True) if most and counts[answer] == most]
+    return _mean(winners)
+
+
+def estimates(terms: Mapping[str, _Terms]) -> dict[str, MeanEstimate]:
+    """Estimates of ratios of sums over the same prompts; deterministic: the same prompts are resampled every time."""
+    sums = np.array([term.sums for term in terms.values()], dtype=float)
+    counts = np.array([term.counts for term in terms.values()], dtype=float)
+    values = sums.sum(axis=1) / counts.sum(axis=1)
+    counted = np.count_nonzero(counts, axis=1)
+    bounds = _bounds(sums, counts) if counted.max() > 1 else np.full((2, len(terms)), np.nan)
+    found: dict[str, MeanEstimate] = {}
+    for name, value, (low, high), prompts in zip(terms, values, bounds.T, counted, strict=True):
+        # All resamples of one prompt are this prompt: they have no spread, which is no certainty.
+        within = (float(low), float(high)) if prompts > 1 else (None, None)
+        found[name] = MeanEstimate(float(value), *within, int(prompts))
+    return found
+
+
+def _bounds(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Percentiles of the resampled ratios, [2, estimates], from sums and counts [estimates, prompts]."""
+    generator, prompts = np.random.default_rng(_SEED), sums.shape[1]
+    ratios = np.empty((RESAMPLES, sums.shape[0]))
+    for number in range(RESAMPLES):
+        drawn = generator.integers(prompts, size=prompts)
+        total = counts[:, drawn].sum(axis=1)
+        # A draw may have no prompt that a ratio counts.
+        ratios[number] = np.divide(sums[:, drawn].sum(axis=1), total, out=np.full_like(total, np.nan), where=total > 0)
+    tail = 100 * (1 - CONFIDENCE) / 2
+    return np.nanpercentile(ratios, [tail, 100 - tail], axis=0)
+
+
+def _rows_of(terms: _Terms, rows: Sequence[int]) -> _Terms:
+    return _Terms([terms.sums[row] for row in rows], [terms.counts[row] for row in rows])
+
+
+def _by_number(level: str) -> tuple[bool, float, str]:
+    """Order of levels: numbers by their value, then other texts."""
+    try:
+        return False, float(level), level
+    except ValueError:
+        return True, 0.0, level

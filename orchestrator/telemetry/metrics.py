@@ -1,0 +1,123 @@
+"""Metrics of a run: phase timers and aggregation. Where they go: `orchestrator/telemetry/sinks/`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import fmean
+
+import numpy as np
+
+from troupe.workers.contract.messages import UpdateMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class PhaseTimers:
+    """Seconds spent in named phases since construction. Phases may overlap; each counts its own time."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        record: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`record`: records the block of a phase of this name in the run's timeline."""
+        self._clock = clock
+        self._record = record
+        self._started = clock()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.failed = ""
+        """Phase that has raised; empty: none has."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside the block, also if it raises."""
+        started = self._clock()
+        try:
+            with self._record(name):
+                yield
+        except BaseException:
+            self.failed = name
+            raise
+        finally:
+            self._seconds[name] += self._clock() - started
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase; an open phase is added when it ends."""
+        return dict(self._seconds)
+
+    def total(self) -> float:
+        """Seconds since construction."""
+        return self._clock() - self._started
+
+    def shares(self) -> dict[str, float]:
+        """Fraction of the total time by phase (its utilisation); empty if no time has passed."""
+        total = self.total()
+        return {name: seconds / total for name, seconds in self._seconds.items()} if total > 0 else {}
+
+
+def std(values: Sequence[float]) -> float:
+    """Population standard deviation; nan for no values."""
+    return float(np.std(values)) if len(values) else math.nan
+
+
+def merge_update_metrics(ranks: Sequence[UpdateMetrics]) -> dict[str, float]:
+    """Combine one update's metrics of all ranks: `sums` add up, `values` are equal on all ranks and taken once.
+
+    Raises:
+        ValueError: There is no rank, a name is both a sum and a value, or the ranks disagree on a value or on having
+            skipped the update, in which case they no longer hold the same model.
+    """
+    if not ranks:
+        raise ValueError("an update has at least one rank")
+    first = ranks[0]
+    sums: defaultdict[str, float] = defaultdict(float)
+    for rank, metrics in enumerate(ranks):
+        if metrics.skipped != first.skipped or metrics.values.keys() != first.values.keys():
+            raise ValueError(f"ranks 0 and {rank} disagree on whether the update was skipped, or on what to report")
+        for name, value in metrics.values.items():
+            if not _equal(value, first.values[name]):
+                raise ValueError(f"ranks 0 and {rank} disagree on {name}: {first.values[name]} and {value}")
+        for name, value in metrics.sums.items():
+            sums[name] += value
+    if both := sums.keys() & first.values.keys():
+        raise ValueError(f"{min(both)} is both a sum and a value")
+    return {**sums, **first.values}
+
+
+def _equal(left: float, right: float) -> bool:
+    return (math.isnan(left) and math.isnan(right)) or math.isclose(left, right, rel_tol=1e-5, abs_tol=1e-12)
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that at least one of `k` samples is correct, from `correct` of `samples`.
+
+    1 - C(samples - correct, k) / C(samples, k): equation 1 of Chen et al. 2021 (arXiv 2107.03374).
+
+    Raises:
+        ValueError: 0 <= correct <= samples or 1 <= k <= samples does not hold.
+    """
+    if not (0 <= correct <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} is not defined for {correct} correct of {samples} samples")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates: means over those that have them, and the largest of what ends in `_max`.
+
+    A gradient norm that is not finite, that of a skipped update, counts only where no update has another one.
+    """
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    return {name: _merged(name, [metrics[name] for metrics in updates if name in metrics]) for name in names}
+
+
+def _merged(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return math.nan if any(map(math.isnan, values)) else max(values)
+    if name.endswith("/grad_norm"):
+        values = [*filter(math.isfinite, values)] or values
+    return fmean(values)

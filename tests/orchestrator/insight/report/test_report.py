@@ -1,0 +1,294 @@
+"""The data and the text of the page, without a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from tests.probes import ask_here
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.insight.report.budget import fitting, spread
+from troupe.orchestrator.insight.report.comparison import MOST_POINTS
+from troupe.orchestrator.insight.report.overview import overview, resumes, sections, spec_differences
+from troupe.orchestrator.insight.report.page import as_json, render
+from troupe.orchestrator.insight.report.report import Budget, page_data, samples_data, timeline_data, write_report
+from troupe.orchestrator.insight.report.timeline import TimelineSpan, step_times
+from troupe.orchestrator.insight.report.token_texts import TokenTexts
+from troupe.orchestrator.insight.utilization import step_bounds
+from troupe.orchestrator.rollouts.evaluation_cache import result_of
+from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
+from troupe.orchestrator.telemetry.run_folder import RunFolder
+from troupe.orchestrator.telemetry.timeline import Span as Call
+from troupe.orchestrator.telemetry.timeline import timeline_table
+
+from .folders import GROUP, write_evaluations, write_run
+
+
+@pytest.fixture(autouse=True)
+def asked_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load tokenizers in this process, but for one test."""
+    if "own_process" not in request.fixturenames:
+        monkeypatch.setattr("troupe.orchestrator.insight.report.token_texts.ask", ask_here)
+
+
+@pytest.fixture
+def own_process() -> None:
+    """Load tokenizers in another process, as commands do."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of four steps with 16 samples each."""
+    return RunFolder(write_run(tmp_path_factory.mktemp("runs") / "run"))
+
+
+def test_evaluations_stand_side_by_side(tmp_path: Path) -> None:
+    """Values by hand: at first 1 of 4 samples is right for one prompt, at last 3 and 2."""
+    folder = write_run(tmp_path / "run")
+    assert overview(RunFolder(folder))["evaluations"] == {}
+    write_evaluations(folder)
+    found = overview(RunFolder(folder))["evaluations"]
+    assert (found["first"], found["last"]) == (0, 4)
+    math, form = found["sets"]
+    assert (math["sampling"], math["rewards"]) == (
+        "4 samples at temperature 1, top-p 0.9, at most 64 tokens",
+        "numeric",
+    )
+    assert (math["environment"], form["environment"]) == ("", "guess")
+    values = {row["name"]: (row["first"]["value"], row["last"]["value"]) for row in math["rows"]}
+    assert values["avg@4"] == (1 / 8, 5 / 8)
+    assert values["maj@4"] == (0.25, 1.0)  # two of four say the same; at first one of these is solved, for one prompt
+    assert [(one["level"], one["rows"][1]["last"]["value"]) for one in math["levels"]] == [("0", 0.75), ("1", 0.5)]
+    assert form["rows"][0]["first"] is None and form["rows"][0]["last"]["value"] == 5 / 8  # all failed at first
+    (folder / "evaluation.json").write_text('{"format": 1, "sets": {"math": {}}, "evaluations": [{"step": 0}]}')
+    assert overview(RunFolder(folder))["evaluations"] == {}
+
+
+def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -> None:
+    """A run that resumes with other sampling, and one more set."""
+    folder = write_run(tmp_path / "run")
+    write_evaluations(folder)
+    content = json.loads((folder / "evaluation.json").read_text())
+    sets = {label: one | {"sampling": one["sampling"] | {"samples": 8}} for label, one in content["sets"].items()}
+    log = EvaluationLog(folder / "evaluation.json", {**sets, "new": sets["math"]}, 4)
+    for step in (6, 8):
+        results = {**content["evaluations"][-1]["sets"], "new": content["evaluations"][-1]["sets"]["math"]}
+        log.add(step, {label: result_of(result) for label, result in results.items()})
+    found = overview(RunFolder(folder))["evaluations"]
+    assert (found["first"], found["last"]) == (6, 8)
+    assert [one["label"] for one in found["sets"]] == ["math", "<b>form</b>", "new"]
+    evaluations = json.loads((folder / "evaluation.json").read_text())["evaluations"]
+    assert [one["step"] for one in evaluations] == [0, 2, 4, 6, 8]
+
+
+def test_json_in_the_page_cannot_end_its_block() -> None:
+    hostile = {"text": "</script><!-- & \u2028 \ud800", "tag": "<script>"}
+    text = as_json(hostile)
+    assert not re.search("[<>&\u2028]", text)
+    assert json.loads(text) == hostile
+    text.encode("utf-8")
+
+
+def test_the_page_names_the_hash_of_its_own_code_and_allows_no_connection(run: RunFolder) -> None:
+    page = render(page_data([run], Budget()))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    script = page.rsplit("<script>", 1)[1].rsplit("</script>", 1)[0]
+    assert policy is not None
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = policy[1].replace("&#39;", "'").replace("&#34;", '"')
+    assert f"script-src 'sha256-{digest}'" in allowed and "connect-src 'none'" in allowed
+    assert "unsafe" not in allowed and "default-src 'none'" in allowed
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
+    assert "connect-src 'self'" in render(page_data([run], Budget()), live=True).replace("&#39;", "'")
+
+
+def test_a_hostile_name_of_a_run_is_escaped_in_the_title(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", tokens=0)
+    spec = (folder / "spec.yaml").read_text().replace("name: tiny-ppo", "name: '</title><script>x</script>'")
+    (folder / "spec.yaml").write_text(spec)
+    assert "<script>x" not in render(page_data([RunFolder(folder)], Budget()))
+
+
+@pytest.mark.usefixtures("own_process")
+def test_tokens_come_back_from_their_one_byte_form(run: RunFolder) -> None:
+    block = samples_data(run, 2**24)["blocks"][-1]
+    table = run.samples(4)
+    known = block["values"]["advantage"]
+    step = (known["high"] - known["low"]) / 254
+    for row, expected in enumerate(table["advantages"].to_pylist()):
+        levels = np.frombuffer(base64.b64decode(known["rows"][row]), np.uint8)
+        assert np.allclose(known["low"] + (levels - 1.0) * step, expected, atol=step)
+    ids = np.frombuffer(base64.b64decode(block["tokens"][0]), np.uint16)
+    assert len(ids) == len(table["response_ids"][0]) and len(block["vocabulary"]) > max(ids)
+
+
+def test_without_a_tokenizer_the_texts_of_responses_remain(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    spec = (folder / "spec.yaml").read_text().replace(".cache/models/tiny-llama", "no/such/model")
+    (folder / "spec.yaml").write_text(spec)
+    data = samples_data(RunFolder(folder), 2**24)
+    assert "no/such/model" in data["problem"]
+    assert "tokens" not in data["blocks"][0] and data["blocks"][0]["response"][0].startswith("The answer")
+
+
+def test_a_token_that_the_tokenizer_does_not_know_has_its_number() -> None:
+    texts = TokenTexts({"path": ".cache/models/tiny-llama"})
+    texts.learn([200, 10_000_000])
+    assert texts and "10000000" in texts[10_000_000]
+
+
+def test_samples_beyond_the_budget_are_left_out_by_whole_steps_and_the_page_says_so(tmp_path: Path) -> None:
+    run = RunFolder(write_run(tmp_path / "run", steps=8, tokens=0))
+    whole = samples_data(run, 2**24)
+    assert [one["step"] for one in whole["blocks"]] == list(range(1, 9)) and whole["rule"] == ""
+    part = samples_data(run, len(json.dumps(whole["blocks"])) // 2)
+    kept = [one["step"] for one in part["blocks"]]
+    assert 2 <= len(kept) <= 4 and kept[0] == 1 and kept[-1] == 8
+    assert f"{len(kept)} of 8 steps" in part["rule"]
+
+
+def test_of_one_step_that_is_too_large_the_first_groups_are_kept(tmp_path: Path) -> None:
+    run = RunFolder(write_run(tmp_path / "run", steps=1, rows=10 * GROUP))
+    whole = samples_data(run, 2**24)["blocks"][0]
+    (part,) = samples_data(run, len(json.dumps(whole)) // 2)["blocks"]
+    rows = len(part["group"])
+    assert 0 < rows < 10 * GROUP and rows % GROUP == 0
+    lengths = {len(part[name]) for name in ("response", "reward", "tokens", "surprise", "status")}
+    assert lengths == {rows} and len(part["values"]["advantage"]["rows"]) == rows
+    assert part["rows"] == 10 * GROUP, "how many there were, which the page says"
+    assert "rows" not in whole
+    assert len(part["prompts"]) == rows and part["prompts"] == whole["prompts"][:rows]
+
+
+def test_a_damaged_file_of_samples_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_run(tmp_path / "run", tokens=0)
+    (folder / "trajectories" / "step-000002.parquet").write_bytes(b"PAR1 not a file")
+    assert [one["step"] for one in samples_data(RunFolder(folder), 2**24)["blocks"]] == [1, 3, 4]
+    assert "step 2 are left out" in caplog.text
+
+
+def test_steps_are_spread_with_the_first_and_the_last() -> None:
+    assert spread(range(1, 101), 5) == [1, 26, 51, 75, 100]
+    assert spread([3, 4], 5) == [3, 4] and spread([1, 2, 3], 1) == [3] and spread([], 3) == []
+    assert fitting(range(1, 101), lambda step: 10, 50) == [1, 26, 51, 75, 100]
+    assert fitting([7, 8], lambda step: 10**9, 1) == [8], "the last step in any case"
+
+
+def test_idle_time_and_the_bound_of_a_step() -> None:
+    spans = [
+        *(
+            TimelineSpan("rollout", "rollout-0", "generate", 0, 4),
+            TimelineSpan("rollout", "rollout-1", "generate", 0, 2),
+        ),
+        *(TimelineSpan("policy", "policy-0", "update", 4, 7), TimelineSpan("policy", "policy-0", "publish", 7, 8)),
+        *(TimelineSpan("rollout", "rollout-0", "load", 8, 9), TimelineSpan("rollout", "rollout-1", "load", 8, 10)),
+    ]
+    times = step_times(spans, 0, 10)
+    assert times["roles"]["rollout"] == {"workers": 2, "busy": {"generate": 3.0, "load": 1.5}, "idle": 5.5}
+    assert times["roles"]["policy"] == {"workers": 1, "busy": {"update": 3.0, "publish": 1.0}, "idle": 6.0}
+    assert (times["R"], times["T"]) == (5.0, 4.0)
+
+
+def test_the_timeline_sums_every_step(run: RunFolder) -> None:
+    data = timeline_data(run, 2**22)
+    assert [one["step"] for one in data["times"]] == [1, 2, 3, 4]
+    assert data["times"][0]["R"] == pytest.approx(1.3) and data["times"][0]["T"] == pytest.approx(1.7)
+    assert data["times"][0]["roles"]["rollout"]["idle"] == pytest.approx(1.7)
+    lanes = [worker for _, worker in data["blocks"][0]["lanes"]]
+    assert lanes == ["driver-0", "rollout-0", "reward-0", "policy-0", "critic-0"]
+
+
+def test_calls_across_the_end_of_a_step_count_in_both(tmp_path: Path) -> None:
+    """An engine that is always busy, whose calls begin in the middle of a step and end in the middle of the next."""
+    folder = tmp_path / "run"
+    (folder / "timeline").mkdir(parents=True)
+    (folder / "spec.yaml").write_text("name: tiny\n")
+    for step in (1, 2, 3):
+        start = 1000.0 + 10 * step
+        spans = [
+            Call("driver-0", "generate", start, start + 10, "ok", ""),
+            Call("rollout-0", "generate", start - 5, start + 5, "ok", ""),
+        ]
+        pq.write_table(timeline_table(step, spans), folder / "timeline" / f"step-{step:06d}.parquet")
+    run = RunFolder(folder)
+    first, second, last = timeline_data(run, 2**22)["times"]
+    assert (first["R"], second["R"], last["R"]) == (10.0, 10.0, 5.0)
+    assert second["roles"]["rollout"]["idle"] == 0.0
+    assert second["R"] == step_bounds(run.timeline())[1].rollout_s
+    (folder / "timeline" / "step-000003.parquet").write_bytes(b"PAR1 not a file")
+    assert [one["R"] for one in timeline_data(run, 2**22)["times"]] == [10.0, 5.0]
+
+
+def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = [{"step": step, "time": 1.0, "reward/mean": 100.0 if step == 7001 else 0.5} for step in range(1, 20_001)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    points = overview(RunFolder(folder))["metrics"]["reward/mean"]
+    assert len(points["steps"]) <= MOST_POINTS
+    assert dict(zip(points["steps"], points["values"], strict=True))[7001] == 100.0
+
+
+def test_a_run_that_repeats_steps_is_joined(run: RunFolder) -> None:
+    lines: list[dict[str, Any]] = [{"step": step} for step in (1, 2, 3, 4, 3, 4, 5)]
+    assert resumes(lines, []) == [2]
+    assert resumes([], [{"event": "run_started", "resume_at": 0}, {"event": "run_started", "resume_at": 5}]) == [5]
+
+
+def test_metrics_stand_in_the_order_of_their_reference() -> None:
+    found = sections(["policy/entropy", "reward/mean", "of/my/own"])
+    assert [(one["title"], [metric["name"] for metric in one["metrics"]]) for one in found] == [
+        ("Rewards and groups", ["reward/mean"]),
+        ("Updates of the policy", ["policy/entropy"]),
+        ("Other", ["of/my/own"]),
+    ]
+
+
+def test_specs_are_compared_field_by_field() -> None:
+    specs = [
+        {"seed": 1, "roles": {"policy": {"workers": 1}}},
+        {"seed": 2, "roles": {"policy": {"workers": 1}}, "x": {}},
+    ]
+    assert spec_differences(specs) == [
+        {"field": "seed", "values": ["1", "2"]},
+        {"field": "x", "values": ["null", "{}"]},
+    ]
+
+
+def test_weights_ledger_and_memory_are_read_from_what_the_run_recorded(run: RunFolder) -> None:
+    found = overview(run)
+    assert [one["equal"] for one in found["weights"]] == [True] * 4
+    assert found["ledger"]["reasons"] == {"no number": 2}
+    assert found["memory"]["planned"]["policy"] > 0.1 and found["memory"]["peaks"]["policy"] > 0.1
+
+
+def test_a_folder_with_metrics_only_has_a_report(tmp_path: Path, run: RunFolder) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    shutil.copy(run.path / "metrics.jsonl", folder)
+    assert write_report([folder], tmp_path / "out" / "report.html").stat().st_size > 10_000
+
+
+def test_the_command_writes_into_the_run_and_refuses_what_is_no_run(run: RunFolder, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(run.path)])
+    assert result.exit_code == 0 and f"wrote {run.path}/report.html" in result.stdout
+    assert f"{run.path}: warning" in result.stdout or "healthy" in result.stdout
+    verdicts = CliRunner().invoke(app, ["report", str(run.path), "--json"])
+    assert isinstance(json.loads(verdicts.stdout)[str(run.path)], list)
+    page = CliRunner().invoke(app, ["report", str(run.path), "-o", "-"])
+    assert page.stdout.startswith("<!doctype html>") and page.stdout.rstrip().endswith("</html>")
+    missing = CliRunner().invoke(app, ["report", str(tmp_path / "nothing")])
+    assert isinstance(missing.exception, UsageError)
+    folder = CliRunner().invoke(app, ["report", str(run.path), "-o", str(tmp_path)])
+    assert isinstance(folder.exception, UsageError)

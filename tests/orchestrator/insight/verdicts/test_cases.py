@@ -1,0 +1,72 @@
+"""Verdicts on sick and healthy runs: what is found, and what is found that is not there."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from troupe.orchestrator.insight.verdicts.apply import apply_rules, fits
+from troupe.orchestrator.insight.verdicts.history import History
+from troupe.orchestrator.insight.verdicts.speed import growing_memory
+from troupe.orchestrator.insight.verdicts.verdict import Level
+
+from .cases import HELD_OUT, TUNED, Case, lines_of, spec_of
+
+CASES = (*TUNED, *HELD_OUT)
+LEAST_RECALL = 0.9
+
+
+def alarms(case: Case) -> set[str]:
+    """Names of the problems and warnings."""
+    return {verdict.name for verdict in apply_rules(case.history()) if verdict.is_alarm}
+
+
+def test_there_are_enough_sick_and_healthy_runs() -> None:
+    assert sum(bool(case.expected) for case in CASES) >= 20
+    assert sum(not case.expected for case in CASES) >= 10
+
+
+@pytest.mark.parametrize("part", [TUNED, HELD_OUT], ids=["tuned", "held-out"])
+def test_planted_faults_are_found(part: tuple[Case, ...]) -> None:
+    sick = [case for case in part if case.expected]
+    missed = {str(case): sorted(alarms(case)) for case in sick if not alarms(case) & case.expected}
+    assert len(missed) <= (1 - LEAST_RECALL) * len(sick), missed
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.expected], ids=str)
+def test_healthy_runs_raise_no_alarm(case: Case) -> None:
+    assert alarms(case) == set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_verdicts_name_recorded_evidence_and_remedies_that_load(case: Case) -> None:
+    history = case.history()
+    for verdict in apply_rules(history):
+        assert verdict.since <= history.last_step + 1 and verdict.summary and verdict.title
+        assert "nan" not in verdict.summary, verdict.summary
+        if verdict.level is not Level.NOTE:
+            assert verdict.remedies
+            assert any(name in history.metrics for name in verdict.evidence)
+        for remedy in verdict.remedies:
+            assert fits(remedy, history.spec)
+            assert not remedy.spec or isinstance(yaml.safe_load(remedy.spec), dict)
+
+
+@pytest.mark.parametrize(("function", "offered"), [("planted_rewards:always_one", False), ("last_number", True)])
+def test_a_curriculum_is_proposed_where_the_reward_says_what_is_solved(function: str, offered: bool) -> None:
+    spec = spec_of("sick-constant-reward")
+    spec["roles"]["reward"]["functions"][0] |= {"name": function, "label": "goal"}
+    history = History.of(lines_of("sick-constant-reward"), spec)
+    (verdict,) = [one for one in apply_rules(history) if one.name == "no-signal"]
+    assert ("data:\n  curriculum: {}" in [remedy.spec for remedy in verdict.remedies]) is offered
+
+
+def test_memory_that_flattens_is_no_leak_at_any_step() -> None:
+    """An engine takes 340 MiB in its first eight steps and no more; a leak of that rate is found a few steps later."""
+
+    def found(steps: int, rising: int) -> bool:
+        lines = [{"step": step, "memory/rollout": 3.1 + 0.0425 * min(step, rising)} for step in range(1, steps + 1)]
+        return any(verdict.name == "growing-memory" for verdict in growing_memory(History.of(lines)))
+
+    assert not any(found(steps, rising=8) for steps in range(1, 60))
+    assert [steps for steps in range(1, 60) if found(steps, rising=60)] == list(range(11, 60))

@@ -1,0 +1,79 @@
+"""A process that observes a run without Ray: `python -m tests.orchestrator.insight.why.observed_run FOLDER WHAT`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+from troupe.orchestrator.cluster.process_watch import Process
+from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.insight.why.observer import RunObserver
+from troupe.orchestrator.processes.inspection import InspectRequest, NodeReport, inspect_node
+from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.workers.contract.atomic_file import write_atomic
+
+
+class Cluster:
+    """Workers that are processes of this machine."""
+
+    node = "here"
+
+    def __init__(self, logs: Path, workers: dict[str, int]) -> None:
+        self.logs = logs
+        self.calls = CallLog()
+        self.events = EventLog()
+        self._workers = workers
+
+    def open_calls(self) -> Sequence[OpenCall]:
+        return self.calls.open_calls()
+
+    def locations(self) -> dict[str, Process]:
+        return {name: Process(self.node, pid) for name, pid in self._workers.items()}
+
+    def inspect(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+        roots = own | {pid: name for name, pid in self._workers.items()}
+        return [inspect_node(InspectRequest(roots, self.logs / "stacks", "", paths))]
+
+
+async def main(folder: Path, what: str) -> None:
+    console = Console(io.StringIO())
+    console.phase("update", 0, 1)
+    worker = await asyncio.create_subprocess_exec("sleep", "300")
+    cluster = Cluster(Path(tempfile.mkdtemp()) / "logs", {"policy-0": worker.pid})
+    with closing(RunObserver(folder, "demo", console, cast("Any", cluster))) as observer:
+        cluster.calls.begin("policy-0", "update", 600.0)
+        observer._write_snapshot()
+        write_atomic(folder / "ready", str(worker.pid).encode())
+        if what == "ends":
+            worker.kill()
+            return
+        if what == "ends a stage":
+            worker.kill()
+            observer.close()
+            await asyncio.sleep(300)  # the next stage
+        with observer.reporting():
+            match what:
+                case "waits":
+                    await asyncio.sleep(300)
+                case "blocks":
+                    time.sleep(300)
+                case "holds the interpreter":
+                    re.match(r"(a+)+$", "a" * 60 + "b")
+                case _:
+                    worker.kill()
+                    await worker.wait()
+                    raise WorkerDied("policy-0", "update", "its process has died")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))

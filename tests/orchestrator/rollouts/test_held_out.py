@@ -1,0 +1,131 @@
+"""Estimates on held-out sets: against hand-worked values, exact enumeration and other ways to the same interval."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from troupe.orchestrator.rollouts.held_out import MeanEstimate, PromptResult, summarize, vote
+from troupe.workers.contract.reward_names import NO_ANSWER
+
+NONE = int(NO_ANSWER)
+
+
+def result(*rewards: float | None, answers: tuple[int | None, ...] = (), level: str = "") -> PromptResult:
+    return PromptResult(tuple(rewards), (4,) * len(rewards), 1, answers, level)
+
+
+@given(st.lists(st.tuples(st.sampled_from([NONE, 0, 1, 2]), st.booleans()), min_size=1, max_size=5))
+def test_a_vote_is_the_mean_over_every_order_in_which_samples_could_be_asked(samples: list[tuple[int, bool]]) -> None:
+    """In each order the first sample whose answer is among the most frequent ones speaks for all."""
+    counts = [sum(other == answer for other, _ in samples) for answer, _ in samples]
+    most = max((n for (answer, _), n in zip(samples, counts, strict=True) if answer != NONE), default=0)
+    right = []
+    for order in itertools.permutations(range(len(samples))):
+        first = [i for i in order if samples[i][0] != NONE and counts[i] == most]
+        right.append(bool(first) and samples[first[0]][1])
+    expected = Fraction(sum(right), len(right))
+    assert vote([a for a, _ in samples], [s for _, s in samples]) == pytest.approx(float(expected))
+
+
+def test_votes_by_hand() -> None:
+    assert vote([0, 0, 1], [True, True, False]) == 1.0
+    assert vote([0, 1, 1], [True, False, False]) == 0.0
+    assert vote([0, 0, 1, 1, 2], [True, True, False, False, True]) == 0.5  # two answers tie
+    assert vote([0, 0, NONE, NONE, NONE], [True, True, False, False, False]) == 1.0  # who has no answer does not vote
+    assert vote([NONE, NONE], [False, False]) == 0.0
+    assert vote([0, 0], [True, False]) == 0.5  # the same answer, of which one is not in the form that is asked for
+
+
+def test_estimates_by_hand() -> None:
+    """avg: (1/2 + 1 + 0) / 3; pass@2: (5/6 ...): C(2,2)/C(4,2) of the first, 1, 0; one sample of the last failed."""
+    results = [
+        result(1.0, 0.0, 0.5, 1.0, answers=(0, 1, 2, 0)),
+        result(1.0, 1.0, 1.0, 1.0, answers=(0, 0, 0, 0)),
+        result(0.0, 0.0, None, 0.0, answers=(0, 0, 0, 0)),
+    ]
+    found = summarize(results, refused=2, samples=4, solved_at=1.0, average="avg", pass_at=[2, 4])
+    values = {name: estimate.value for name, estimate in found.estimates.items()}
+    assert values == {
+        "reward": pytest.approx(6.5 / 11),
+        "avg": pytest.approx(0.5),
+        "pass@2": pytest.approx((5 / 6 + 1 + 0) / 3),
+        "pass@4": pytest.approx(1.0),
+        "maj@4": pytest.approx(1.0),
+    }
+    assert {name: estimate.prompts for name, estimate in found.estimates.items()} == {
+        "reward": 3, "avg": 3, "pass@2": 3, "pass@4": 2, "maj@4": 2,
+    }  # fmt: skip
+    assert (found.prompts, found.refused, found.failed_samples) == (3, 2, 1)
+    assert (found.response_tokens, found.truncated) == (4.0, 0.25)
+    metrics = found.metrics("eval/math/")
+    assert metrics["eval/math/avg"] == pytest.approx(0.5)
+    assert metrics["eval/math/avg_low"] <= 0.5 <= metrics["eval/math/avg_high"]
+    assert "eval/math/pass@2_low" not in metrics
+
+
+def test_accuracy_counts_samples_and_avg_prompts() -> None:
+    results = [result(1.0, 1.0, 1.0), result(0.0, None, None)]
+    for average, expected in (("accuracy", 3 / 4), ("avg", 1 / 2)):
+        found = summarize(results, refused=0, samples=3, solved_at=1.0, average=average, pass_at=[2])
+        assert found.estimates[average].value == pytest.approx(expected)
+
+
+def test_intervals_are_those_of_the_normal_approximation_and_the_same_every_time() -> None:
+    """Of 400 prompts the mean is nearly normal; bounds of 1000 resamples have a spread of their own."""
+    values = np.random.default_rng(3).beta(2, 3, size=400)
+    results = [result(float(value)) for value in values]
+    once, again = (
+        summarize(results, refused=0, samples=1, solved_at=None, average="avg", pass_at=[]).estimates["reward"]
+        for _ in range(2)
+    )
+    assert once == again
+    half = 1.96 * values.std() / len(values) ** 0.5
+    assert once.low == pytest.approx(values.mean() - half, abs=0.15 * half)
+    assert once.high == pytest.approx(values.mean() + half, abs=0.15 * half)
+
+
+def test_an_interval_is_that_of_all_resamples_where_they_can_be_listed() -> None:
+    """Three prompts have 27 resamples; samples of one prompt stay together, so that the ratio is of sums."""
+    results = [result(1.0, 1.0, 1.0), result(0.0), result(1.0, 0.0)]
+    sums, counts = (3.0, 0.0, 1.0), (3, 1, 2)
+    listed = [
+        sum(sums[i] for i in drawn) / sum(counts[i] for i in drawn) for drawn in itertools.product(range(3), repeat=3)
+    ]
+    found = summarize(results, refused=0, samples=3, solved_at=None, average="avg", pass_at=[]).estimates["reward"]
+    assert (found.low, found.high) == (pytest.approx(min(listed)), pytest.approx(max(listed)))
+    assert found.value == pytest.approx(4 / 6)
+
+
+def test_a_single_prompt_has_no_interval_and_no_reward_no_estimate() -> None:
+    found = summarize([result(0.5)], refused=0, samples=1, solved_at=None, average="avg", pass_at=[])
+    assert found.estimates == {"reward": MeanEstimate(0.5, None, None, 1)}
+    assert "eval/reward_low" not in found.metrics("eval/")
+    failed = summarize([result(None)], refused=1, samples=1, solved_at=1.0, average="avg", pass_at=[])
+    assert failed.metrics("eval/") == {"eval/prompts": 1.0, "eval/refused": 1.0, "eval/failed_samples": 1.0}
+
+
+def test_an_estimate_of_a_single_prompt_has_no_interval_whatever_the_set_has() -> None:
+    """Of three prompts one has rewards; of two with rewards, one has enough samples for pass@2 and for a vote."""
+    alone = summarize(
+        [result(0.5), result(None), result(None)], refused=0, samples=1, solved_at=1.0, average="avg", pass_at=[]
+    )
+    assert alone.estimates == {"reward": MeanEstimate(0.5, None, None, 1), "avg": MeanEstimate(0.0, None, None, 1)}
+    assert not {"eval/reward_low", "eval/avg_high"} & {*alone.metrics("eval/")}
+    results = [result(1.0, 0.0, answers=(0, 0)), result(0.0, None, answers=(0, 1))]
+    found = summarize(results, refused=0, samples=2, solved_at=1.0, average="avg", pass_at=[2]).estimates
+    assert found["pass@2"] == MeanEstimate(1.0, None, None, 1) and found["maj@2"] == MeanEstimate(0.5, None, None, 1)
+    assert found["avg"].low is not None and found["avg"].prompts == 2
+
+
+def test_levels_are_reported_in_the_order_of_their_numbers() -> None:
+    results = [result(1.0, level="10"), result(0.0, level="2"), result(1.0, level="2"), result(1.0), result(None)]
+    found = summarize(results, refused=0, samples=1, solved_at=1.0, average="avg", pass_at=[])
+    assert {level: of["avg"].value for level, of in found.levels.items()} == {"2": 0.5, "10": 1.0}
+    assert list(found.levels) == ["2", "10"]
+    assert found.metrics("eval/m/")["eval/m/level/2/avg"] == 0.5

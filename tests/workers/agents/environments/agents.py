@@ -1,0 +1,281 @@
+"""Agents as a user writes them, with the unmodified `openai` client."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from troupe.workers.agents.environments import Row
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+_USER = [{"role": "user", "content": "hello"}]
+MALFORMED: tuple[Any, ...] = (
+    {},
+    [],
+    {"messages": None},
+    {"messages": []},
+    {"messages": "hello"},
+    {"messages": [None]},
+    {"messages": [{"role": 5, "content": "hello"}]},
+    {"messages": [{"role": "user", "content": 5}]},
+    {"messages": [{"role": "user", "content": [5]}]},
+    {"messages": [{"role": "user", "content": "hello", "name": 5}]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": "add"}]},
+    {"messages": [{"role": "tool", "content": "", "tool_call_id": ["c"]}]},
+    {"messages": _USER, "stop": 5},
+    {"messages": _USER, "stop": [""]},
+    {"messages": _USER, "stop": [None]},
+    {"messages": _USER, "n": "many"},
+    {"messages": _USER, "max_tokens": "many"},
+    {"messages": _USER, "tool_choice": "required"},
+    {"messages": _USER, "tool_choice": "sometimes", "tools": [ADD]},
+    {"messages": _USER, "tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [ADD]},
+    {"messages": _USER, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tools": [ADD]},
+    {"messages": _USER, "response_format": {"type": "grammar"}},
+    {"messages": _USER, "response_format": {"type": "json_schema"}},
+    {"messages": _USER, "response_format": "json"},
+    {"messages": _USER, "tools": {"type": "function"}},
+    {"messages": _USER, "tools": ["add"]},
+    {"messages": _USER, "tools": [{"type": "custom", "custom": {"name": "sql"}}]},
+    {"messages": _USER, "tools": [{"type": "function", "name": "add", "parameters": {}}]},
+    {"messages": _USER, "tools": [{"type": "function", "function": {"name": "add", "parameters": []}}]},
+    {"messages": _USER, "tools": [{"type": "function", "function": {"name": None}}]},
+)
+"""Requests that are none."""
+
+
+def _is_refused(client: OpenAI, body: Any) -> bool:
+    """Whether the endpoint answers with a 400 that says why."""
+    try:
+        client.post("/chat/completions", body=body, cast_to=object)
+    except BadRequestError as error:
+        return len(error.message) > 30
+    return False
+
+
+def chat(row: Row, client: OpenAI, turns: int = 2) -> float:
+    """Continues one conversation, with the SDK's own message objects in its history."""
+    messages: list[Any] = list(row.messages)
+    for _ in range(turns):
+        answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+        messages += [answer, {"role": "user", "content": f"you said {answer.content}"}]
+    return float(len(messages))
+
+
+async def chat_async(row: Row, client: AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="any", messages=list(row.messages))  # pyright: ignore
+
+
+def streams(row: Row, client: OpenAI) -> float:
+    parts = client.chat.completions.create(model="any", messages=list(row.messages), stream=True)  # pyright: ignore
+    return float("".join(part.choices[0].delta.content or "" for part in parts) == "answer 0")
+
+
+def tools(row: Row, client: OpenAI) -> float:
+    messages: list[Any] = list(row.messages)
+    message = client.chat.completions.create(model="any", messages=messages, tools=[ADD]).choices[0].message
+    assert message.tool_calls is not None
+    call: Any = message.tool_calls[0]
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    last = client.chat.completions.create(model="any", messages=messages, tools=[ADD], stop=["END"], max_tokens=7)
+    return float(last.choices[0].message.content == "answer 1")
+
+
+def one_call_at_a_time(row: Row, client: OpenAI) -> float:
+    messages, create = list[Any](row.messages), client.chat.completions.create
+    message = create(model="any", messages=messages, tools=[ADD], parallel_tool_calls=False).choices[0].message
+    calls: list[Any] = list(message.tool_calls or ())
+    messages += [message, *({"role": "tool", "tool_call_id": call.id, "content": "5"} for call in calls)]
+    create(model="any", messages=messages, tools=[ADD], parallel_tool_calls=False)
+    return float(len(calls))
+
+
+def choices(row: Row, client: OpenAI) -> float:
+    done = client.chat.completions.create(model="any", messages=list(row.messages), n=3)  # pyright: ignore
+    return float([choice.message.content for choice in done.choices] == ["answer 0", "answer 1", "answer 2"])
+
+
+def three_choices(row: Row, client: OpenAI) -> float:
+    """The reward is the number of choices that arrived."""
+    return float(len(client.chat.completions.create(model="any", messages=list(row.messages), n=3).choices))  # pyright: ignore
+
+
+def branches(row: Row, client: OpenAI) -> float:
+    """Two conversations at the same time."""
+    said: list[str] = []
+
+    def ask(word: str) -> None:
+        messages: Any = [{"role": "user", "content": word}]
+        said.append(client.chat.completions.create(model="any", messages=messages).choices[0].message.content or "")
+
+    threads = [threading.Thread(target=ask, args=(word,)) for word in ("left", "right")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return float(sorted(said) == ["answer 0", "answer 1"])
+
+
+def refused(row: Row, client: OpenAI) -> float:
+    wrong = client.with_options(api_key="guess")
+    try:
+        wrong.chat.completions.create(model="any", messages=list(row.messages))  # pyright: ignore
+    except Exception as error:
+        assert "wrong API key" in str(error)
+    try:
+        given: Any = list(row.messages)
+        client.chat.completions.create(model="any", messages=given, logprobs=True, top_logprobs=2)
+    except BadRequestError as error:
+        assert "only the log-prob of the sampled token is known" in str(error)
+    assert sum(_is_refused(client, wrong) for wrong in MALFORMED) == len(MALFORMED)
+    try:
+        urllib.request.urlopen(f"{client.base_url}models", timeout=5)
+    except urllib.error.HTTPError as error:
+        assert error.code == 401
+    return chat(row, client, 1)
+
+
+def counted(row: Row, client: OpenAI) -> float:
+    done = client.chat.completions.create(
+        model="any",
+        messages=list(row.messages),  # pyright: ignore
+        n=2,
+        tool_choice="none",
+        response_format={"type": "text"},
+    )
+    assert [choice.finish_reason for choice in done.choices] == ["length", "length"]
+    assert done.usage is not None
+    return float((done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (7, 6, 13))
+
+
+def scored(row: Row, client: OpenAI) -> float:
+    """The sum of the log-probs of a response, whole and in a stream."""
+    given: Any = list(row.messages)
+    done = client.chat.completions.create(model="any", messages=given, logprobs=True)
+    whole = done.choices[0].logprobs
+    assert whole is not None and whole.content is not None
+    assert [(one.token, one.bytes) for one in whole.content] == [("an", [97, 110]), ("swer", [115, 119, 101, 114])]
+    stream = client.chat.completions.create(model="any", messages=given, logprobs=True, stream=True)
+    found = [part.choices[0].logprobs for part in stream]
+    assert [one is None for one in found] == [False, True]
+    plain = client.chat.completions.create(model="any", messages=given)
+    assert plain.choices[0].logprobs is None
+    return sum(one.logprob for one in whole.content)
+
+
+def forced(row: Row, client: OpenAI) -> float:
+    """A named tool, any tool, and an answer that is JSON. The reward is the number of parts that are as expected."""
+    messages: list[Any] = list(row.messages)
+    named: Any = {"type": "function", "function": {"name": "add"}}
+    right = 0
+    for choice in (named, "required"):
+        done = client.chat.completions.create(model="any", messages=messages, tools=[ADD], tool_choice=choice)
+        assert done.choices[0].message.tool_calls is not None
+        (call,) = done.choices[0].message.tool_calls
+        right += (call.type, done.choices[0].finish_reason) == ("function", "tool_calls")
+        right += json.loads(call.function.arguments) == {"a": 5}  # pyright: ignore[reportAttributeAccessIssue]
+        messages += [done.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ADD["function"]["parameters"]}}
+    client.chat.completions.create(model="any", messages=messages, tools=[ADD], response_format=form)
+    client.chat.completions.create(model="any", messages=messages, response_format={"type": "json_object"})
+    return float(right)
+
+
+PICK: Any = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def picks(row: Row, client: OpenAI) -> float:
+    """Forces a call, and continues with its result."""
+    messages: list[Any] = list(row.messages)
+    named: Any = {"type": "function", "function": {"name": "pick"}}
+    done = client.chat.completions.create(model="any", messages=messages, tools=[PICK], tool_choice=named)
+    assert done.choices[0].message.tool_calls is not None
+    (call,) = done.choices[0].message.tool_calls
+    picked = json.loads(call.function.arguments)["a"]  # pyright: ignore[reportAttributeAccessIssue]
+    messages += [done.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    client.chat.completions.create(model="any", messages=messages, tools=[PICK])
+    return float(picked in (1, 2))
+
+
+def shortens(row: Row, client: OpenAI) -> float:
+    """Has its last request refused, and asks again with less."""
+    messages: list[Any] = list(row.messages)
+    messages.append(client.chat.completions.create(model="any", messages=messages).choices[0].message)
+    try:
+        client.chat.completions.create(model="any", messages=[*messages, {"role": "user", "content": "x" * 100}])
+    except BadRequestError as error:
+        assert error.code == "context_length_exceeded"
+    last = client.chat.completions.create(model="any", messages=[*messages, {"role": "user", "content": "x"}])
+    return float(last.choices[0].message.content == "answer 2")
+
+
+def impatient(row: Row, client: OpenAI) -> float:
+    """Gives a request up after 0.4 s, and asks again. The reward is the number of responses that are as expected."""
+    patient = client.with_options(timeout=0.4, max_retries=9)
+    messages: list[Any] = list(row.messages)
+    right = 0
+    for number in range(2):
+        answer = patient.chat.completions.create(model="any", messages=messages).choices[0].message
+        right += answer.content == f"answer {number}"
+        messages += [answer, {"role": "user", "content": "go on"}]
+    return float(right)
+
+
+def silent(row: Row, client: OpenAI) -> float:
+    return 1.0
+
+
+def broken(row: Row, client: OpenAI) -> float:
+    chat(row, client, 1)
+    raise RuntimeError("lost the plot")
+
+
+def word(row: Row, client: OpenAI) -> str:
+    chat(row, client, 1)
+    return "well done"
+
+
+def endless(row: Row, client: OpenAI) -> float:
+    chat(row, client, 1)
+    time.sleep(3600)
+    return 0.0
+
+
+def main() -> None:
+    """An agent as a program."""
+    row = json.loads(os.environ["TROUPE_ROW"])
+    client = OpenAI()
+    done = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=row["messages"])
+    print("thinking")
+    print(0.5 if done.choices[0].message.content == "answer 0" else 0.0)
+
+
+if __name__ == "__main__":
+    main()

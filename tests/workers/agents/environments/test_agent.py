@@ -1,0 +1,304 @@
+"""Agents with the unmodified `openai` client, against a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.workers.agents.environments.agents import ADD
+from tests.workers.agents.environments.started import bound, started
+from troupe.workers.agents.environments.agent import Choice, plain, read_request
+from troupe.workers.agents.environments.chat_forms import forced_calls, forced_schema
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
+from troupe.workers.environment import EnvironmentWorker
+
+HERE = "tests.workers.agents.environments.agents"
+ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)
+
+
+@dataclass
+class Played:
+    last: EpisodeReply
+    asked: list[Observation] = field(default_factory=list)
+    together: list[int] = field(default_factory=list)
+    """Responses sampled at the same time, for each step."""
+
+
+def play(
+    call: Message | None = None,
+    extra: Message | None = None,
+    pause_s: float = 0.0,
+    said: Iterator[str] | None = None,
+    longest: int = 100,
+    step_s: float = 60.0,
+    **args: Any,
+) -> Played:
+    """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given.
+
+    Requests of more than `longest` characters are refused.
+    """
+    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=60.0, episodes=1, memory_limit_mib=1024)
+
+    async def run() -> Played:
+        async with started(config) as worker:
+            played = Played(await worker.begin("a", ROW))
+            bound(worker, turn_timeout_s=step_s)
+            while not played.last.observation.done:
+                number = len(played.asked)
+                asked = [played.last.observation, *played.last.observation.also]
+                played.asked += asked
+                played.together.append(len(asked))
+                message, *also = (
+                    {"role": "assistant", "content": f"answer {number + place}"} | (extra or {})
+                    for place in range(len(asked))
+                )
+                if said is not None:
+                    message["content"] = next(said)
+                if not asked[0].logprobs:
+                    message.pop("logprobs", None)
+                if also:
+                    message["also"] = also
+                if call is not None and number == 0:
+                    message |= {"content": "", "tool_calls": [call]}
+                if len(json.dumps(contents(asked[0]))) > longest:
+                    message["refused"] = {"code": "context_length_exceeded", "message": "too long"}
+                await asyncio.sleep(pause_s)
+                played.last = await worker.step("a", message)
+            return played
+
+    return asyncio.run(run())
+
+
+def contents(observation: Observation) -> list[str]:
+    return [message["content"] for message in observation.messages]
+
+
+def test_a_conversation_is_continued_by_its_new_messages_alone() -> None:
+    played = play(function=f"{HERE}:chat", args={"turns": 3})
+    assert (played.last.status, played.last.observation.reward) == ("ok", 7.0)
+    assert [contents(asked) for asked in played.asked] == [["hello"], ["you said answer 0"], ["you said answer 1"]]
+    assert [asked.restart for asked in played.asked] == [True, False, False]
+    assert played.last.observation.info == {"requests": 3.0, "restarted": 0.0}
+
+
+def test_an_asynchronous_agent_may_leave_the_reward_to_others() -> None:
+    played = play(function=f"{HERE}:chat_async")
+    assert (played.last.status, played.last.observation.reward, len(played.asked)) == ("ok", None, 1)
+
+
+def test_streaming_gives_the_whole_message() -> None:
+    assert play(function=f"{HERE}:streams").last.observation.reward == 1.0
+
+
+def test_tool_calls_and_limits_of_a_request() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}
+    played = play(call, function=f"{HERE}:tools")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
+    first, second = played.asked
+    assert first.tools is not None and first.tools[0]["function"]["name"] == "add"
+    assert not second.restart, "the call in the history is the one that was answered"
+    assert [message["role"] for message in second.messages] == ["tool"]
+    assert (second.stop, second.max_tokens) == (("END",), 7)
+
+
+def test_several_choices_and_branches_are_rows_of_their_own() -> None:
+    played = play(function=f"{HERE}:choices")
+    assert played.last.observation.reward == 1.0
+    assert [asked.restart for asked in played.asked] == [True, True, True]
+    assert played.together == [3], "the choices of a request are sampled at the same time"
+    assert played.last.observation.info == {"requests": 3.0, "restarted": 2.0}
+    played = play(function=f"{HERE}:branches")
+    assert played.last.observation.reward == 1.0
+    assert sorted(contents(asked) for asked in played.asked) == [["left"], ["right"]]
+    assert [asked.restart for asked in played.asked] == [True, True]
+
+
+def test_a_response_says_how_it_ended_and_what_it_cost() -> None:
+    limits = {"finish_reason": "length", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+    assert play(extra=limits, function=f"{HERE}:counted").last.observation.reward == 1.0
+
+
+def test_a_response_has_the_log_probs_of_its_tokens_where_they_are_asked_for() -> None:
+    logprobs = {"logprobs": [["an", -0.5], ["swer", -1.5]]}
+    played = play(extra=logprobs, function=f"{HERE}:scored")
+    assert (played.last.status, played.last.observation.reward) == ("ok", -2.0)
+    assert [asked.logprobs for asked in played.asked] == [True, True, False]
+
+
+def test_requests_can_force_calls_and_the_form_of_a_response() -> None:
+    said = iter(['{"a": 5}', '[{"name": "add", "parameters": {"a": 5}}]', '{"a": 1}', "{}"])
+    played = play(said=said, function=f"{HERE}:forced")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 4.0)
+    arguments = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    properties = {"name": {"type": "string", "enum": ["add"]}, "parameters": arguments}
+    call = {"type": "object", "properties": properties, "required": ["name", "parameters"]}
+    assert [asked.structured for asked in played.asked] == [
+        {"json_schema": arguments},
+        {"json_schema": {"type": "array", "minItems": 1, "items": {"anyOf": [call]}}},
+        {"json_schema": arguments},
+        {"json_schema": {"type": "object"}},
+    ]
+    assert [asked.restart for asked in played.asked[:3]] == [True, False, False], "forced calls are in the history"
+
+
+def test_an_agent_that_asks_for_one_call_gets_one() -> None:
+    """What follows has a separate prompt: the tokens of the turn have a call that the history does not."""
+    calls = [
+        {"id": f"c{number}", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {number}}}'}}
+        for number in (5, 6)
+    ]
+    played = play(extra={"tool_calls": calls}, function=f"{HERE}:one_call_at_a_time")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
+    assert [asked.restart for asked in played.asked] == [True, True]
+    history = played.asked[1].messages
+    assert [message["role"] for message in history] == ["user", "assistant", "tool"]
+    assert history[1]["tool_calls"] == calls[:1]
+
+
+def test_one_call_of_any_tool_is_a_list_of_one() -> None:
+    (choice,) = asyncio.run(read({"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}))
+    assert choice.schema is not None and (choice.schema["minItems"], choice.schema["maxItems"]) == (1, 1)
+    (choice,) = asyncio.run(read({"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": True}))
+    assert choice.schema is not None and "maxItems" not in choice.schema
+
+
+async def read(options: dict[str, Any]) -> list[Choice]:
+    return read_request({"model": "any", "messages": list(ROW.messages), **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"functions": [ADD["function"]]}, "functions: use tools and tool_choice"),
+        ({"function_call": {"name": "add"}}, "function_call: use tools"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "add"}}]}, "messages: function_call"),
+        ({"guided_json": {"type": "object"}}, "guided_json: use response_format"),
+        ({"guided_regex": "[0-9]"}, "guided_regex: use response_format"),
+        ({"structured_outputs": {"regex": "[0-9]"}}, "structured_outputs: use response_format"),
+        ({"best_of": 4}, "best_of: every sampled response is trained"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: it would change the distribution"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: it would change the distribution"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs: the endpoint has no such option"),
+        ({"min_tokens": 5}, "min_tokens: the endpoint has no such option"),
+        ({"modalities": ["text", "audio"]}, "modalities: the endpoint has no such option"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls: expected true or false, got 'no'"),
+        ({"logprobs": 5}, "logprobs: expected true or false, got 5"),
+    ],
+)
+def test_an_option_is_never_ignored_where_a_response_depends_on_it(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        asyncio.run(read(options))
+
+
+def test_options_without_effect_and_neutral_values_are_accepted() -> None:
+    neutral = {"functions": None, "best_of": 1, "repetition_penalty": 1.0, "function_call": "none", "logit_bias": {}}
+    ignored = {"temperature": 0.0, "top_p": 0.9, "seed": 5, "user": "me", "store": False, "metadata": {"a": "b"}}
+    assert len(asyncio.run(read({**neutral, **ignored, "modalities": ["text"], "n": 2}))) == 2
+
+
+def test_definitions_of_forced_tools_are_where_references_begin() -> None:
+    parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "integer"}}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}, {"function": {"name": "g"}}]
+    schema = forced_schema(tools, True)
+    assert schema["$defs"] == {"P": {"type": "integer"}} and "$defs" in parameters
+    assert forced_schema(tools, "f") == parameters
+    assert forced_schema(tools, "g") == {"type": "object", "properties": {}}
+    for text in ("", "[", "5", "{}", "[5]", '[{"name": 5, "parameters": {}}]', '[{"name": "f", "parameters": []}]'):
+        assert forced_calls(text, True, "call") == []
+    assert forced_calls("[]", "f", "call") == []
+
+
+def test_an_agent_shortens_a_request_that_is_too_long() -> None:
+    played = play(function=f"{HERE}:shortens")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
+    assert [asked.restart for asked in played.asked] == [True, False, True], "what was refused is not continued"
+    assert all(asked.refusable for asked in played.asked)
+
+
+def test_the_retry_of_a_request_that_the_client_gave_up_is_that_request() -> None:
+    played = play(pause_s=1.5, function=f"{HERE}:impatient")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 2.0)
+    assert len(played.asked) == 2
+    assert played.last.observation.info == {"requests": 2.0, "restarted": 0.0}
+
+
+def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:
+    assert play(function=f"{HERE}:refused").last.observation.reward == 3.0
+
+
+@pytest.mark.parametrize(
+    ("function", "status"),
+    [
+        ("silent", "start: error: ValueError: the agent ended without a request"),
+        ("broken", "step: error: RuntimeError: lost the plot (agents.py:"),
+        ("word", "step: error: TypeError: the agent returned no number, but str"),
+        ("endless", "step: timeout after 2 s"),
+    ],
+)
+def test_a_fault_of_the_agent_is_a_status(function: str, status: str) -> None:
+    step_s = 2.0 if function == "endless" else 60.0
+    assert play(step_s=step_s, function=f"{HERE}:{function}").last.status.startswith(status)
+
+
+def test_an_episode_that_is_cut_short_leaves_nothing_in_its_process() -> None:
+    """The agent waits for a response that never comes; it gets an error, and its endpoint and thread end."""
+    config = EnvironmentConfig(name="agent", args={"function": f"{HERE}:chat"}, episodes=1, turn_timeout_s=60.0)
+
+    async def run() -> list[tuple[int, int, int]]:
+        worker = EnvironmentWorker(config, "environment-0")
+        await worker.start()
+        used = []
+        try:
+            for number in range(4):
+                assert (await worker.begin(str(number), ROW)).status == "ok"
+                await worker.end(str(number))
+                while not worker._free:  # the episode is being closed
+                    await asyncio.sleep(0.01)
+                process = psutil.Process(worker._free[0].pid)
+                used.append((process.pid, process.num_fds(), process.num_threads()))
+            return used
+        finally:
+            await worker.close()
+
+    pids, descriptors, threads = zip(*asyncio.run(run()), strict=True)
+    assert len(set(pids)) == 1, "the process serves all episodes"
+    assert len(set(descriptors[1:])) == 1 and len(set(threads[1:])) == 1, (descriptors, threads)
+
+
+def test_a_program_in_any_language_is_an_agent() -> None:
+    played = play(command=[sys.executable, "-m", HERE])
+    assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
+    played = play(command=["false"])
+    assert played.last.status.startswith("start: error: RuntimeError: the command ended with exit code 1")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "set function or command"),
+        ({"function": "agents"}, "use package.module:function"),
+        ({"function": f"{HERE}:nobody"}, "has no 'nobody'"),
+        ({"function": f"{HERE}:chat", "command": ["true"]}, "not both"),
+    ],
+)
+def test_wrong_settings_are_refused_at_start(args: dict[str, Any], message: str) -> None:
+    worker = EnvironmentWorker(EnvironmentConfig(name="agent", args=args), "environment-0")
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(worker.start())
+
+
+def test_messages_of_the_sdk_and_of_the_history_compare_equal() -> None:
+    full = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [{"id": "c"}]}
+    assert plain(full) == {"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert plain(parts) == {"role": "user", "content": "ab"}
+    with pytest.raises(ValueError, match="content of type image_url is not supported"):
+        plain({"role": "user", "content": [{"type": "image_url"}]})

@@ -1,0 +1,131 @@
+"""The environments that ship, turn by turn, and functions as tools."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from troupe.workers.agents.environments.functions import ToolCallError, function_schema, function_tool, load_tools
+from troupe.workers.agents.environments.guess_number import GuessNumber
+from troupe.workers.agents.environments.retry import Retry
+from troupe.workers.agents.environments.tools import MALFORMED, Tools
+from troupe.workers.contract.environments import Message, Observation, Row
+
+ROW = Row(({"role": "user", "content": "2+3?"},), "5", {}, seed=11)
+
+
+def say(text: str, *calls: tuple[str, str]) -> Message:
+    message: Message = {"role": "assistant", "content": text}
+    if calls:
+        made = [{"id": f"c{n}", "function": {"name": name, "arguments": args}} for n, (name, args) in enumerate(calls)]
+        message["tool_calls"] = made
+    return message
+
+
+def settled(value: Any) -> Any:
+    """The value, or what a coroutine returns."""
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+
+
+def step(environment: Any, message: Message) -> Observation:
+    return settled(environment.step(message))
+
+
+def test_a_wrong_answer_gets_another_try_at_less() -> None:
+    environment = Retry(attempts=2, discount=0.5)
+    assert environment.start(ROW).messages == ROW.messages
+    again = step(environment, say("4"))
+    assert (again.done, again.reward, again.messages[0]["content"]) == (False, None, "That is not right. Try again.")
+    last = step(environment, say("5"))
+    assert (last.done, last.reward, last.info) == (True, 0.5, {"solved": 1.0})
+    other = Retry(attempts=1)
+    other.start(ROW)
+    assert step(other, say("nothing")).reward == 0.0
+
+
+def test_guesses_are_answered_with_the_direction() -> None:
+    environment = GuessNumber(1, 10, guesses=4, cost=0.25)
+    environment.start(ROW)
+    number = environment._number
+    hints = [step(environment, say(str(guess))).messages[0]["content"] for guess in (number - 1, number + 1)]
+    assert hints == ["higher", "lower"]
+    assert step(environment, say(f"it is {number}")).reward == 0.5
+    lost = GuessNumber(guesses=1)
+    lost.start(ROW)
+    assert (step(lost, say("no idea")).reward, lost._left) == (0.0, 0)
+
+
+def test_calls_are_answered_together_and_failed_ones_say_why() -> None:
+    environment = Tools(tools=["calculator"], function="last_number")
+    first: Observation = settled(environment.start(ROW))
+    assert first.tools is not None and first.tools[0]["function"]["name"] == "calculator"
+    calls = [
+        ("calculator", '{"expression": "2+3"}'),
+        ("calculator", "{broken"),
+        ("calculator", '{"expression": 5}'),
+        ("calculator", '{"expression": "1/0"}'),
+        ("search", "{}"),
+        ("calculator", "[]"),
+        ("calculator", "[" * 100_000),
+    ]
+    results = step(environment, say("", *calls)).messages
+    texts = [message["content"] for message in results]
+    assert texts[0] == "5" and [message["tool_call_id"] for message in results] == [f"c{n}" for n in range(7)]
+    starts = [
+        "the arguments are not JSON",
+        "expression: ",
+        "ZeroDivisionError",
+        "there is no tool",
+        "the arguments are not a JSON object",
+        "the arguments are not JSON",
+    ]
+    assert all(text.startswith(f"error: {start}") for text, start in zip(texts[1:], starts, strict=True))
+    assert step(environment, say('<tool_call>{"name": ')).messages[0]["content"] == MALFORMED
+    last = step(environment, say("5"))
+    assert (last.done, last.reward, last.info) == (True, 1.0, {"tool_calls": 8.0, "failed_tool_calls": 7.0})
+
+
+def lookup(word: str, limit: int = 3) -> list[str]:
+    """Look a word up.
+
+    Args:
+        word: The word,
+            in lower case.
+        limit: Most entries.
+    """
+    return [word] * limit
+
+
+def untyped(word) -> str:
+    return word
+
+
+def test_a_schema_has_types_and_descriptions() -> None:
+    schema = function_schema(lookup)["function"]
+    assert schema["description"] == "Look a word up."
+    assert schema["parameters"]["properties"]["word"] == {"type": "string", "description": "The word, in lower case."}
+    assert schema["parameters"]["required"] == ["word"]
+    assert settled(function_tool(lookup).call({"word": "a", "limit": 2})) == '["a", "a"]'
+    with pytest.raises(ToolCallError, match="limit: "):
+        settled(function_tool(lookup).call({"word": "a", "limit": "many"}))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["calcul"], "no tool 'calcul'"),
+        (["calculator", "calculator"], "two tools have the name calculator"),
+        ([f"{__name__}:nothing"], "has no 'nothing'"),
+        ([f"{__name__}:untyped"], "needs a type for its argument word"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_tools(names)

@@ -1,0 +1,443 @@
+"""A custom agent, in any framework: it talks to the policy over the OpenAI chat-completions protocol.
+
+The agent is the environment. Every request that it makes is an observation, and every turn of the policy is the
+response to one: what is trained are the tokens of the responses, exactly as they were sampled. A request that continues
+the conversation of the one before continues its tokens; any other (a branch, a rewritten history, other tools) begins
+a new row of the sample with its own prompt. Requests that wait at the same time, and the choices of one request (`n`),
+are sampled at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+
+from troupe.workers.agents.environments.base import Environment
+from troupe.workers.agents.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
+from troupe.workers.agents.environments.chat_options import check_options
+from troupe.workers.contract.environments import Message, Observation, Row, read_stop, read_tools
+from troupe.workers.contract.naming import import_attribute, locate
+from troupe.workers.contract.packages import require
+from troupe.workers.rewards.steps import as_number
+
+HOST = "127.0.0.1"
+BASE_URL, API_KEY, MODEL = "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"
+"""Environment variables that a command reads; `MODEL` is any name, for there is one model."""
+MODEL_NAME = "policy"
+ROW_VARIABLE = "TROUPE_ROW"
+"""Environment variable of a command: the row, as JSON."""
+MAX_CHOICES = 16
+_SHUTDOWN_S = 0.5
+_NOT_TOLD = ("finish_reason", "usage", "unread_call", "logprobs")
+"""Fields of a turn that do not belong to the message of a response."""
+
+
+@dataclass
+class Choice:
+    """One response that a request waits for."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    schema: dict[str, Any] | None
+    """JSON schema of the response."""
+    logprobs: bool
+    """Whether the response has the log-probs of its tokens."""
+    forced: bool | str
+    """Whether the response must be calls of tools, or the name of the tool that it must call."""
+    one_call: bool
+    """Whether the agent takes at most one call of a tool from the response."""
+    answer: asyncio.Future[Message] = field(repr=False)
+
+    @property
+    def observation(self) -> Observation:
+        """It as a separate conversation."""
+        return Observation(
+            self.messages,
+            tools=self.tools,
+            restart=True,
+            stop=self.stop,
+            max_tokens=self.max_tokens,
+            structured=None if self.schema is None else {"json_schema": self.schema},
+            refusable=True,
+            logprobs=self.logprobs,
+        )
+
+    def read(self, message: Message, prefix: str) -> Message:
+        """The response with the calls that the request forced, whose names begin with a prefix, or with its first."""
+        calls = message.get("tool_calls") or ()
+        if self.one_call and len(calls) > 1:
+            return message | {"tool_calls": calls[:1]}
+        if not self.forced or calls or message.get("finish_reason") == "length":
+            return message
+        calls = forced_calls(message["content"], self.forced, prefix)
+        return message | {"content": "", "tool_calls": calls} if calls else message
+
+
+@dataclass(eq=False)
+class _PendingRequest:
+    """A request that is not answered yet."""
+
+    request: web.Request
+    body: Any
+    choices: list[Choice]
+
+
+class Agent(Environment):
+    """Runs `function(row, client)`, or a command, against a separate endpoint.
+
+    The function gets the `Row` and an `openai.OpenAI` client (`AsyncOpenAI` if it is a coroutine) and returns the
+    reward, or None where `roles.reward` scores. A command gets the endpoint and the row in environment variables; its
+    last line of output is the reward if it is a number. The endpoint listens on the loopback interface, with a key for
+    each episode. The temperature of a request is ignored: responses are sampled as the spec says.
+    """
+
+    def __init__(self, function: str | None = None, command: Sequence[str] = (), args: Mapping[str, Any] | None = None):
+        """`function`: `package.module:function`; `command`: program and arguments; `args`: the function's keywords."""
+        if (function is None) == (not command):
+            raise ValueError("set function or command, and not both")
+        if function is not None:
+            require("openai", "function")
+        self._function = None if function is None else _load(function)
+        self._command, self._args = list(command), dict(args or {})
+        self._key = secrets.token_urlsafe(24)
+        self._waiting: asyncio.Queue[Choice] = asyncio.Queue()
+        self._pending: list[Choice] = []
+        """Choices that are being sampled: that of the next turn, then those of the conversations beside it."""
+        self._asked: list[_PendingRequest] = []
+        """Requests without a response that arrived."""
+        self._known: list[Message] = []
+        self._tools: list[dict[str, Any]] | None = None
+        self._agent: asyncio.Task[float | None] | None = None
+        self._runner: web.AppRunner | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._requests = self._restarts = 0
+
+    async def start(self, row: Row) -> Observation:
+        """The agent's first request."""
+        app = web.Application(client_max_size=2**24)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, 0)
+        await site.start()
+        url = f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
+        self._agent = asyncio.create_task(self._run(row, url))
+        return await self._next()
+
+    async def step(self, message: Message) -> Observation:
+        """The responses to the pending requests; then the next requests, or the end."""
+        given = zip(self._pending, (message, *message.pop("also", ())), strict=False)
+        responses = [
+            (choice, choice.read(response, f"call_{self._requests}_{place}"))
+            for place, (choice, response) in enumerate(given)
+        ]
+        if responses:
+            choice, response = responses[0]
+            # The tokens of a turn with a call that the agent did not get are not those of its history.
+            known = "refused" not in response and not _has_fewer_calls(response, message)
+            self._known = [*choice.messages, plain(response)] if known else []
+        for choice, response in responses:
+            if not choice.answer.done():
+                choice.answer.set_result(response)
+        return await self._next()
+
+    async def close(self) -> None:
+        """End a command, close the endpoint and wait for the agent to end.
+
+        An agent that waits for a response gets an error instead. One that does not end then costs its process.
+        """
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        for choice in (*self._pending, *self._waiting_now()):
+            choice.answer.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._agent is not None:
+            await asyncio.gather(self._agent, return_exceptions=True)
+
+    async def _next(self) -> Observation:
+        """The next request as an observation; the end, if the agent returns first."""
+        if self._agent is None:
+            raise RuntimeError("the episode was not started")
+        request = asyncio.create_task(self._waiting.get())
+        await asyncio.wait({request, self._agent}, return_when=asyncio.FIRST_COMPLETED)
+        if not request.done():
+            request.cancel()
+            reward = self._agent.result()  # raises what the agent raised
+            if not self._requests:
+                raise ValueError("the agent ended without a request")
+            info = {"requests": float(self._requests), "restarted": float(self._restarts)}
+            return Observation(reward=reward, done=True, info=info)
+        waiting = [request.result(), *self._waiting_now()]
+        main = next((choice for choice in waiting if self._continues(choice)), waiting[0])
+        self._pending = [main, *(choice for choice in waiting if choice is not main)]
+        self._requests += len(waiting)
+        continues = self._continues(main)
+        self._restarts += (bool(self._known) and not continues) + len(waiting) - 1
+        known = len(self._known) if continues else 0
+        self._tools = main.tools
+        return replace(
+            main.observation,
+            messages=main.messages[known:],
+            restart=not continues,
+            also=[choice.observation for choice in self._pending[1:]],
+        )
+
+    def _continues(self, choice: Choice) -> bool:
+        """Whether a request continues the conversation of the turn before."""
+        known = self._known
+        return bool(known) and choice.tools == self._tools and choice.messages[: len(known)] == known
+
+    def _waiting_now(self) -> list[Choice]:
+        """Takes the choices that wait, without waiting for any."""
+        return [self._waiting.get_nowait() for _ in range(self._waiting.qsize())]
+
+    async def _run(self, row: Row, url: str) -> float | None:
+        """Run the agent to its end; its reward."""
+        if self._function is None:
+            return await self._run_command(row, url)
+        from openai import AsyncOpenAI, OpenAI
+
+        settings: dict[str, Any] = {"base_url": url, "api_key": self._key, "max_retries": 0, "timeout": None}
+        if inspect.iscoroutinefunction(self._function):
+            async with AsyncOpenAI(**settings) as client:
+                returned = await self._function(row, client, **self._args)
+        else:
+            with OpenAI(**settings) as client:
+                returned = await asyncio.to_thread(self._function, row, client, **self._args)
+        if returned is None:
+            return None
+        reward = as_number(returned)
+        if reward is None:
+            raise TypeError(f"the agent returned no number, but {type(returned).__name__}")
+        return reward
+
+    async def _run_command(self, row: Row, url: str) -> float | None:
+        own = {BASE_URL: url, API_KEY: self._key, MODEL: MODEL_NAME, ROW_VARIABLE: json.dumps(vars(row))}
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env=os.environ | own,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        if process.stdout is None:
+            raise RuntimeError("the command has no output")
+        last = b""
+        async for line in process.stdout:
+            last = line.strip() or last
+        code = await process.wait()
+        if code:
+            raise RuntimeError(f"the command ended with exit code {code}")
+        with contextlib.suppress(ValueError):
+            return float(last)
+        return None
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        """The response to a request without the episode's key; None if it has it."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return None if secrets.compare_digest(given.encode(), self._key.encode()) else _error(401, "wrong API key")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        listed = {"object": "list", "data": [{"id": MODEL_NAME, "object": "model", "owned_by": "troupe"}]}
+        return self._refusal(request) or web.json_response(listed)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if refusal := self._refusal(request):
+            return refusal
+        try:
+            body = await request.json()
+            choices = read_request(body)
+        except RecursionError:
+            return _error(400, "the request is nested too deeply")
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            return _error(400, str(error))
+        asked = self._retried(request, body)
+        if asked is None:
+            asked = _PendingRequest(request, body, choices)
+            self._asked.append(asked)
+            for choice in choices:
+                self._waiting.put_nowait(choice)
+        try:
+            messages = [await asyncio.shield(choice.answer) for choice in asked.choices]
+        except asyncio.CancelledError:
+            return _error(503, "the episode has ended")
+        if not _given_up(request):
+            self._asked.remove(asked)
+        if refused := messages[0].get("refused"):
+            return _error(400, refused["message"], refused["code"])
+        if not body.get("stream"):
+            return web.json_response(completion(messages))
+        return await _stream(request, completion(messages))
+
+    def _retried(self, request: web.Request, body: Any) -> _PendingRequest | None:
+        """The same request whose client has given up waiting, which this one takes over; None: no such request."""
+        for asked in self._asked:
+            if _given_up(asked.request) and asked.body == body:
+                asked.request = request
+                return asked
+        return None
+
+
+def _has_fewer_calls(response: Message, turn: Message) -> bool:
+    return len(response.get("tool_calls") or ()) < len(turn.get("tool_calls") or ())
+
+
+def _given_up(request: web.Request) -> bool:
+    """Whether the client has closed the connection."""
+    return request.transport is None or request.transport.is_closing()
+
+
+def _load(name: str) -> Any:
+    function = import_attribute(name, *locate(name, {}, "agent", "package.module:function"))
+    if not callable(function):
+        raise ValueError(f"{name}: not a function, got {type(function).__name__}")
+    return function
+
+
+def read_request(body: Any) -> list[Choice]:
+    """The responses that a request asks for. Raises ValueError, TypeError or KeyError for what is not supported."""
+    if not isinstance(body, dict):
+        raise TypeError("the request is not a JSON object")
+    check_options(body)
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise ValueError("messages: expected a list of messages")
+    messages = [plain(message) for message in given]
+    stop = body.get("stop") or ()
+    stops = read_stop([stop] if isinstance(stop, str) else stop)
+    longest = body.get("max_completion_tokens") or body.get("max_tokens") or None
+    if longest is not None and (not isinstance(longest, int) or longest < 1):
+        raise ValueError(f"max_tokens: expected a whole number above 0, got {longest!r:.40}")
+    count = int(body.get("n") or 1)
+    if not 1 <= count <= MAX_CHOICES:
+        raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
+    tools, tool_choice = body.get("tools") or [], body.get("tool_choice") or "auto"
+    read_tools(tools)
+    forced = forced_tool(tools, tool_choice)
+    one_call = body.get("parallel_tool_calls") is False
+    schema = forced_schema(tools, forced, one_call) if forced else response_schema(body.get("response_format"))
+    offered = tools if tools and tool_choice != "none" else None
+    loop = asyncio.get_running_loop()
+    return [
+        Choice(
+            messages=messages,
+            tools=offered,
+            stop=stops,
+            max_tokens=longest,
+            schema=schema,
+            logprobs=body.get("logprobs") is True,
+            forced=forced,
+            one_call=one_call,
+            answer=loop.create_future(),
+        )
+        for _ in range(count)
+    ]
+
+
+def plain(message: Any) -> Message:
+    """A message with the fields that a chat template reads, so that equal messages compare equal."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise TypeError("messages: expected objects with a role")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) for part in content):
+            raise TypeError("messages: content: expected text or a list of objects with a type")
+        if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
+            raise ValueError(f"messages: content of type {wrong[0]} is not supported, only text")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str | None):
+        raise TypeError("messages: content: expected text or a list of objects with a type")
+    if message.get("function_call"):
+        raise ValueError("messages: function_call is not supported, only tool_calls, which have replaced it")
+    result: Message = {"role": message["role"], "content": content or ""}
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise TypeError("messages: tool_calls: expected a list of objects")
+    for name in ("tool_call_id", "name"):
+        if not isinstance(message.get(name), str | None):
+            raise TypeError(f"messages: {name}: expected text")
+    return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
+
+
+def completion(messages: Sequence[Message]) -> dict[str, Any]:
+    """The body of a response."""
+    choices = [
+        {
+            "index": number,
+            "message": {**_told(message), "content": message["content"] or None},
+            "finish_reason": "tool_calls" if message.get("tool_calls") else message.get("finish_reason", "stop"),
+            "logprobs": _logprobs(message.get("logprobs")),
+        }
+        for number, message in enumerate(messages)
+    ]
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL_NAME,
+        "choices": choices,
+        "usage": _usage([message["usage"] for message in messages if "usage" in message]),
+    }
+
+
+def _told(message: Message) -> Message:
+    """The fields of a turn that belong to the message."""
+    return {name: value for name, value in message.items() if name not in _NOT_TOLD}
+
+
+def _logprobs(tokens: Sequence[Sequence[Any]] | None) -> dict[str, Any] | None:
+    """The log-probs of a choice; None: they were not asked for."""
+    if tokens is None:
+        return None
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for text, value in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Tokens of a request: its prompt once, and all responses."""
+    prompt = max((count["prompt_tokens"] for count in counts), default=0)
+    completion = sum(count["completion_tokens"] for count in counts)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamResponse:
+    """The response as server-sent events: the whole message, then its end."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for choice in done["choices"]:
+        message = choice["message"]
+        calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls") or ())]
+        delta = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
+        parts = ((delta, None, choice["logprobs"]), ({}, choice["finish_reason"], None))
+        for part, reason, logprobs in parts:
+            chunk = {**done, "object": "chat.completion.chunk"}
+            own = {"index": choice["index"], "delta": part, "finish_reason": reason, "logprobs": logprobs}
+            chunk["choices"] = [own]
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _error(status: int, message: str, code: str | None = None) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)

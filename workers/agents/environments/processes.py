@@ -1,0 +1,201 @@
+"""Runs the episodes of one environment, each in a separate process, so that a fault costs one episode.
+
+This isolates faults (hangs, exits, memory), not attacks: an environment is the user's own code. Code that a model wrote
+belongs in a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from troupe.workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
+from troupe.workers.isolation.child import LOAD_TIMEOUT_S, Child, InvalidReply
+from troupe.workers.isolation.descendants import end_marked
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLY = 2**24
+"""Longest reply of an environment, in bytes."""
+_SEAT_TIMEOUT_S = 30.0
+_ENTRY = "troupe.workers.agents.environments.child:main"
+
+
+class SeatFailed(Exception):
+    """The process of an episode hung, died or replied nonsense; it has been killed. The message is the reason."""
+
+
+class SeatProcess:
+    """One process, in which one episode runs at a time."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, mark: str, hint: str = ""
+    ) -> None:
+        """A process that is connected.
+
+        Args:
+            reader: Its replies.
+            writer: Requests to it.
+            pid: Its process id.
+            mark: That of the loading process.
+            hint: Why it may hang, for the message where it does.
+        """
+        self._reader = reader
+        self._writer = writer
+        self._mark = mark
+        self._hint = hint
+        self.pid = pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was not killed."""
+        return not self._writer.is_closing()
+
+    async def start(self, row: Row, timeout_s: float) -> EpisodeReply:
+        """Start an episode; the first observation."""
+        return await self._observe("start", timeout_s, row=vars(row))
+
+    async def step(self, message: Message, timeout_s: float) -> EpisodeReply:
+        """The environment's answer to a turn of the policy."""
+        return await self._observe("step", timeout_s, message=message)
+
+    async def end(self, timeout_s: float) -> None:
+        """Close the episode. Raises SeatFailed."""
+        await self._ask({"op": "close"}, timeout_s)
+
+    async def _observe(self, op: str, timeout_s: float, **fields: Any) -> EpisodeReply:
+        """The reply to a request; whatever goes wrong is its status."""
+        try:
+            reply = await self._ask({"op": op, **fields}, timeout_s)
+            if "failure" in reply:
+                return failed(f"{op}: {reply['failure']}")
+            return EpisodeReply(read_observation(reply.get("observation")))
+        except SeatFailed as error:
+            return failed(f"{op}: {error}")
+        except (TypeError, ValueError) as error:  # user code can write to the connection
+            self.kill()
+            return failed(f"{op}: error: {error}")
+
+    async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The reply to a request.
+
+        Raises:
+            SeatFailed: There is no reply.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(json.dumps(request).encode() + b"\n")
+                line = await self._reader.readline()
+            reply = json.loads(line) if line else None
+        except TimeoutError:
+            self.kill()
+            raise SeatFailed(f"timeout after {timeout_s:g} s{self._hint}") from None
+        except (ValueError, RecursionError, OSError) as error:
+            self.kill()
+            raise SeatFailed(f"error: {error}") from None
+        except BaseException:
+            self.kill()  # no caller waits for the reply, which would be taken for that to the next request
+            raise
+        if reply is None:
+            self.kill()
+            raise SeatFailed("its process died")
+        if not isinstance(reply, dict):
+            self.kill()
+            raise SeatFailed("error: its process replied something other than a JSON object")
+        if reply.get("last"):
+            self.kill()
+            raise SeatFailed(str(reply["failure"]))
+        return reply
+
+    def kill(self) -> None:
+        """End the process and those that it started."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._writer.close()
+            end_marked(f"{self._mark}.{self.pid}")
+
+
+class EnvironmentProcesses:
+    """The loading process of one environment, and the seats that it forks."""
+
+    def __init__(self, name: str, args: Mapping[str, Any], memory_limit_mib: int, env: Collection[str] = ()) -> None:
+        """`env`: names of variables with secrets that the environment may read."""
+        self._order = {"name": name, "args": dict(args), "memory_limit_mib": memory_limit_mib}
+        self._env = tuple(env)
+        self._child: Child | None = None
+        self.pid: int | None = None
+        """Process id of the loading process, once it has loaded the environment."""
+        self._hint = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loading process runs."""
+        return self._child is not None and self._child.alive
+
+    async def start(self) -> None:
+        """Start the loading process.
+
+        Raises:
+            ValueError: the environment cannot be loaded.
+        """
+        reply = await asyncio.to_thread(self._start)
+        if "ready" not in reply:
+            self.close()
+            raise ValueError(str(reply.get("failure", "the process that loads the environment died")))
+        self.pid = int(reply["pid"])
+        if threads := reply["threads"]:
+            cause = f"its import started threads ({', '.join(threads)}), which no episode has: start them in `start`"
+            logger.warning("%s: %s", self._order["name"], cause)
+            self._hint = f" ({cause})"
+
+    def _start(self) -> dict[str, Any]:
+        name = str(self._order["name"])
+        self._child = Child(_ENTRY, name, self._env)
+        try:
+            return self._child.exchange(self._order, LOAD_TIMEOUT_S)
+        except TimeoutError:
+            return {"failure": f"{name}: not loaded after {LOAD_TIMEOUT_S:g} s"}
+        except InvalidReply as error:
+            return {"failure": f"{name}: the process that loads it {error}"}
+        except (EOFError, OSError):
+            return {}
+
+    async def seat(self) -> SeatProcess:
+        """Fork a process for one episode after another.
+
+        Raises:
+            SeatFailed: the loading process has died, or cannot fork.
+        """
+        child = self._child
+        ours, theirs = socket.socketpair()
+        try:
+            if child is None:
+                raise SeatFailed("the environment's processes are closed")
+            socket.send_fds(child.connection, [b"+"], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise SeatFailed(f"the process that loads the environment has died: {error}") from None
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPLY)
+        try:
+            async with asyncio.timeout(_SEAT_TIMEOUT_S):
+                line = await reader.readline()
+            return SeatProcess(reader, writer, int(json.loads(line)["pid"]), child.mark, self._hint)
+        except (TimeoutError, ValueError, OSError) as error:
+            writer.close()
+            raise SeatFailed(f"no process could be started for the episode: {error or 'no answer'}") from None
+
+    def close(self) -> None:
+        """End the loading process; its seats end with it."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()

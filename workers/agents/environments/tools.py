@@ -1,0 +1,124 @@
+"""Tools: the policy calls Python functions or MCP servers, and ends the episode with a turn that calls none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from troupe.workers.agents.environments.base import Environment
+from troupe.workers.agents.environments.functions import Tool, ToolCallError, load_tools
+from troupe.workers.agents.environments.mcp_servers import McpServer, read_config, server_of
+from troupe.workers.agents.environments.reward_environment import RewardFunction
+from troupe.workers.contract.environments import CALL_MARKERS, Message, Observation, Row, cut
+
+MALFORMED = "The tool call could not be read. Write it as JSON with a name and arguments."
+CUT = "The turn was cut at its token limit. It calls no tool, and it is not the answer. Write a shorter turn."
+
+
+def unread_call(message: Message) -> str | None:
+    """The message to a policy whose turn was cut, or has a call that cannot be read; None for any other turn."""
+    if message.get("finish_reason") == "length":
+        return CUT
+    begun = "unread_call" in message or any(marker in message["content"] for marker in CALL_MARKERS)
+    return MALFORMED if begun else None
+
+
+class Tools(Environment):
+    """Offers tools, runs the calls of every turn, and answers with their results.
+
+    An episode ends with the first turn without a call that was not cut. Its text is the answer: `function` scores it,
+    or, without one, the reward functions of `roles.reward`. What a tool raises, an unknown tool and wrong arguments are
+    answered as the tool's error, so that the policy can try again.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str] = (),
+        servers: Sequence[Mapping[str, Any]] = (),
+        function: str | None = None,
+        args: Mapping[str, Any] | None = None,
+        system: str = "",
+        call_reward: float = 0.0,
+        max_result_chars: int = 4000,
+    ) -> None:
+        """Load the tools.
+
+        Args:
+            tools: Built-in tools (calculator, python) or `package.module:function`.
+            servers: MCP servers, which run while the episode does: `command` (program and arguments), `tools` (names of
+                those to offer; all if left out), `environment_variables` (names of those to inherit), and `reuse` (keep
+                the server for later episodes of the same process).
+            function: Reward function of the last turn, as in `roles.reward`; None: the environment gives no end reward.
+            args: Its keyword arguments.
+            system: System message put before the prompt; empty: none.
+            call_reward: Reward of every turn all of whose calls succeeded.
+            max_result_chars: A longer result is cut.
+        """
+        self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
+        self._servers: list[McpServer] = [server_of(read_config(server)) for server in servers]
+        if not self._tools and not self._servers:
+            raise ValueError("no tools are given: set tools or servers")
+        self._reward = None if function is None else RewardFunction(function, args)
+        self._system, self._call_reward, self._longest = system, call_reward, max_result_chars
+        self._row = Row(())
+        self._calls = self._failed = 0
+
+    async def start(self, row: Row) -> Observation:
+        """The prompt and the tools. Starts the servers."""
+        self._row = row
+        for found in await asyncio.gather(*(server.open() for server in self._servers)):
+            for tool in found:
+                if tool.name in self._tools:
+                    raise ValueError(f"two tools have the name {tool.name}: name the tools to offer in servers.tools")
+                self._tools[tool.name] = tool
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        return Observation([*system, *row.messages], tools=[tool.schema for tool in self._tools.values()])
+
+    async def step(self, message: Message) -> Observation:
+        """The results of the calls, or the end."""
+        calls: list[dict[str, Any]] = message.get("tool_calls") or []
+        if calls:
+            before = self._failed
+            results = await asyncio.gather(*map(self._result, calls))
+            self._calls += len(calls)
+            fine = self._failed == before
+            return Observation(results, reward=self._call_reward if fine and self._call_reward else None)
+        if (problem := unread_call(message)) is not None:
+            if problem == MALFORMED:
+                self._failed += 1
+                self._calls += 1
+            return Observation([{"role": "user", "content": problem}])
+        info = {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
+        reward = None if self._reward is None else await self._reward.value(message["content"], self._row)
+        return Observation(reward=reward, done=True, info=info)
+
+    async def close(self) -> None:
+        """End the servers."""
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+    async def _result(self, call: Mapping[str, Any]) -> Message:
+        """The answer to one call: the tool's result or its error."""
+        function = call.get("function") or {}
+        name = str(function.get("name", ""))
+        try:
+            text = await self._call(name, function.get("arguments"))
+        except ToolCallError as error:
+            self._failed += 1
+            text = f"error: {error}"
+        content = cut(text, self._longest)
+        return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": content}
+
+    async def _call(self, name: str, arguments: Any) -> str:
+        tool = self._tools.get(name)
+        if tool is None:
+            raise ToolCallError(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:  # a model can open any number of brackets
+                raise ToolCallError(f"the arguments are not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ToolCallError("the arguments are not a JSON object")
+        return await tool.call(arguments)

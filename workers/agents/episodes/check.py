@@ -1,0 +1,164 @@
+"""Episodes without an engine, to check an environment: with turns from a script, or with random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from troupe.workers.agents.environments.processes import EnvironmentProcesses, SeatProcess
+from troupe.workers.agents.episodes.episode import EpisodeRunner, Played, SampleTurn
+from troupe.workers.agents.episodes.reader import ParseCalls, TurnReader
+from troupe.workers.agents.episodes.turns import SampledTurn
+from troupe.workers.contract.config import EnvironmentConfig, StructuredConfig
+from troupe.workers.contract.environments import EpisodeReply, Message, Row
+from troupe.workers.data.turn_ends import turn_ends
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RANDOM_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the episodes are played with."""
+
+    config: EnvironmentConfig
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    max_model_len: int
+    parse: ParseCalls | None = None
+    """Parser of tool calls."""
+
+
+class _OneSeat:
+    """The link to one environment process."""
+
+    def __init__(self, seat: SeatProcess, timeout_s: float) -> None:
+        self._seat, self._timeout_s = seat, timeout_s
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        """Starts an episode."""
+        return "", await self._seat.start(row, self._timeout_s)
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        """The answer to a turn."""
+        return await self._seat.step(message, self._timeout_s)
+
+    def end(self, worker: str, episode: str) -> None:
+        """Nothing: the process ends with the check."""
+
+
+async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str], seed: int = 0) -> list[Played]:
+    """Play one episode for every row.
+
+    Args:
+        rehearsal: Environment, tokenizer and bounds.
+        rows: Rows of the data.
+        said: Texts of the turns, the last one again and again; empty: turns of random tokens.
+        seed: Seed of the random tokens.
+
+    Raises:
+        ValueError: the environment cannot be loaded.
+        SeatFailed: its process does not start.
+    """
+    config = rehearsal.config
+    processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib, config.env)
+    await processes.start()
+    reader = TurnReader(rehearsal.tokenizer, rehearsal.parse)
+    rng, played = random.Random(seed), list[Played]()
+    try:
+        with ThreadPoolExecutor(1) as tokenizing:
+            for number, row in enumerate(rows):
+                link = _OneSeat(await processes.seat(), config.turn_timeout_s)
+                sizes = (rehearsal.max_tokens, rehearsal.max_model_len)
+                runner = EpisodeRunner(config, *sizes, reader, tokenizing, lambda link=link: link)
+                turns = _scripted(rehearsal.tokenizer, said) if said else _random(rehearsal.tokenizer, rng)
+                played.append(await runner.play(f"check/{number}", row, _sampler(turns)))
+    finally:
+        processes.close()
+    return played
+
+
+def _sampler(turns: Iterator[list[int]]) -> SampleTurn:
+    async def sample(
+        number: int,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        stop: Sequence[str],
+        structured: StructuredConfig | None,
+    ) -> SampledTurn:
+        ids = next(turns)
+        reason = "length" if len(ids) > max_tokens else "stop"
+        ids = ids[:max_tokens]
+        return SampledTurn(ids, [0.0] * len(ids), [{"version": 0, "start": 0, "end": len(ids)}], reason)
+
+    return sample
+
+
+def _scripted(tokenizer: PreTrainedTokenizerBase, said: Sequence[str]) -> Iterator[list[int]]:
+    own = turn_ends(tokenizer).own
+    end = [] if own is None else [own]
+    number = 0
+    while True:
+        ids: Any = tokenizer(said[min(number, len(said) - 1)], add_special_tokens=False)["input_ids"]
+        yield list(ids) + end
+        number += 1
+
+
+def _random(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[list[int]]:
+    ends = sorted(turn_ends(tokenizer).ids)
+    while True:
+        end = rng.sample(ends, min(1, len(ends)))
+        yield [*(rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, _RANDOM_TOKENS))), *end]
+
+
+@dataclass(frozen=True)
+class TokenStretch:
+    """Consecutive tokens of one author."""
+
+    row: int
+    """Row of the episode, from 0."""
+    name: str
+    """Who wrote them: `prompt`, `assistant`, `environment` ..."""
+    ids: Sequence[int]
+    loss: bool
+    text: str
+    reward: float | None = None
+    """Of the turn; None: it has none."""
+
+
+def stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenStretch]:
+    """The tokens of an episode by author, in order."""
+    found, rewards, before = list[TokenStretch](), dict(played.rewards), 0
+
+    def text(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    for row, segment in enumerate(played.segments):
+        found.append(TokenStretch(row, "prompt", segment.prompt_ids, loss=False, text=text(segment.prompt_ids)))
+        for turn in segment.turns:
+            own, sampled = segment.response_ids[turn["start"] : turn["end"]], turn["name"] == "assistant"
+            reward = rewards.get(before + turn["end"]) if sampled else None
+            found.append(TokenStretch(row, turn["name"], own, sampled, text(own), reward))
+        before += len(segment.response_ids)
+    return found
+
+
+def describe(played: Played, parts: Sequence[TokenStretch]) -> list[str]:
+    """The episode as lines: every stretch of tokens with who wrote it and whether it has loss, rewards and status."""
+    lines, rows = list[str](), len(played.segments)
+    for part in parts:
+        if rows > 1 and part.name == "prompt":
+            lines.append(f"row {part.row + 1} of {rows}")
+        shown = " ".join(map(str, part.ids[:12])) + (" ..." if len(part.ids) > 12 else "")
+        mask = "loss" if part.loss else "no loss"
+        lines.append(f"  {part.name:<11} {len(part.ids):>5} tokens, {mask:<7}  [{shown}]\n    {part.text!r}")
+        if part.reward is not None:
+            lines.append(f"  reward {part.reward:g}")
+    info = "".join(f", {name} {value:g}" for name, value in played.info.items())
+    lines.append(f"end: {played.status}, {played.finish_reason}, {len(played.turns)} turns{info}")
+    return lines

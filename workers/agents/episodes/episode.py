@@ -1,0 +1,439 @@
+"""One episode: the policy's turns on an engine and the environment's answers, until one of them ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from troupe.workers.agents.episodes.conversation import Added, Conversation, ConversationError
+from troupe.workers.agents.episodes.observed_text import cut_observation
+from troupe.workers.agents.episodes.turns import SampledTurn, Segment
+from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
+from troupe.workers.contract.environments import (
+    OK,
+    EnvironmentGone,
+    EpisodeReply,
+    Message,
+    Observation,
+    Row,
+    failed_status,
+)
+from troupe.workers.contract.roles import EnvironmentLink
+from troupe.workers.isolation.text import one_line
+
+RESTARTS = 3
+"""How often an episode starts again because its environment worker died."""
+_CALL_MARGIN_S = 10.0
+"""Time that a call may take beyond the environment's own bound."""
+_NO_WORKER_PAUSE_S = 0.5
+_LONG_CHARS = 100_000
+"""Characters of a long conversation: rendering and tokenizing one of these takes about 0.1 s."""
+_LONG_TURN = 512
+"""Tokens of a long turn: parsers of tool calls take seconds for some, and less than 0.1 s for shorter ones."""
+_MESSAGE_CHARS = 50
+"""What a message counts besides its content."""
+
+SampleTurn = Callable[[int, Sequence[int], int, Sequence[str], StructuredConfig | None], Awaitable[SampledTurn]]
+"""Samples one turn: (number of the turn, prompt ids, most tokens, further strings that end it, its form)."""
+
+
+class EpisodeFailed(Exception):
+    """The episode ends without a reward; the message is its status."""
+
+
+@dataclass
+class Played:
+    """A finished episode."""
+
+    segments: list[Segment]
+    finish_reason: str = "stop"
+    """`stop`: the environment ended it; `length`: out of tokens; `max_turns`."""
+    status: str = OK
+    response: str = ""
+    """Text of the last turn."""
+    messages: list[Message] = field(default_factory=list)
+    """The whole conversation."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens of all segments' responses up to the turn that is rewarded, reward)."""
+    turns: list[SampledTurn] = field(default_factory=list)
+    prompt_tokens: int = 0
+    """Tokens of the prompts of all turns."""
+    environment_s: float = 0.0
+    cut_observations: int = 0
+    restarts: int = 0
+    info: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens of all segments after their prompts."""
+        return sum(len(segment.response_ids) for segment in self.segments)
+
+    def insert(self, segment: Segment) -> None:
+        """Put a finished row before the last one, which continues; rewards of the last one keep their tokens."""
+        if not self.segments:
+            self.segments.append(segment)
+            return
+        start = self.response_tokens - len(self.segments[-1].response_ids)
+        grown = len(segment.response_ids)
+        self.rewards = [(end + grown if end > start else end, reward) for end, reward in self.rewards]
+        self.segments.insert(-1, segment)
+
+
+class Reader(Protocol):
+    """What an episode needs of the tokenizer; runs on the thread that owns it."""
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Conversation:
+        """The conversation with its first prompt."""
+        ...
+
+    def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
+        """From the tokens of a turn, which was `cut` or not, to the message for the environment and for the history."""
+        ...
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        ...
+
+    def adopt(self, conversation: Conversation) -> None:
+        """Continue a conversation that another reader began."""
+        ...
+
+
+@dataclass(frozen=True)
+class LongReader:
+    """A reader with its own tokenizer, and the thread that owns it."""
+
+    reader: Reader
+    thread: Executor
+
+
+@dataclass(frozen=True)
+class EpisodeRunner:
+    """Plays episodes with the same engine, environment and bounds."""
+
+    config: EpisodeConfig
+    max_tokens: int
+    """Most tokens of one turn."""
+    max_model_len: int
+    reader: Reader
+    tokenizing: Executor
+    """The thread that owns the tokenizer."""
+    link: Callable[[], EnvironmentLink]
+    """The current link: environment workers come and go."""
+    form_problem: Callable[[StructuredConfig], str] = lambda form: ""
+    """Why a turn cannot have this form; empty: it can."""
+    long: LongReader | None = None
+    """Reads long conversations and turns, so that other episodes do not wait for them; None: one thread reads all."""
+
+    async def play(self, key: str, row: Row, sample: SampleTurn) -> Played:
+        """Play one episode. A failure of the environment is a status; errors of the engine are raised.
+
+        Args:
+            key: Name of the episode, unique over all engines.
+            row: The row of the data.
+            sample: Samples one turn.
+        """
+        deadline = asyncio.get_running_loop().time() + self.config.episode_timeout_s
+        restarts = 0
+        while True:
+            state = _OpenEpisode(Played([], restarts=restarts), [message["content"] for message in row.messages])
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._play(state, f"{key}/{restarts}", row, sample)
+            except EnvironmentGone as error:
+                state.fail(f"its environment worker died: {error}")
+                if (state.begun and restarts == RESTARTS) or asyncio.get_running_loop().time() >= deadline:
+                    return state.played
+                restarts += state.begun
+                await asyncio.sleep(0 if state.begun else _NO_WORKER_PAUSE_S)  # until the deadline
+                continue
+            except EpisodeFailed as error:
+                state.fail(str(error))
+            except TimeoutError:
+                state.fail(f"the episode is not done after {self.config.episode_timeout_s:g} s")
+            return state.played
+
+    async def _play(self, state: _OpenEpisode, key: str, row: Row, sample: SampleTurn) -> None:
+        link = self.link()
+        worker, reply = await self._timed(state, link.begin(key, row, self.config.episode_timeout_s))
+        state.begun = True
+        try:
+            asked = await self._first(state, self._observed(state, reply))
+            while not state.over:
+                message = await self._turn(state, asked, sample)
+                if state.over:
+                    break
+                timeout_s = self.config.turn_timeout_s + _CALL_MARGIN_S
+                reply = await self._timed(state, link.step(worker, key, message, timeout_s))
+                asked = await self._take(state, asked, self._observed(state, reply))
+        finally:
+            if not state.done:
+                link.end(worker, key)
+
+    async def _first(self, state: _OpenEpisode, observation: Observation) -> _Asked:
+        """What is asked of the policy at first. Raises EpisodeFailed."""
+        conversation = await self._start(observation)
+        asked = await self._ask(conversation, observation, observation.tools)
+        if asked.refusal is None or not observation.refusable:
+            state.begin(conversation)
+        if asked.refusal is not None and not observation.refusable:
+            tokens = len(conversation.prompt_ids)
+            raise EpisodeFailed(f"the first prompt has {tokens} tokens, and max_model_len is {self.max_model_len}")
+        await self._branch(state, observation)
+        return asked
+
+    async def _turn(self, state: _OpenEpisode, asked: _Asked, sample: SampleTurn) -> Message:
+        """Sample one turn, with those of the branches, and record them; returns the message for the environment."""
+        first = len(state.played.turns)
+        branches, state.branches = state.branches, []
+        wanted = [one for one in (asked, *branches) if one.refusal is None]
+        sampled = wanted[: self.config.max_turns - first]
+        sampling = (self._sample(number, one, sample) for number, one in enumerate(sampled, first))
+        turns = dict(zip(sampled, await asyncio.gather(*sampling), strict=True))
+        also = []
+        for branch in branches:
+            if branch.refusal is not None:
+                also.append(branch.refusal)
+            elif branch in turns:
+                also.append(await self._read_branch(state, branch, turns[branch]))
+        answer = asked.refusal or await self._read_main(state, asked, turns[asked])
+        if len(sampled) < len(wanted) and asked.observation.refusable:
+            state.end("max_turns")  # those without a response would wait for it
+        return answer | ({"also": also} if also else {})
+
+    async def _sample(self, number: int, asked: _Asked, sample: SampleTurn) -> SampledTurn:
+        """Sample the next turn of a conversation."""
+        prompt, longest = asked.conversation.prompt_ids, asked.observation.max_tokens or self.max_tokens
+        room = min(self.max_tokens, self.max_model_len - len(prompt), longest)
+        form = asked.observation.structured
+        structured = None if form is None else StructuredConfig.model_validate(form)
+        return await sample(number, prompt, room, asked.observation.stop, structured)
+
+    async def _read_branch(self, state: _OpenEpisode, branch: _Asked, turn: SampledTurn) -> Message:
+        """Record a turn as a row; its message for the environment."""
+        segment = Segment(list(branch.conversation.prompt_ids))
+        message, _ = await self._read(state, segment, turn, branch.tools)
+        state.played.insert(segment)
+        state.played.messages += [*branch.observation.messages, message]
+        return await self._told(message, branch, turn)
+
+    async def _read_main(self, state: _OpenEpisode, asked: _Asked, turn: SampledTurn) -> Message:
+        """Record a turn at the end of the last row; its message for the environment."""
+        played = state.played
+        message, history = await self._read(state, played.segments[-1], turn, asked.tools)
+        answer = await self._told(message, asked, turn)
+        asked.conversation.add_response(turn.ids, history)
+        state.cut = turn.finish_reason == "length"
+        played.response = message["content"]
+        played.messages.append(message)
+        return answer
+
+    async def _read(
+        self, state: _OpenEpisode, segment: Segment, turn: SampledTurn, tools: Sequence[Any] | None
+    ) -> tuple[Message, Message]:
+        """Record a turn at the end of a row; its messages for the environment and for the history."""
+        state.played.prompt_tokens += segment.tokens
+        state.played.turns.append(turn)
+        segment.sampled(turn)
+        long = self.long is not None and len(turn.ids) > _LONG_TURN
+        reader = self.long.reader if long and self.long is not None else self.reader
+        read = partial(reader.read, turn.ids, tools, cut=turn.finish_reason == "length")
+        return await self._run(read, long=long)
+
+    async def _told(self, message: Message, asked: _Asked, turn: SampledTurn) -> Message:
+        """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""
+        counts = {"prompt_tokens": len(asked.conversation.prompt_ids), "completion_tokens": len(turn.ids)}
+        told = message | {"finish_reason": turn.finish_reason, "usage": counts}
+        if not asked.observation.logprobs:
+            return told
+        texts = await self._run(self.reader.texts, turn.ids)
+        return told | {"logprobs": [[text, value] for text, value in zip(texts, turn.logprobs, strict=True)]}
+
+    async def _start(self, asked: Observation) -> Conversation:
+        """The conversation that an observation begins. Raises EpisodeFailed for one without tokens."""
+        long = self._is_long(asked.messages, asked.tools)
+        reader = self.long.reader if long and self.long is not None else self.reader
+        conversation: Conversation = await self._run(reader.start, asked.messages, asked.tools, long=long)
+        if not conversation.prompt_ids:
+            raise EpisodeFailed("the prompt is empty")
+        return conversation
+
+    async def _branch(self, state: _OpenEpisode, observation: Observation) -> None:
+        """Begin the conversations that are sampled along with the next turn; the episode ends where one has no room."""
+        for asked in observation.also:
+            conversation = await self._start(asked)
+            branch = await self._ask(conversation, asked, asked.tools)
+            if branch.refusal is not None and not asked.refusable:
+                state.end("length")
+            state.branches.append(branch)
+
+    async def _ask(self, conversation: Conversation, observation: Observation, tools: Sequence[Any] | None) -> _Asked:
+        """The next turn of a conversation, with the answer to a request that is refused.
+
+        Raises:
+            EpisodeFailed: the form cannot be used, and the observation is no request.
+        """
+        tokens, most, refused = len(conversation.prompt_ids), self.max_model_len, None
+        if tokens >= most:
+            why = f"This model's maximum context length is {most} tokens. However, your messages have {tokens} tokens."
+            refused = _refused("context_length_exceeded", f"{why} Please reduce the length of the messages.")
+        elif observation.structured is not None:
+            form = StructuredConfig.model_validate(observation.structured)
+            if problem := await self._run(self.form_problem, form):
+                if not observation.refusable:
+                    raise EpisodeFailed(f"structured: {problem}")
+                refused = _refused("unsupported_form", f"the form of the response cannot be used: {problem}")
+        return _Asked(conversation, observation, tools, refused)
+
+    async def _take(self, state: _OpenEpisode, asked: _Asked, observation: Observation) -> _Asked:
+        """Record the environment's answer to a turn, and whether the episode ends with it; what it asks next."""
+        played = state.played
+        played.info |= observation.info
+        if observation.reward is not None:
+            played.rewards.append((played.response_tokens, observation.reward))
+        state.done = observation.done
+        if observation.done and not played.turns:
+            raise EpisodeFailed("it ended before the policy's first turn")
+        if state.cut and self.config.truncated_turns == "end":
+            state.end("length")
+        elif observation.done:
+            state.end("stop")
+        elif len(played.turns) >= self.config.max_turns:
+            state.end("max_turns")
+        else:
+            return await self._next(state, asked, observation)
+        played.messages += observation.messages
+        return asked
+
+    async def _next(self, state: _OpenEpisode, asked: _Asked, observation: Observation) -> _Asked:
+        """Continue or begin a conversation, and its row."""
+        played, conversation, tools, added = state.played, asked.conversation, asked.tools, None
+        if observation.restart:
+            conversation, tools = await self._start(observation), observation.tools
+        elif asked.refusal is not None:
+            raise EpisodeFailed("a request that was refused can only be followed by a separate conversation")
+        else:
+            added = await self._add(conversation, observation.messages)
+        following = await self._ask(conversation, observation, tools)
+        if following.refusal is None or not observation.refusable:
+            played.messages += observation.messages
+        if following.refusal is not None:
+            state.refusals += 1
+            if not observation.refusable or state.refusals >= self.config.max_turns:
+                state.end("length")
+        elif added is None or added.forked:
+            played.segments.append(Segment(list(conversation.prompt_ids)))
+        else:
+            played.segments[-1].added(added.ids)
+        await self._branch(state, observation)
+        return following
+
+    def _observed(self, state: _OpenEpisode, reply: EpisodeReply) -> Observation:
+        """The observation of a reply, its messages cut to the bound. Raises EpisodeFailed."""
+        if reply.status != OK:
+            state.done = True  # the worker has closed it
+            raise EpisodeFailed(reply.status)
+        return self._bounded(state, reply.observation)
+
+    def _bounded(self, state: _OpenEpisode, observation: Observation) -> Observation:
+        """The observation with its messages cut to the bound. What they show of the data's prompt does not count."""
+        messages: list[Message] = []
+        for message in observation.messages:
+            shown = cut_observation(message["content"], self.config.max_observation_chars, state.prompts)
+            if shown != message["content"]:
+                state.played.cut_observations += 1
+            messages.append(message | {"content": shown})
+        return replace(observation, messages=messages, also=[self._bounded(state, one) for one in observation.also])
+
+    async def _timed(self, state: _OpenEpisode, call: Awaitable[Any]) -> Any:
+        """Wait for the environment, and count the time."""
+        started = time.monotonic()
+        try:
+            return await call
+        finally:
+            state.played.environment_s += time.monotonic() - started
+
+    async def _add(self, conversation: Conversation, messages: Sequence[Message]) -> Added:
+        """Append what follows a turn. Raises EpisodeFailed."""
+        if self.long is None or not self._is_long([*conversation.messages, *messages]):
+            return await self._run(conversation.add_messages, messages)
+        reader = self.long.reader
+
+        def add() -> Added:
+            reader.adopt(conversation)
+            return conversation.add_messages(messages)
+
+        return await self._run(add, long=True)
+
+    def _is_long(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> bool:
+        """Whether the messages are read on a thread that others do not wait for, if there is one."""
+        others = [tools or (), *(message.get("tool_calls") or () for message in messages)]
+        texts = sum(len(message["content"]) + _MESSAGE_CHARS for message in messages)
+        return texts + sum(len(str(other)) for other in others if other) > _LONG_CHARS
+
+    async def _run(self, function: Callable[..., Any], *args: Any, long: bool = False) -> Any:
+        """Call a function on the thread that owns its tokenizer. Raises EpisodeFailed for whatever it raises."""
+
+        def called() -> Any:
+            try:
+                return function(*args)
+            except ConversationError as error:
+                raise EpisodeFailed(f"chat template: {error}") from error
+            except Exception as error:  # a tokenizer and a parser can raise anything on what an episode says
+                raise EpisodeFailed(one_line(f"{type(error).__name__}: {error}")) from error
+
+        thread = self.long.thread if long and self.long is not None else self.tokenizing
+        return await asyncio.get_running_loop().run_in_executor(thread, called)
+
+
+def _refused(code: str, why: str) -> Message:
+    """The answer to a request that is refused."""
+    return {"role": "assistant", "content": "", "refused": {"code": code, "message": why}}
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A conversation whose next turn is asked for."""
+
+    conversation: Conversation
+    observation: Observation
+    tools: Sequence[Any] | None
+    refusal: Message | None
+    """The answer where the request is refused, and no turn is sampled."""
+
+
+@dataclass
+class _OpenEpisode:
+    """An episode under way."""
+
+    played: Played
+    prompts: Sequence[str]
+    """Texts of the row's messages."""
+    branches: list[_Asked] = field(default_factory=list)
+    """Sampled along with the next turn."""
+    refusals: int = 0
+    """Requests that were refused."""
+    cut: bool = False
+    """Whether the last turn was cut at its token limit."""
+    begun: bool = False
+    """Whether a worker holds, or held, the episode."""
+    over: bool = False
+    """Whether no further turn is sampled."""
+    done: bool = False
+    """Whether the environment has ended it."""
+
+    def begin(self, conversation: Conversation) -> None:
+        self.played.segments.append(Segment(list(conversation.prompt_ids)))
+        self.played.messages = list(conversation.messages)
+
+    def end(self, reason: str) -> None:
+        self.played.finish_reason = reason
+        self.over = True
+
+    def fail(self, status: str) -> None:
+        self.played.status = failed_status(len(self.played.turns), status, self.played.response)

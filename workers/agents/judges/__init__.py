@@ -1,0 +1,1 @@
+"""Rewards that a language model gives: by the role `judge` or by an endpoint."""
