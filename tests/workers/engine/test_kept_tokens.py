@@ -18,9 +18,9 @@ from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
 from tests.kept_tokens import words_of
+from troupe.workers.agents.episodes.turns import SampledTurn
 from troupe.workers.engine import kept_tokens
 from troupe.workers.engine.rows import _status, sampled_turn
-from troupe.workers.episodes.turns import SampledTurn
 
 GONE = -torch.inf
 
