@@ -100,8 +100,10 @@ async def worker(tiny_model: Path, policy: Policy) -> AsyncIterator[RolloutWorke
 
 
 def adapted(model: Path) -> RolloutConfig:
-    """An engine that samples with adapters, and may rest."""
-    return rollout_config(model).model_copy(update={"lora": LORA, "sleep": "kv_cache"})
+    """An engine that samples with adapters from a nucleus, whose tokens it records, and may rest."""
+    config = rollout_config(model)
+    sampling = config.sampling.model_copy(update={"top_p": 0.95})
+    return config.model_copy(update={"lora": LORA, "sleep": "kv_cache", "sampling": sampling})
 
 
 async def rows(worker: RolloutWorker, request: GroupRequest = REQUEST) -> list[dict[str, Any]]:

@@ -416,8 +416,6 @@ class EngineProcess(Frozen):
     device: Device
     threads: int
     enforce_eager: bool
-    records_kept: bool = False
-    """Whether the engine records the tokens that its sampler keeps (`workers/engine/kept_tokens.py`)."""
 
 
 class JudgeConfig(Frozen):
@@ -641,12 +639,8 @@ class RolloutConfig(Frozen):
     @property
     def process(self) -> EngineProcess:
         """What its processes need to know before they import vLLM."""
-        return EngineProcess(
-            device=self.device,
-            threads=self.engine.threads,
-            enforce_eager=self.engine.enforce_eager,
-            records_kept=self.sampling.truncates,
-        )
+        engine = self.engine
+        return EngineProcess(device=self.device, threads=engine.threads, enforce_eager=engine.enforce_eager)
 
 
 class PolicyConfig(Frozen):

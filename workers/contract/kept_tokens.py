@@ -17,6 +17,8 @@ BITMAP = -1
 _WORD_BITS = 32
 
 Words = npt.NDArray[np.int32]
+Offsets = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.uint32]
 Kept = npt.NDArray[np.bool_]
 
 
@@ -25,23 +27,31 @@ def bitmap_words(vocabulary: int) -> int:
     return 1 + -(-vocabulary // _WORD_BITS)
 
 
-def write_kept(kept: Kept) -> list[Words]:
-    """The words of each row of `kept` [rows, vocabulary]: True on the tokens that were left."""
-    rows, vocabulary = kept.shape
-    counts = np.count_nonzero(kept, axis=1)
-    words: list[Words] = [np.empty(0, np.int32)] * rows
-    for row in np.flatnonzero(counts < vocabulary):
-        own = kept[row]
-        words[row] = np.flatnonzero(own).astype(np.int32) if counts[row] < bitmap_words(vocabulary) else _bitmap(own)
-    return words
+def write_kept(bits: Bits, vocabulary: int) -> tuple[Words, Offsets]:
+    """The words of some tokens, one after the other, and [tokens + 1] where those of each begin and the last end.
+
+    Args:
+        bits: [tokens, ceil(vocabulary / 32)]: 1 on the tokens that were left, the first in the lowest bit; 0 behind
+            the vocabulary.
+        vocabulary: Tokens of it.
+    """
+    counts = np.bitwise_count(bits).sum(axis=1, dtype=np.int64)
+    listed = counts < min(bitmap_words(vocabulary), vocabulary)
+    mapped = ~listed & (counts < vocabulary)
+    sizes = np.where(listed, counts, np.where(mapped, bitmap_words(vocabulary), 0))
+    words = np.empty(sizes.sum(), np.int32)
+    words[np.repeat(listed, sizes)] = _ids(bits[listed])
+    maps = np.pad(bits[mapped].view(np.int32), ((0, 0), (1, 0)), constant_values=BITMAP)
+    words[np.repeat(mapped, sizes)] = maps.ravel()
+    return words, np.concatenate([[0], np.cumsum(sizes)])
 
 
-def _bitmap(kept: Kept) -> Words:
-    words = np.zeros(bitmap_words(len(kept)), "<i4")
-    words[0] = BITMAP
-    bits = np.packbits(kept, bitorder="little")
-    words[1:].view(np.uint8)[: len(bits)] = bits
-    return words.astype(np.int32, copy=False)
+def _ids(bits: Bits) -> npt.NDArray[np.int64]:
+    """The numbers of the bits that are 1, row by row. Most bytes are 0: they are skipped two at a time."""
+    pairs = bits.view(np.uint16)
+    places = np.flatnonzero(pairs != 0)
+    found = np.flatnonzero(np.unpackbits(pairs.ravel()[places].view(np.uint8), bitorder="little").view(np.bool_))
+    return places[found >> 4] % pairs.shape[1] * 16 + (found & 15)
 
 
 def kept_of(words: Words, vocabulary: int) -> Kept:

@@ -1,33 +1,43 @@
 """Recording of the tokens that vLLM's sampler leaves to each sampled token, as it applies them.
 
 vLLM masks the logits of the others with -inf, in place, before it samples and before it takes the log-probs
-(`processed_logprobs`). What is finite there is the set that the token was sampled from, whatever kernel chose it. vLLM
-returns such sets (`return_sampling_mask`) from one of its two model runners, for a top-k alone, and refuses greedy
-requests then. Here its other runner, the one of the CPU, gives them on the way that vLLM has for them, with the tokens
-and their log-probs: a request that is preempted, stopped or aborted has the sets of its tokens.
+(`processed_logprobs`). What is finite there is the set that the token was sampled from, whatever kernel chose it. Its
+model runner V2 (on GPUs) returns such sets (`return_sampling_mask`); its runner V1 (on the CPU) is made to return them
+the same way, with the tokens and their log-probs: a request that is preempted, stopped or aborted has the sets of its
+tokens. Either packs them on the device into a bit for each token and copies them without a wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from troupe.workers.contract.kept_tokens import Words, keeps, write_kept
+from troupe.workers.contract.kept_tokens import bitmap_words, keeps, write_kept
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import SamplingMaskLists
+    from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+logger = logging.getLogger(__name__)
+
+_GATHER = 0x0102040810204080
+"""Eight bytes of 0 or 1 times this have their bits in the highest byte, the first in the lowest one."""
 
 
 def recording_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """vLLM's own scheduler, which passes on what `record_kept_tokens` records (vLLM calls this by its name).
 
-    The setting of vLLM would also refuse the runner and, of each request, a temperature of 0 and no top-k.
+    The setting of vLLM would also refuse runner V1 and, of each request, a temperature of 0 and no top-k.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -41,56 +51,104 @@ def recording_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
 def record_kept_tokens(runner: Any) -> None:
     """Have a model runner return the sets with its outputs; called once, in each process of an engine.
 
+    An error of this ends no engine: the tokens of that step have no sets, and `kept_tokens` says so of their samples.
+    With runner V1 a step in which no request asks for log-probs, as that of a probe, has none either.
+
     Raises:
-        RuntimeError: it is another runner than the one whose sampler is known.
+        RuntimeError: it is another runner than the two whose samplers are known.
     """
     from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    sampler: Any = runner.sampler
-    if not (isinstance(runner, GPUModelRunner) and type(sampler) is Sampler):
+    if type(runner.sampler) is SamplerV2:
+        vars(runner.sampler).update(return_sampling_mask=True, use_flashinfer=False)  # as vLLM's setting does
+        masks: Any = SamplingMaskTensors
+        masks.tolists = _sets_of_v2
+    elif isinstance(runner, GPUModelRunner) and type(runner.sampler) is Sampler:
+        _record_v1(runner)
+    else:
         raise RuntimeError(f"the tokens that {type(runner).__name__} leaves to a sample cannot be recorded")
+
+
+def _sets_of_v2(masks: SamplingMaskTensors, _sampled: Any = None) -> SamplingMaskLists | None:
+    """What runner V2 returns instead of lists that hold all tokens where all were left."""
+    with _errors_logged():
+        bits = masks.packed_mask.numpy()
+        bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))
+        bits[masks.counts.numpy() == 0] = 0  # not written where a request got no token
+        return _sets(bits, masks.vocab_size)
+
+
+def _record_v1(runner: Any) -> None:
+    """Wrap the functions of a runner V1 that sample and that return the output of a step."""
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
+
+    sampler = runner.sampler
     sample, sample_tokens = sampler.sample, runner.sample_tokens
-    last: list[SamplingMaskLists] = []
+    last: list[tuple[torch.Tensor, int]] = []
 
     def recorded_sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         sampled, logprobs = sample(*args, **kwargs)
-        if logprobs is None:
-            raise RuntimeError("vLLM's sampler returned no log-probs")
-        last[:] = [_as_lists(write_kept((logprobs > -torch.inf).cpu().numpy()))]
+        if logprobs is not None:
+            with _errors_logged():
+                # On a GPU this copies to pinned memory, and nothing waits for it: vLLM's own copies, for which it waits
+                # before it reads an output, come after it.
+                last[:] = [(_packed(logprobs).to("cpu", non_blocking=True), logprobs.shape[1])]
         return sampled, logprobs
 
     def recorded_tokens(*args: Any, **kwargs: Any) -> Any:
         last.clear()
         output = sample_tokens(*args, **kwargs)
         if last:
-            inner = output._model_runner_output if isinstance(output, AsyncGPUModelRunnerOutput) else output
-            inner.sampling_masks = last.pop()
+            add = partial(_add_sets, *last.pop())
+            if isinstance(output, AsyncGPUModelRunnerOutput):
+                vars(output)["get_output"] = lambda read=output.get_output: add(read())
+            else:
+                add(output)
         return output
 
     vars(sampler)["sample"] = recorded_sample
     vars(runner)["sample_tokens"] = recorded_tokens
 
 
-def _as_lists(rows: Sequence[Words]) -> SamplingMaskLists:
-    """One row for each request of a step, in the form of vLLM's own sets; words are instead of ids."""
+@contextmanager
+def _errors_logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.exception("the tokens that the sampler left cannot be recorded")
+
+
+def _packed(logprobs: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, a multiple of 4]: a bit for each token, 1 where its log-prob is finite, on the same device."""
+    rows, vocabulary = logprobs.shape
+    kept = logprobs.new_zeros(rows, 32 * (bitmap_words(vocabulary) - 1), dtype=torch.bool)
+    torch.gt(logprobs, -torch.inf, out=kept[:, :vocabulary])
+    return kept.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def _add_sets(packed: torch.Tensor, vocabulary: int, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    """Give an output the sets of its tokens."""
+    with _errors_logged():
+        output.sampling_masks = _sets(packed.numpy(), vocabulary)
+    return output
+
+
+def _sets(packed: npt.NDArray[np.uint8], vocabulary: int) -> SamplingMaskLists:
+    """Sets in the form of vLLM's own; words are instead of ids."""
     from vllm.v1.outputs import SamplingMaskLists
 
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return SamplingMaskLists(np.concatenate([np.empty(0, np.int32), *rows]), offsets)
+    return SamplingMaskLists(*write_kept(packed.view(np.uint32), vocabulary))
 
 
-def kept_tokens(completion: CompletionOutput) -> list[bytes]:
-    """The words of each sampled token of a response.
-
-    Raises:
-        RuntimeError: vLLM did not return the sets, or a token is not in its own.
-    """
-    mask = completion.sampling_mask
-    if mask is None or len(mask.token_ids) != len(completion.token_ids):
-        raise RuntimeError("vLLM did not return the tokens that it left to each sampled token")
-    for token, words in zip(completion.token_ids, mask.token_ids, strict=True):
+def kept_tokens(completion: CompletionOutput) -> tuple[list[bytes], str]:
+    """The words of each sampled token of a response, and why they are not known (each is empty then), or nothing."""
+    mask, ids = completion.sampling_mask, completion.token_ids
+    if mask is None or len(mask.token_ids) != len(ids):
+        return [b""] * len(ids), "the tokens that the sampler left were not recorded; the engine's log may say why"
+    for token, words in zip(ids, mask.token_ids, strict=True):
         if not keeps(words, token):
-            raise RuntimeError(f"vLLM sampled token {token}, which is not among those that it left to it")
-    return [np.array(words, np.int32).tobytes() for words in mask.token_ids]
+            return [b""] * len(ids), f"token {token} is not among those that the sampler left to it"
+    return [np.array(words, np.int32).tobytes() for words in mask.token_ids], ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
-_NOT_FINITE = "engine: a log-prob of the response is not finite"
+_NOT_FINITE = "a log-prob of the response is not finite"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class RowBuilder:
         return self._response(index, list(turn.ids)) | {
             "rollout_logprobs": turn.logprobs,
             "kept_tokens": turn.kept if self.records else None,
-            "episode_status": _status(OK, turn.logprobs),
+            "episode_status": _status(OK, turn),
             "weight_versions": turn.versions,
             "finish_reason": turn.finish_reason,
             "generate_s": turn.generate_s,
@@ -57,7 +56,7 @@ class RowBuilder:
         last = len(segments) - 1
         shared = {
             "finish_reason": played.finish_reason,
-            "episode_status": _status(played.status, *(segment.logprobs for segment in segments)),
+            "episode_status": _status(played.status, *played.turns),
             "response": played.response,
             "conversation": json.dumps(played.messages, ensure_ascii=False),
             "generate_s": sum(turn.generate_s for turn in played.turns),
@@ -112,11 +111,9 @@ class RowBuilder:
         }
 
 
-def _status(status: str, *logprobs: Sequence[float]) -> str:
-    """The status of a sample: a response without usable log-probs cannot be trained."""
-    if status == OK and not all(math.isfinite(value) for row in logprobs for value in row):
-        return _NOT_FINITE
-    return status
+def _status(status: str, *turns: SampledTurn) -> str:
+    """The status of a sample: one with a turn that cannot be trained has failed."""
+    return next((f"engine: {turn.problem}" for turn in turns if turn.problem), OK) if status == OK else status
 
 
 def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
@@ -130,12 +127,15 @@ def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
     timing = output.metrics
     if timing is None or completion.finish_reason is None:
         raise RuntimeError("vLLM returned no timings, or an unfinished response")
+    logprobs = _sampled_logprobs(completion)
+    kept, problem = kept_tokens(completion) if records else ((), "")
     return SampledTurn(
         ids=list(completion.token_ids),
-        logprobs=_sampled_logprobs(completion),
+        logprobs=logprobs,
         versions=_version_spans(completion),
         finish_reason=completion.finish_reason,
-        kept=kept_tokens(completion) if records else (),
+        kept=kept,
+        problem=problem if all(map(math.isfinite, logprobs)) else _NOT_FINITE,
         cached_tokens=output.num_cached_tokens or 0,
         generate_s=max(0.0, timing.last_token_ts - timing.queued_ts),
         first_token_s=max(0.0, timing.first_token_ts - timing.queued_ts),

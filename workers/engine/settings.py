@@ -55,8 +55,6 @@ def set_import_environment(engine: EngineProcess) -> None:
         # A fork of a process with threads and an event loop can deadlock.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    if engine.records_kept:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # see `record_kept_tokens`
     for name, value in {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",

@@ -24,11 +24,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.kept_tokens import words_of
 from troupe.orchestrator.insight.audit.attribution import attribute
 from troupe.workers.audit.scorer import _above, _truncated, score_tokens
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
-from troupe.workers.contract.kept_tokens import write_kept
 from troupe.workers.contract.messages import KEPT_TOKENS, ROLLOUTS
 
 TEMPERATURE = 0.8
@@ -154,7 +154,7 @@ def test_every_score_is_among_the_tokens_that_the_sampler_left(folders: tuple[Pa
     left = np.zeros((len(PROMPTS), vocabulary), np.bool_)
     left[:, 1 : vocabulary // 2] = True
     left[:, list({token for response in RESPONSES for token in response})] = True
-    words = [[row.tobytes()] * len(response) for row, response in zip(write_kept(left), RESPONSES, strict=True)]
+    words = [[row.tobytes()] * len(response) for row, response in zip(words_of(left), RESPONSES, strict=True)]
     place = table.column_names.index("kept_tokens")
     table = table.set_column(place, KEPT_TOKENS, pa.array(words, KEPT_TOKENS.type))
     found, whole = (score_tokens(request(folders), rows, scores()) for rows in (table, rollouts()))

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tests.kept_tokens import packed, words_of
 from troupe.workers.contract.kept_tokens import bitmap_words, keeps, kept_of, write_kept
 from troupe.workers.contract.messages import ROLLOUTS
 from troupe.workers.models.kept_tokens import left_out, read_kept
@@ -37,7 +38,7 @@ def test_what_is_written_is_read(kept: np.ndarray) -> None:
     """By the trainer and by the audit's scorer; within the bound, and empty where everything was left."""
     kept[:, 0] = True  # a sampler leaves at least one token
     rows, vocabulary = kept.shape
-    words = write_kept(kept)
+    words = words_of(kept)
     read = read_kept(column([row.tobytes() for row in words]), torch.tensor([rows]))
     assert read is not None
     assert torch.equal(left_out(read, vocabulary, torch.device("cpu")), ~torch.from_numpy(kept))
@@ -48,12 +49,22 @@ def test_what_is_written_is_read(kept: np.ndarray) -> None:
         assert [keeps(own.tolist(), token) for token in range(vocabulary)] == expected.tolist()
 
 
+@given(SETS, st.lists(st.sampled_from(["as drawn", "few", "all"]), min_size=4, max_size=4))
+def test_rows_that_are_written_at_once_are_those_written_one_by_one(kept: np.ndarray, forms: list[str]) -> None:
+    for row, form in zip(kept, forms, strict=False):
+        row[:] = {"as drawn": row, "few": np.arange(len(row)) % 40 == 3, "all": True}[form]
+    words, ends = write_kept(packed(kept), kept.shape[1])
+    expected = words_of(kept)
+    assert words.dtype == np.int32 and np.array_equal(words, np.concatenate(expected))
+    assert ends.tolist() == [0, *np.cumsum([len(row) for row in expected])]
+
+
 def test_few_tokens_are_ids_and_many_are_bits() -> None:
     kept = np.zeros((3, 96), np.bool_)
     kept[0, [3, 40, 95]] = True
     kept[1, :40] = True
     kept[2] = True
-    ids, bits, everything = write_kept(kept)
+    ids, bits, everything = words_of(kept)
     assert ids.tolist() == [3, 40, 95]
     assert bits.tolist() == [-1, -1, 0b11111111, 0]  # the marker, 32 tokens, 8 tokens, none
     assert everything.tolist() == []
@@ -112,7 +123,7 @@ def measured(
     module = CausalLogprobs.__new__(CausalLogprobs)
     torch.nn.Module.__init__(module)
     module.entropy_grad = True
-    words = write_kept(kept)
+    words = words_of(kept)
     lengths = torch.tensor([len(row) for row in words])
     return module._measure(logits, targets, temperature, Ragged(torch.from_numpy(np.concatenate(words)), lengths))
 

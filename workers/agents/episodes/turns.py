@@ -35,6 +35,8 @@ class SampledTurn:
     """`stop` or `length`."""
     kept: Sequence[bytes] = ()
     """The tokens that the sampler left to each one (`contract/kept_tokens.py`); none: they are not recorded."""
+    problem: str = ""
+    """Why it cannot be trained; empty: it can."""
     cached_tokens: int = 0
     """Tokens of the prompt that the engine read from its cache."""
     generate_s: float = 0.0
