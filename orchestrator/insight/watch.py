@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         status = HTTPStatus.OK if block is not None else HTTPStatus.NOT_FOUND
         return status, "application/json", as_json(block)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the name in the base class)
+    def log_message(self, format: str, *args: object) -> None:
         """Requests are not logged: a page asks every two seconds."""
 
 
