@@ -9,8 +9,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 _ON_CPU = """
 from tests.workers.models import test_heads
 from troupe.workers.models import head_kernels, heads
@@ -23,22 +21,19 @@ def product(left, right, out=None):
 
 
 head_kernels.product = product
-head_kernels.GPU_TILE_COLUMNS, head_kernels._BLOCK = {columns}, {block}
 heads._functions = lambda device: (head_kernels.sums, head_kernels.gradients, product)
-for factor in (1.0, 1 / 0.7):
-    for entropy_grad in (False, True):
+# Tiles of 64 columns, the last one of 8, that a program reads in pieces; and the sizes of a GPU.
+for head_kernels.GPU_TILE_COLUMNS, head_kernels._BLOCK in ((64, 16), (8192, 2048)):
+    for factor, entropy_grad in ((1.0, False), (1 / 0.7, True)):
         # The interpreter truncates to bfloat16; a GPU rounds.
         test_heads.check_token_logprobs(factor, entropy_grad, rounding=1e-2)
-test_heads.test_logits_far_apart_and_infinite_ones()
-test_heads.test_a_frozen_head_gets_no_gradient_and_no_states_one_of_zero()
+    test_heads.test_logits_far_apart_and_infinite_ones()
+    test_heads.test_a_frozen_head_gets_no_gradient_and_no_states_one_of_zero()
 print("all hold")
 """
 
 
-@pytest.mark.parametrize(("columns", "block"), [(64, 16), (8192, 2048)])
-def test_the_kernels_pass_the_tests_of_the_head(columns: int, block: int) -> None:
-    """Tiles of 64 columns, the last one of 8, that a program reads in pieces; and the sizes of a GPU."""
-    script = _ON_CPU.format(columns=columns, block=block)
+def test_the_kernels_pass_the_tests_of_the_head() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", _ON_CPU], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.endswith("all hold\n"), done.stderr[-3000:]
