@@ -221,7 +221,7 @@ class PolicyWorker(TrainingRank):
     def connect_engines(self, link: EngineLink) -> None:
         """Join the rollout engines for transfers from device to device. Collective.
 
-        nccl and ipc are untested on GPU.
+        nccl is untested on GPU.
         """
         self._disconnect()
         engine = self.engine

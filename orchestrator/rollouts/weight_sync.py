@@ -302,7 +302,7 @@ class FileSync:
 
 
 class DeviceSync:
-    """Weights from device to device (nccl, ipc, gloo), verified by checksums. nccl and ipc are untested on GPU.
+    """Weights from device to device (nccl, ipc, gloo), verified by checksums. nccl is untested on GPU.
 
     The trainer's sender drives the engines. They compute the checksums of what arrived, on their own devices, and
     serve it only if these are the sender's. A failed transfer closes all engines that took part; it is repeated once,
