@@ -68,10 +68,10 @@ bench: models ## run the benchmarks that are not recorded for this code, and wri
 bench-quick: models ## run small benchmarks and compare them with the recorded ratios of this kind of machine
 	$(RUN) "$(BIN)/python" -m benchmarks.quick $(ARGS)
 
-# With NVIDIA's driver the environment is that of gpu.lock, unless the check is to run on the CPU.
-gpu-check: ## check Troupe on NVIDIA GPUs, in pieces of under ten minutes; ARGS="--only ipc" runs some
-	@$(MAKE) --no-print-directory models $(if $(findstring --on-cpu,$(ARGS)),,$(if $(wildcard /proc/driver/nvidia/version),GPU=1))
-	@$(RUN) "$(BIN)/python" -m deploy.gpu_check $(ARGS)
+# Where NVIDIA's driver is loaded, the environment is that of gpu.lock.
+gpu-check: ## run the tests that need NVIDIA GPUs; ARGS=--lf runs those that failed, ARGS="-k sleep" some
+	@$(MAKE) --no-print-directory models $(if $(wildcard /proc/driver/nvidia/version),GPU=1)
+	$(RUN) "$(BIN)/python" -m pytest tests/gpu -m gpu --junitxml runs/gpu-check.xml $(ARGS)
 
 clean: ## remove caches and build products, but keep the environment, the models and runs/
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

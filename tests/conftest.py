@@ -18,13 +18,16 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from troupe.orchestrator.capacity.nvidia import Graphics, graphics
 from troupe.workers.contract.config import CPU_THREADS
+from troupe.workers.contract.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
 NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 """A safetensors file without tensors."""
 REAL_TIMEOUT_S = 1200
+GPU_TIMEOUT_S = 600
 CHEAP = -math.inf
 """Rank of files without real tests."""
 UNKNOWN_S = 100.0
@@ -96,14 +99,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Run cheap tests first and real-stack tests last, and skip GPU tests on a machine without a GPU."""
+    """Run cheap tests first and real-stack tests last, and skip GPU tests where they cannot or should not run."""
     for item in items:
-        if ROOT / "tests" / "real" in item.path.parents:
+        if marker := item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.timeout(GPU_TIMEOUT_S))
+            chosen = "gpu" in (config.getoption("markexpr") or "")
+            if lacks := missing_gpus(*marker.args, **marker.kwargs) if chosen else "takes GPUs: run `make gpu-check`":
+                item.add_marker(pytest.mark.skip(reason=lacks))
+        if ROOT / "tests" / "real" in item.path.parents or (
+            ROOT / "tests" / "gpu" in item.path.parents and item.get_closest_marker("long")
+        ):
             item.add_marker(pytest.mark.real)
         if item.get_closest_marker("real") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(REAL_TIMEOUT_S))
-        if item.get_closest_marker("gpu") and not has_gpu():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     yield  # here -m removes items
     ranks = _ranks(items)
     items.sort(key=lambda item: ranks[item.path])
@@ -152,11 +160,17 @@ def _target(keywords: Mapping[str, Any]) -> str:
 
 
 @cache
-def has_gpu() -> bool:
-    """Whether torch finds a CUDA device. Imports torch, so only tests that need a GPU call it."""
-    import torch
+def gpus() -> Graphics:
+    """The visible NVIDIA GPUs."""
+    return graphics()
 
-    return torch.cuda.is_available()
+
+def missing_gpus(count: int = 1, *, gib: int = 0) -> str:
+    """What this machine lacks of so many GPUs with so much memory; empty: nothing."""
+    found = [gpu.memory / GIB for gpu in gpus().gpus]
+    if len(found) < count:
+        return f"needs {count} NVIDIA GPU{'s' if count > 1 else ''}: {len(found) or 'none'} visible"
+    return f"needs a GPU of {gib} GiB: {min(found):.0f} GiB visible" if min(found) < gib else ""
 
 
 def _model(name: str) -> Path:

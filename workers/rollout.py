@@ -498,7 +498,7 @@ class RolloutWorker:
         for long in self._long.values():  # they share a thread
             long.thread.shutdown(wait=False, cancel_futures=True)
 
-    # The receiving side of transfers from device to device, driven by the trainer's sender. Untested on GPU.
+    # The receiving side of transfers from device to device, driven by the trainer's sender. nccl is untested on GPU.
 
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
         """Join the sender of a transfer. An engine that a failed transfer has closed joins again."""

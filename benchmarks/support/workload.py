@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ _UNSAMPLED_EOS = "<|never sampled|>"
 _TAIL_SIGMA = 0.8
 _TAIL_MEAN = 0.25
 """Mean of the lognormal (long-tail) lengths, as a share of the maximum length."""
-GPU_SHARE = 0.28
+GPU_SHARE = float(os.environ.get("TROUPE_GPU_SHARE", "0.28"))
 """Share of a GPU's memory for one engine: the engines of three contenders share the GPU."""
 _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TEMPLATE = "chat_template.jinja"

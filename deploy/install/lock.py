@@ -4,8 +4,8 @@
 `cpu`, `all` and `dev`, and their dependencies, for each supported Python and machine. To change a version, install the
 new one, run the tests, then write the lock.
 
-`gpu.lock` needs no GPU: pip resolves the dependencies with the extras `gpu` and `all` without installing anything.
-What Troupe itself imports has the version of `cpu.lock`, which the tests run with.
+`gpu.lock` needs no GPU: pip resolves the dependencies with the extras `gpu`, `all` and `test` without installing
+anything. What Troupe and its tests import has the version of `cpu.lock`, which the tests run with.
 """
 
 from __future__ import annotations
@@ -161,10 +161,10 @@ def pins() -> list[str]:
 
 
 def tested_versions() -> dict[str, str]:
-    """The pins of `cpu.lock` for what Troupe imports and the build tools, without the name of a build (`+cpu`)."""
+    """The pins of `cpu.lock` for imports of Troupe and its tests, and build tools, without a build's name (`+cpu`)."""
     lines = (line.partition(";")[0].strip() for line in LOCK.read_text().splitlines() if not line.startswith("#"))
     pinned = dict(line.split("==", 1) for line in lines)
-    names = [*(canonicalize_name(requirement.name) for requirement in declared("all")), *BUILD]
+    names = [*(canonicalize_name(requirement.name) for requirement in declared("all", "test")), *BUILD]
     return {name: pinned[name].partition("+")[0] for name in names}
 
 
@@ -197,7 +197,7 @@ def resolve(roots: Iterable[Requirement], versions: dict[str, str]) -> dict[str,
 
 def gpu_pins() -> dict[str, str]:
     """The pins of the GPU lock. Raises LookupError."""
-    roots = [*declared("gpu", "all"), *map(Requirement, BUILD)]
+    roots = [*declared("gpu", "all", "test"), *map(Requirement, BUILD)]
     found = resolve(roots, tested_versions())
     (machine,) = GPU_MACHINES
     return closure(roots, machine, found.get, frozenset(), GPU_PYTHONS)

@@ -115,7 +115,7 @@ def test_a_line_of_the_lock_that_is_no_pin_is_refused(tmp_path: Path) -> None:
 
 def test_the_gpu_lock_has_every_declared_dependency_at_the_tested_version_and_cuda() -> None:
     pinned = install.pins(install.GPU.lock)
-    for requirement in lock.declared("gpu", "all"):
+    for requirement in lock.declared("gpu", "all", "test"):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
     tested = lock.tested_versions()
     assert {name: pinned[name] for name in tested} == tested, "run: python deploy/install/lock.py --gpu"
@@ -317,7 +317,7 @@ def test_imports_of_the_product_are_declared_and_nothing_else_is() -> None:
 
 def test_the_table_of_extras_is_that_of_the_project() -> None:
     declared = PROJECT["optional-dependencies"]
-    assert set(declared) == {*EXTRAS, "all", "cpu", "gpu", "dev"}
+    assert set(declared) == {*EXTRAS, "all", "cpu", "gpu", "test", "dev"}
     for extra, modules in EXTRAS.items():
         assert of_extras(extra) == {distribution(module) for module in modules}, extra
     (everything,) = map(Requirement, declared["all"])

@@ -21,7 +21,7 @@ class LoopLink:
 
     def join(self, info: dict[str, Any]) -> None:
         """Every worker behind the ranks of those before it."""
-        firsts = (info["first_rank"] + number * self.ranks for number in range(len(self.workers)))
+        firsts = (info.get("first_rank", 0) + number * self.ranks for number in range(len(self.workers)))
         infos = [info | {"first_rank": first} for first in firsts]
         self._all([worker.transfer_init(own) for worker, own in zip(self.workers, infos, strict=True)])
 
@@ -41,4 +41,4 @@ class LoopLink:
         async def gathered() -> list[Any]:
             return await asyncio.gather(*calls)
 
-        return asyncio.run_coroutine_threadsafe(gathered(), self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(gathered(), self.loop).result(120)

@@ -82,8 +82,8 @@ def perturb(model: PreTrainedModel, kind: str) -> None:
 @torch.no_grad()
 def reference_logprobs(model: PreTrainedModel, row: dict[str, Any], temperature: float) -> torch.Tensor:
     """Log-probabilities of the response tokens by transformers, [response tokens], among those that were left."""
-    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].float()
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]], device=model.device)
+    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].float().cpu()
     if row["kept_tokens"] is not None:
         kept = [kept_of(np.frombuffer(words, np.int32), logits.shape[-1]) for words in row["kept_tokens"]]
         logits = logits.masked_fill(~torch.from_numpy(np.stack(kept)), -torch.inf)

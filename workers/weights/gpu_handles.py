@@ -1,7 +1,6 @@
 """Handles with which another process on the same GPU opens a buffer (CUDA IPC), as plain values for vLLM's msgpack.
 
-Untested on GPU. Both processes must share the IPC namespace, and the sender's allocator must not use expandable
-segments.
+Both processes must share the IPC namespace, and the sender's allocator must not use expandable segments.
 """
 
 from __future__ import annotations

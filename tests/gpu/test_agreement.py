@@ -1,4 +1,4 @@
-"""The agreement piece of the GPU check: log-probs and gradients of the trainer's model, against float32 on the CPU.
+"""Log-probs and gradients of the trainer's model on a device, against float32 on the CPU.
 
 In float32 and bfloat16, with padded and with packed rows, of the model and of a random one whose layers have a sliding
 window. It needs no Ray and no vLLM.
@@ -6,28 +6,25 @@ window. It needs no Ray and no vLLM.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from deploy.gpu_check.outcome import NotRight, write_measurements
+from tests.conftest import ROOT
+from tests.gpu.isolated import Measurements, isolated
 from troupe.workers.contract.config import Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import TRAIN
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal
 from troupe.workers.models.token_batch import TokenTable
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_TEXT = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "faults.md"
+_TEXT = ROOT / "docs" / "explanation" / "faults.md"
 _ROWS, _PROMPT, _RESPONSE = 6, 16, 112
 _WINDOW = 24
 """Tokens that a layer of the random model attends to; rows are longer."""
@@ -54,6 +51,33 @@ class ModelOutputs:
     """float64, on the CPU."""
     gradients: dict[str, torch.Tensor]
     """Of a weighted sum of the log-probs, in float32 on the CPU."""
+
+
+@pytest.mark.long
+def test_the_tiny_model_agrees_on_the_cpu(tiny_model: Path, measured: Callable[[Measurements], None]) -> None:
+    measured(measure("cpu", str(tiny_model)))
+
+
+@pytest.mark.gpu
+def test_the_model_agrees_with_float32_on_the_cpu(
+    demo_model: Path, tmp_path: Path, measured: Callable[[Measurements], None]
+) -> None:
+    measured(isolated(tmp_path, measure, "cuda", str(demo_model)))
+
+
+def test_wrong_numerics_are_found() -> None:
+    ones = torch.ones(3, dtype=torch.float64)
+    exact = ModelOutputs(ones, {"w": torch.tensor([1.0, 0.0])})
+    limits = TOLERANCES["float32"]
+    assert "cosine 1.0" in check("float32", exact, exact, limits)
+    for wrong in (
+        ModelOutputs(ones + 0.01, exact.gradients),
+        ModelOutputs(ones, {"w": torch.tensor([1.0, 0.1])}),
+        ModelOutputs(ones * torch.nan, exact.gradients),
+        ModelOutputs(ones, {}),
+    ):
+        with pytest.raises(AssertionError, match=r"nats per token|\(0, 1\) parameters"):
+            check("float32", wrong, exact, limits)
 
 
 def table(model: Path) -> TokenTable:
@@ -128,28 +152,26 @@ def cosine(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 
 
 def check(name: str, found: ModelOutputs, exact: ModelOutputs, limits: Tolerance) -> str:
-    """The differences as text. Raises NotRight."""
+    """The differences as text."""
     gap = float((found.logprobs - exact.logprobs).abs().mean())
-    if found.gradients.keys() != exact.gradients.keys():
-        raise NotRight(f"{name}: gradients of {len(found.gradients)} parameters, not {len(exact.gradients)}")
+    parameters = len(found.gradients), len(exact.gradients)
+    assert found.gradients.keys() == exact.gradients.keys(), f"{name}: gradients of {parameters} parameters"
     near = cosine(found.gradients, exact.gradients)
     words = f"{gap:.2e} nats per token, cosine {near:.6f}"
-    if not (gap <= limits.logprobs and near >= limits.gradient):
-        raise NotRight(f"{name}: {words}; at most {limits.logprobs:g} and at least {limits.gradient:g} are expected")
+    assert gap <= limits.logprobs and near >= limits.gradient, f"{name}: {words}; expected: {limits}"
     return words
 
 
-def measure(model: Path, device: Device) -> dict[str, float | str]:
-    """Compare; returns the measurements. Raises NotRight."""
+def measure(device: Device, model: str) -> Measurements:
+    """Compare the model, and one with sliding windows."""
     with TemporaryDirectory() as folder:
-        return _measure("", model, device) | _measure("windows, ", windowed(model, Path(folder)), device)
+        return _measure("", Path(model), device) | _measure("windows, ", windowed(Path(model), Path(folder)), device)
 
 
 def _measure(prefix: str, model: Path, device: Device) -> dict[str, float | str]:
     rows = table(model)
     exact = compute(model, rows, "cpu", "float32", packed=False)
-    if exact is None:
-        raise NotRight("the model packs rows that were padded")
+    assert exact is not None, "the model packs rows that were padded"
     found: dict[str, float | str] = {f"{prefix}tokens": float(len(exact.logprobs))}
     for dtype, limits in TOLERANCES.items():
         for packed in (False, True):
@@ -158,17 +180,3 @@ def _measure(prefix: str, model: Path, device: Device) -> dict[str, float | str]
             found[name] = "does not pack" if computed is None else check(name, computed, exact, limits)
             print(f"{name}: {found[name]}", flush=True)
     return found
-
-
-def main() -> None:
-    """Compare and write the measurements; exits with code 1 where they differ."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.gpu_check.agreement", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
-    parser.add_argument("--json", type=Path, required=True, help="file for the measurements")
-    given = parser.parse_args()
-    write_measurements(given.json, lambda: measure(given.model, given.device))
-
-
-if __name__ == "__main__":
-    main()

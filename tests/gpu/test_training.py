@@ -1,23 +1,24 @@
-"""The training piece of the GPU check: SFT and DPO at every ZeRO stage, saved and resumed. It needs no Ray and no vLLM.
+"""SFT and DPO at every ZeRO stage, saved and resumed, without Ray and vLLM.
 
 One rank in this process trains the same batch in each variant. The losses must fall, agree with those of ZeRO 0, and be
-the same after a resume.
+the same after a resume. On the CPU: `python -m tests.gpu.isolated tests.gpu.test_training measure FILE cpu`.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import pytest
 import torch
 
-from deploy.gpu_check.outcome import NotRight, write_measurements
+from tests.conftest import ROOT
+from tests.gpu.isolated import Measurements, isolated
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -48,7 +49,7 @@ class Variant:
     name: str
     spec: Literal["tiny-sft", "tiny-dpo"]
     overrides: tuple[str, ...]
-    on_cpu: bool = True
+    on_cpu: bool
 
 
 def _variant(name: str, spec: Literal["tiny-sft", "tiny-dpo"], stage: int, *more: str, on_cpu: bool = True) -> Variant:
@@ -84,13 +85,50 @@ class Trained:
     """Peak memory of the GPU; 0 on the CPU."""
 
 
+@pytest.mark.gpu
+def test_every_variant_trains_as_zero_0_and_resumes(
+    demo_model: Path, tmp_path: Path, measured: Callable[[Measurements], None]
+) -> None:
+    overrides = f"model.path={demo_model}", "roles.policy.learning_rate=2e-5"
+    measured(isolated(tmp_path, measure, "cuda", *overrides))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_every_variant_is_a_valid_spec(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    spec = read_spec(variant, "cuda", ())
+    assert (spec.device, spec.model.dtype) == ("cuda", "bfloat16")
+    assert f"ZeRO {spec.roles.policy.zero_stage}" in variant.name or "head" in variant.name
+
+
+def _trained(*losses: float, resumed: tuple[float, ...] = (), identical: bool = True) -> Trained:
+    return Trained(losses, resumed or losses[-1:], identical, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "words"),
+    [
+        (_trained(2.0, 2.1), "cuda", "did not fall"),
+        (_trained(2.0, float("nan")), "cuda", "did not fall"),
+        (_trained(2.0, 1.5), "cuda", "differ from those of ZeRO 0"),
+        (_trained(2.0, 1.0, resumed=(1.1,)), "cuda", "after a resume"),
+        (_trained(2.0, 1.0, identical=False), "cpu", "after a resume"),
+    ],
+)
+def test_wrong_training_is_found(found: Trained, device: str, words: str) -> None:
+    plain = _trained(2.0, 1.0)
+    check("SFT", plain, plain, device)
+    check("SFT", _trained(2.0, 1.0, identical=False), plain, "cuda")
+    with pytest.raises(AssertionError, match=words):
+        check("SFT", found, plain, device)
+
+
 def read_spec(variant: Variant, device: str, overrides: tuple[str, ...]) -> OfflineSpec:
     """The spec of a variant."""
     chosen = (*overrides, "model.dtype=bfloat16", *variant.overrides)
     chosen += ("roles.policy.gpus=1",) if device == "cuda" else ()
     (planned,) = plan_runs(read_document(Path(f"deploy/specs/{variant.spec}.yaml"), chosen))
-    if not isinstance(planned.spec, OfflineSpec):
-        raise TypeError(f"{variant.spec} is no spec of offline training")
+    assert isinstance(planned.spec, OfflineSpec)
     return planned.spec
 
 
@@ -115,8 +153,7 @@ def losses(worker: ExamplePolicyWorker, batch: tuple[RankPlan, pa.Table], update
     plan, table = batch
     for _ in range(updates):
         metrics = worker.update(plan, table)
-        if metrics.skipped:
-            raise NotRight("an update was skipped: its gradient is not finite")
+        assert not metrics.skipped, "an update was skipped: its gradient is not finite"
         yield metrics.sums["loss"]
 
 
@@ -150,14 +187,14 @@ def train(spec: OfflineSpec, folder: Path) -> Trained:
 
 
 def check(name: str, trained: Trained, plain: Trained, device: str) -> None:
-    """Compare with ZeRO 0. Raises NotRight."""
-    if not all(map(math.isfinite, trained.losses)) or not trained.losses[-1] < trained.losses[0]:
-        raise NotRight(f"{name}: the loss did not fall: {trained.losses}")
-    if not _agree(trained.losses, plain.losses, NEAR):
-        raise NotRight(f"{name}: losses {trained.losses} differ from those of ZeRO 0, {plain.losses}")
+    """Compare with ZeRO 0."""
+    fell = all(map(math.isfinite, trained.losses)) and trained.losses[-1] < trained.losses[0]
+    assert fell, f"{name}: the loss did not fall: {trained.losses}"
+    near = _agree(trained.losses, plain.losses, NEAR)
+    assert near, f"{name}: losses {trained.losses} differ from those of ZeRO 0, {plain.losses}"
     after = trained.losses[-len(trained.resumed) :]
-    if not _agree(trained.resumed, after, SAME) or (device == "cpu" and not trained.identical):
-        raise NotRight(f"{name}: after a resume the losses are {trained.resumed}, not {after}")
+    same = _agree(trained.resumed, after, SAME) and (device == "cuda" or trained.identical)
+    assert same, f"{name}: after a resume the losses are {trained.resumed}, not {after}"
 
 
 def _agree(found: tuple[float, ...], expected: tuple[float, ...], tolerance: float) -> bool:
@@ -165,8 +202,8 @@ def _agree(found: tuple[float, ...], expected: tuple[float, ...], tolerance: flo
     return all(abs(one - other) <= tolerance * max(abs(other), 0.1) for one, other in pairs)
 
 
-def measure(device: str, overrides: tuple[str, ...]) -> dict[str, float | str]:
-    """Train every variant; returns the measurements. Raises NotRight."""
+def measure(device: str, *overrides: str) -> Measurements:
+    """Train every variant."""
     from troupe.workers.offline import ExamplePolicyWorker
 
     variants = [variant for variant in VARIANTS if variant.on_cpu or device == "cuda"]
@@ -190,17 +227,3 @@ def measure(device: str, overrides: tuple[str, ...]) -> dict[str, float | str]:
         print(f"{variant.name}: {found[variant.name]}", flush=True)
     first.close()
     return found
-
-
-def main() -> None:
-    """Train and write the measurements; exits with code 1 where a variant trains wrongly."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.gpu_check.training", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override of the specs")
-    parser.add_argument("--json", type=Path, required=True, help="file for the measurements")
-    given = parser.parse_args()
-    write_measurements(given.json, lambda: measure(given.device, tuple(given.set)))
-
-
-if __name__ == "__main__":
-    main()

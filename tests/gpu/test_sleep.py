@@ -1,0 +1,131 @@
+"""An engine releases memory of its GPU while a trainer updates: its KV cache, or its weights too.
+
+After its cache was released, the engine samples from the same weights. After its weights were, it refuses to wake until
+new ones are sent, and then serves these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.gpu.engines import MAX_GAP, Transfers
+from tests.gpu.isolated import Measurements, isolated
+from troupe.workers.contract.config import RolloutConfig, Sleep
+from troupe.workers.contract.units import GIB
+from troupe.workers.engine.rest import StaleWake
+
+LEAST_SHARE = {"kv_cache": 0.3, "weights": 0.5}
+"""Share of the engine's memory that has to be free while it rests. With a small model most of it is the KV cache."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["kv_cache", "weights"])
+def test_an_engine_releases_memory_and_serves_the_right_weights_again(
+    level: str, demo_model: Path, tmp_path: Path, measured: Callable[[Measurements], None]
+) -> None:
+    measured(isolated(tmp_path, measure, level, str(demo_model)))
+
+
+def measure(level: str, model: str) -> Measurements:
+    """Rest and wake."""
+    return asyncio.run(Resting(Path(model), cast("Sleep", level)).measure())
+
+
+class Resting(Transfers):
+    """An engine that rests."""
+
+    def __init__(self, model: Path, level: Sleep) -> None:
+        super().__init__(model, "ipc", eager=True)
+        self._level: Sleep = level
+
+    def rollout_config(self) -> RolloutConfig:
+        """Configuration of an engine."""
+        return super().rollout_config().model_copy(update={"sleep": self._level})
+
+    async def run(self) -> None:
+        """Rest and wake."""
+        before = self.free_bytes()
+        self.engines = [await self.start(0)]
+        await self.send_and_check("first transfer, s")
+        awake = self.free_bytes()
+        began = time.monotonic()
+        await self.engines[0].rest()
+        self.measurements["rest, s"] = time.monotonic() - began
+        freed, held = self.free_bytes() - awake, max(1, before - awake)
+        self.measurements |= {"GiB freed": freed / GIB, "share freed": freed / held}
+        assert freed >= LEAST_SHARE[self._level] * held, f"a rest freed {freed / held:.0%} of the engine's memory"
+        await (self._wake() if self._level == "kv_cache" else self._wake_refused())
+        await self.engines[0].rest()
+        await self.send_and_check("update of an engine that rests, s")
+
+    async def _wake(self) -> None:
+        """The cache comes back, and the weights are those from before."""
+        began = time.monotonic()
+        await self.engines[0].wake()
+        self.measurements["wake, s"] = time.monotonic() - began
+        gap = await self.gap(self.engines[0])
+        assert gap <= MAX_GAP, f"samples differ by {gap:.4f} nats per token after waking"
+        self.measurements["nats per token after waking"] = gap
+
+    async def _wake_refused(self) -> None:
+        """Weights that were discarded are not sampled from."""
+        with pytest.raises(StaleWake):
+            await self.engines[0].wake()
+
+    def free_bytes(self) -> int:
+        """Free memory of the GPU, over all processes."""
+        return int(torch.cuda.mem_get_info()[0])
+
+
+class FakeEngine:
+    """An engine that rests, and wakes in the right or in the wrong order."""
+
+    def __init__(self, *, stale: bool) -> None:
+        self.stale = stale
+
+    async def rest(self) -> None:
+        return None
+
+    async def wake(self) -> None:
+        if not self.stale:
+            raise StaleWake("discarded")
+
+
+class FakeResting(Resting):
+    """The check with an engine without memory of its own."""
+
+    def __init__(self, level: Sleep, *free: int, stale: bool = False) -> None:
+        self._level = level
+        self.measurements = {}
+        self._free = iter(free)
+        self._engine: Any = FakeEngine(stale=stale)
+
+    async def start(self, number: int) -> Any:
+        return self._engine
+
+    async def send_and_check(self, label: str) -> None:
+        self.measurements[label] = 1.0
+
+    async def gap(self, worker: Any) -> float:
+        return 0.01
+
+    def free_bytes(self) -> int:
+        return next(self._free)
+
+
+async def test_a_wrong_rest_is_found() -> None:
+    right = FakeResting("kv_cache", 100, 20, 80, stale=True)
+    await right.run()
+    assert right.measurements["share freed"] == 0.75
+    await FakeResting("weights", 100, 20, 80).run()
+    with pytest.raises(AssertionError, match="freed 12%"):
+        await FakeResting("weights", 100, 20, 30).run()
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        await FakeResting("weights", 100, 20, 80, stale=True).run()
