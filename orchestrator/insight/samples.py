@@ -29,7 +29,7 @@ _LONGEST = 2000
 _TIES = ("step", "prompt_uid", "sample_index", "segment")
 """The order of samples whose sort columns are equal."""
 _UNREADABLE = "reading the Arrow source failed: "
-"""How DuckDB's error starts where a file cannot be read; any other error is that of a condition."""
+"""Beginning of DuckDB's error if a file cannot be read; any other error is about a condition."""
 _HINTS = (
     (r"\bNone\b", "SQL tests for a missing value by IS NULL or IS NOT NULL"),
     (r"\bcontains\b(?!\s*\()", "SQL searches text by response LIKE '%text%'"),
@@ -63,7 +63,7 @@ class SampleQuery:
     where: str | None = None
     """An SQL expression over the columns of SAMPLES."""
     sort: str | None = None
-    """Columns, separated by commas; descending with a leading `-`. None: as they were written."""
+    """Columns, separated by commas; descending with a leading `-`, or None for the order written."""
     limit: int | None = None
 
 
@@ -136,7 +136,7 @@ def _connect(output: Path | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
     with duckdb.connect(":memory:", config={**off, "python_enable_replacements": False}) as connection:
         if output is not None:
             connection.execute(f"SET allowed_paths = [{_literal(output)}]")
-            connection.execute("SET threads = 1")  # each thread keeps what it has not written yet
+            connection.execute("SET threads = 1")  # each thread buffers its unwritten output
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")
         yield connection

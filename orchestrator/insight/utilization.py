@@ -60,7 +60,7 @@ class StepBound:
 
 
 def step_windows(timeline: pa.Table) -> dict[int, Interval]:
-    """Start and end of every step: those of the controller's phases.
+    """Start and end of every step, from the controller's phases.
 
     Step 0, the start of a run, is left out. A checkpoint is recorded with the next step, which begins after it. What
     lies between two steps, such as the hours until a run was resumed, belongs to none.

@@ -53,7 +53,7 @@ class AuditReport:
     version: int
     dtype: str
     gaps: tuple[Gap, ...]
-    """Of every engine, and of the trainer."""
+    """The gap of every engine and of the trainer."""
     between: float
     """Mean |sampler - trainer| in nats."""
     prompts: int

@@ -12,7 +12,7 @@ import pyarrow as pa
 from troupe.workers.contract.messages import TRAIN, GroupSummary, TrainRow, TrainSummary
 
 _LOGPROB = -8.0
-"""Of every token, roughly what a model gives random ones."""
+"""Log-prob of every token, roughly what a model gives random tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def train_batch(groups: Sequence[GroupLengths], vocabulary: int, seed: int) -> t
     Args:
         groups: Lengths of the sequences.
         vocabulary: Token ids are below it.
-        seed: Of the tokens.
+        seed: Seed of the tokens.
 
     Returns:
         The scalars of the rows, and the TRAIN table.

@@ -47,14 +47,14 @@ _PARTS_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What to measure beside the rollouts."""
+    """What to measure besides the rollouts."""
 
     fastest: Result
     """Its spec is measured, on sequences of its lengths."""
     repeats: int
     """Measured steps, and updates of the weights."""
     address: str | None
-    """Ray cluster to join; None: start one on this machine."""
+    """Ray cluster to join, or None to start one on this machine."""
 
 
 def measure_trainers(request: TrainingRequest, console: Console) -> TrainResult:

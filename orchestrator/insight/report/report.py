@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 REPORT = "report.html"
-"""Name of the file in a run's folder, where no other is asked for."""
+"""Name of the file in a run's folder, unless another is given."""
 
 _TOKEN_STEPS = 64
 """Steps whose tokens are asked for at once."""
@@ -55,7 +55,7 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
     Args:
         folders: Run folders; curves of several are drawn over each other.
         output: The file. It is replaced as a whole.
-        budget: How much the page may hold; None: the defaults.
+        budget: How much the page may hold, or None for the defaults.
 
     Returns:
         The file.
@@ -73,7 +73,7 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
 
 
 def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
-    """The report at the end of runs, however they ended; None where no step was recorded.
+    """The report at the end of runs, however they ended, or None if no step was recorded.
 
     Where it cannot be written, that is a warning: no run fails for its report.
     """
@@ -88,7 +88,7 @@ def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
 
 
 def report_text(folders: Sequence[Path], budget: Budget) -> str:
-    """The page of one or several runs. Raises UsageError where a folder holds no run."""
+    """The page of one or several runs. Raises UsageError if a folder holds no run."""
     return render(page_data([RunFolder(folder) for folder in folders], budget))
 
 
@@ -169,7 +169,7 @@ def _bytes(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:
-        return 0  # deleted meanwhile, to make room
+        return 0  # deleted since, to make room
 
 
 def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
@@ -224,7 +224,7 @@ def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
 
 
 def first_groups(block: Json, budget: int) -> Json:
-    """The first rows of a block that fit: whole groups. Where that is not all, `rows` says how many there were."""
+    """The first rows of a block that fit: whole groups. If some do not fit, `rows` is the number of all."""
     rows, size = len(block["group"]), _size([block])
     if size <= budget:
         return block

@@ -97,7 +97,7 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loads(spec: Mapping[str, Any]) -> RunSpec | None:
-    """The spec; None where it is not valid."""
+    """The spec, or None if it is not valid."""
     try:
         return parse_spec(Document(dict(spec), Source("spec.yaml")))
     except (SpecError, TroupeError):

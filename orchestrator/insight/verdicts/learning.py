@@ -183,7 +183,7 @@ def reward_falls(run: History) -> Iterator[Verdict]:
 
 
 def penalty_dominates(run: History) -> Iterator[Verdict]:
-    """The KL penalty holds the policy where it is."""
+    """The KL penalty keeps the policy from moving."""
     coef = float(run.get("algorithm.kl.coef", 0.0))
     reward = run["reward/mean"]
     penalty = run["policy/kl_loss"]

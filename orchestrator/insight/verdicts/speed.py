@@ -35,7 +35,7 @@ def _cores_short(run: History, engines: int) -> bool:
 
 
 def _typical(run: History, name: str) -> float:
-    """Median of a phase after the first steps, which also hold warm-up; 0 where it is not recorded."""
+    """Median of a phase after the first steps, which also hold warm-up; 0 if it is not recorded."""
     value = run[name].after(_WARM_UP).median
     return 0.0 if math.isnan(value) else value
 

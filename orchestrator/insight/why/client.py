@@ -1,4 +1,4 @@
-"""The command's side of `troupe why`: asks the run, and finds out from outside where the run does not answer."""
+"""The command's side of `troupe why`: asks the run, and examines it from outside if it does not answer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
 
 
 def _last_report(folder: Path, snapshot: DriverSnapshot) -> DiagnosisReport | None:
-    """What the driver of this snapshot said when its run ended; None where it did not. A new run deletes it."""
+    """The report of this snapshot's driver at the end of its run, or None if it wrote none. A new run deletes it."""
     ended = ENDED.read(folder)
     return ended if ended is not None and ended.pid == snapshot.pid else None
 

@@ -20,7 +20,7 @@ _FULL_BYTES = 2**22
 _NEARLY = 0.05
 """Share of free space below which a file system may be what an error about space is about."""
 _SLOW = 3.0
-"""Times its usual duration from which on a step counts as slow."""
+"""A step counts as slow above this multiple of its usual duration."""
 _SHOWN_CALLS = 8
 _SPACE = ("no space left", "disk quota exceeded", "enospc")
 _MEMORY = ("out of memory", "cannot allocate memory", "memoryerror", "out-of-memory")

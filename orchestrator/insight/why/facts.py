@@ -103,7 +103,7 @@ class Diagnosis:
     summary: str
     """A sentence."""
     blocked_by: str = ""
-    """The worker, process or node that the run waits for; empty: none."""
+    """The worker, process or node that the run waits for; empty if there is none."""
     evidence: tuple[str, ...] = ()
 
     def text(self) -> str:
