@@ -62,7 +62,7 @@ def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
 def _functions(
     spec: RolloutSpec, section: str, functions: Sequence[RewardFunctionConfig], labels: list[str]
 ) -> Iterator[Finding]:
-    """Reward functions of one list that cannot work; `labels`: those of components before them."""
+    """Reward functions of one list that cannot work; `labels`: labels of the components before them."""
     for index, function in enumerate(functions):
         path = f"{section}.{index}"
         label = function.component
@@ -284,7 +284,7 @@ def held_out_problems(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def _beside(spec: RolloutSpec, evaluation: EvaluationConfig) -> Iterator[Finding]:
-    """Evaluations beside training that no engine could make."""
+    """Evaluations during training that no engine could make."""
     if not evaluation.beside:
         return
     path, engines = "evaluation.beside", spec.roles.rollout.workers

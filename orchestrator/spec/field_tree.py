@@ -92,7 +92,7 @@ class FieldNode:
 
 @cache
 def field_tree(*models: type[BaseModel]) -> FieldNode:
-    """The fields of a model, with all below them; of several models, those of each."""
+    """The fields of a model, or of each of several models, with all below them."""
     root = FieldNode(Consequences())
     for model in models:
         _add_fields(root, model, Consequences())
