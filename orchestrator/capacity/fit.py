@@ -70,7 +70,7 @@ class SharedUse:
 
     @property
     def most(self) -> int:
-        """Of the fullest period."""
+        """Bytes of the fullest period."""
         return max(self.periods.values())
 
 
@@ -274,7 +274,7 @@ def _full_node(node: NodeMemory) -> Misfit:
 
 
 def _nearly_full_gpus(shared: Sequence[_SharedGpu]) -> Iterator[str]:
-    """One line for all workers that leave as little. An engine alone is no reason: its cache takes what is left."""
+    """One line for all workers that leave as little. An engine alone is no reason: its cache takes the rest."""
     alike: dict[tuple[tuple[str, ...], int, int], list[_SharedGpu]] = {}
     for use in shared:
         roles = tuple(seat.role for seat in use.memories)

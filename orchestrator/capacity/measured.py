@@ -1,7 +1,7 @@
-"""What `troupe bench` measured, for `troupe plan`: memory and times in place of estimates, where they hold for a spec.
+"""What `troupe bench` measured, for `troupe plan`: memory and times instead of estimates, if they hold for a spec.
 
-Measurements hold for the model, the device and the settings that they were made with. Those of another spec are not
-used, and the plan says which settings differ.
+Measurements hold for the model, the device and the settings that they were made with. Measurements of another spec are
+not used, and the plan lists the settings that differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Measured:
     memory: Mapping[str, Peaks]
     """By role."""
     step_s: float | None
-    """Seconds of a step without scoring; None: not all of its parts were measured."""
+    """Seconds of a step without scoring, or None if not all of its parts were measured."""
     lines: tuple[str, ...]
     """What is used, and what is not, for the user."""
 
@@ -49,7 +49,7 @@ class _Found:
     """What was measured of one part of a step."""
 
     line: str = ""
-    """What is used or why nothing is, for the user; empty: nothing to say."""
+    """What is used or why nothing is, for the user; may be empty."""
     memory: Mapping[str, Peaks] = field(default_factory=dict[str, Peaks])
     seconds: float | None = None
 
@@ -173,7 +173,7 @@ class Recorded:
 
 
 def with_peak(memory: WorkerMemory, peaks: Peaks) -> WorkerMemory:
-    """The memory of a worker with its measured peak in place of its parts.
+    """The memory of a worker with its measured peak instead of its parts.
 
     On a GPU the peak is what torch has allocated: what the process takes besides stays estimated. So do parts that are
     held in some periods of a step only.

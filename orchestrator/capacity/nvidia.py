@@ -1,4 +1,4 @@
-"""Facts about NVIDIA GPUs, from nvidia-smi, the driver's library and the kernel; nothing is initialized on a GPU."""
+"""Facts about NVIDIA GPUs, from nvidia-smi, the driver's library and the kernel; does not initialize a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Graphics:
     gpus: tuple[Gpu, ...] = ()
     """Those that the driver shows."""
     driver: str = ""
-    """Version of the driver; empty: none answers."""
+    """Version of the driver; empty if none answers."""
     driver_cuda: tuple[int, int] | None = None
     """Newest CUDA version that the driver supports."""
     error: str = ""

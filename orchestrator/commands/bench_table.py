@@ -18,7 +18,7 @@ from troupe.workers.contract.units import GIB
 
 @dataclass(frozen=True)
 class MeasureColumn:
-    """A column of the table; it is left out where no point has a value."""
+    """A column of the table; it is left out if no point has a value."""
 
     title: str
     text: Callable[[Measures], str]
@@ -67,7 +67,7 @@ def show(
 
 
 def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
-    """A row for each role that trains; for each number where they are too wide."""
+    """A row for each role that trains; for each number if they are too wide."""
     heads = ["trainer", "workers", "tok/s", "MFU", "padding", "host GiB", "GPU GiB", "step s"]
     rows = [
         [
@@ -88,7 +88,7 @@ def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
 
 
 def render_weights(weights: Sequence[TransferResult], width: int = UNBOUNDED) -> Table:
-    """A row for each back-end; for each number where they are too wide."""
+    """A row for each back-end; for each number if they are too wide."""
     heads = ["weights", "MB", "seconds", "publish", "transfer", "verify", "load"]
     rows = [[one.backend, *(["-"] * 6 if one.measures is None else _seconds(one.measures))] for one in weights]
     return _fitting(heads, rows, width)

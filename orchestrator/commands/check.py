@@ -163,7 +163,7 @@ def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
 
 
 def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> list[Node] | None:
-    """Nodes of the cluster that --cluster or --address names; None: this machine."""
+    """Nodes of the cluster that --cluster or --address names, or None for this machine."""
     if cluster is not None and cluster != "auto":
         from troupe.orchestrator.capacity.plan import described_nodes
 

@@ -40,7 +40,7 @@ def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
         if uses_hub(planned.spec):
             from troupe.orchestrator.hub.resolve import describe as describe_hub
 
-            described.append(describe_hub(planned.spec))  # nothing is downloaded before the run
+            described.append(describe_hub(planned.spec))  # left to the run to download
             continue
         try:
             pools = read_pools(planned.spec)

@@ -51,7 +51,7 @@ class PromptMixture:
         curriculum: Curriculum | None = None,
         section: str = "data.train",
     ) -> None:
-        """Nothing is drawn yet.
+        """Starts with nothing drawn.
 
         Args:
             pools: The pool of each source.
@@ -161,7 +161,7 @@ def curriculum_of(spec: RolloutSpec, settings: RowTable[GroupSettings]) -> Curri
 
 
 def epochs(state: Mapping[str, Any]) -> dict[str, int]:
-    """Finished passes over every source, by name, from the state of an order; that of the only source has no name."""
+    """Finished passes over every source, by name, from the state of an order; an only source has no name."""
     sources = state.get("sources")
     return {"": state["epoch"]} if sources is None else {name: own["epoch"] for name, own in sources.items()}
 

@@ -24,7 +24,7 @@ class RunData:
     """By the name of their section in `data`."""
     texts: TextPool | None
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that do not fit the model, of those that were rendered before the start, by the name of their section."""
+    """Prompts rendered before the start that do not fit the model, by the name of their section."""
 
     @property
     def held_out_digest(self) -> str:

@@ -44,7 +44,7 @@ def describe(pools: Pools) -> list[str]:
 
 
 def by_source(pools: Pools) -> Pools:
-    """The pools with those of a mixture's sources in place of the whole: `train.0 (math)`, `train.1 (code)`, ..."""
+    """The pools with one for each source of a mixture instead of the whole: `train.0 (math)`, `train.1 (code)`, ..."""
     found: dict[str, Pool] = {}
     for section, pool in pools.items():
         parts = {f"{section}.{n} ({name})": part for n, (name, part) in enumerate(pool.parts.items())}
@@ -57,7 +57,7 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
 
     Args:
         pools: The pools of a run.
-        refused: Prompts that do not fit the model, by pool (`check_prompts`); None: they are among the bad rows.
+        refused: Prompts that do not fit the model, by pool (`check_prompts`), or None if they are among the bad rows.
     """
     metrics = {}
     for name, pool in pools.items():

@@ -265,7 +265,7 @@ _PREFERENCE = ("parquet", "jsonl", "csv", "json")
 
 
 def _of_split(names: Sequence[str], split: str) -> list[str]:
-    """Files with the split's word in their path; where no file names any split, all are `train`."""
+    """Files with the split's word in their path; if no file names any split, all are `train`."""
     found = [name for name in names if split in _words(name)]
     if found or split != "train" or any(word in _words(name) for name in names for word in _SPLITS):
         return found

@@ -1,4 +1,4 @@
-"""Where a run is, as the log of its job says it: the job server knows no more than what was printed."""
+"""Where a run is, from the log of its job: the job server has only what was printed."""
 
 from __future__ import annotations
 

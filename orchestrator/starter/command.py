@@ -1,4 +1,4 @@
-"""`troupe init`: completes the choices, by questions where a terminal is there, and writes the spec."""
+"""`troupe init`: completes the choices, by questions if a terminal is there, and writes the spec."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from troupe.orchestrator.starter.tables import GYM
 from troupe.workers.contract import packages
 
 Ask = Callable[[str, str], str]
-"""Asks a question with a default answer (empty: none) and returns the answer."""
+"""Asks a question with a default answer, which may be empty, and returns the answer."""
 
 
 @dataclass(frozen=True)
 class InitFlags:
-    """The flags of `troupe init`; None: not given."""
+    """The flags of `troupe init`; None if not given."""
 
     model: str | None = None
     data: str | None = None
@@ -49,7 +49,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
 
     Args:
         flags: The flags.
-        ask: Asks for what is missing; None: standard input is no terminal, and nothing is asked.
+        ask: Asks for missing choices, or None to ask nothing (standard input is no terminal).
 
     Raises:
         UsageError: A required flag is missing and cannot be asked for, or a flag is not valid.

@@ -58,6 +58,6 @@ def metric_sections() -> dict[str, tuple[Metric, ...]]:
 
 
 def metric_named(name: str) -> Metric | None:
-    """The row that describes a metric; None where the table has none."""
+    """The row that describes a metric, or None if the table has none."""
     rows = (row for section in metric_sections().values() for row in section)
     return next((row for row in rows if row.matches(name)), None)

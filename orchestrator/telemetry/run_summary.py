@@ -18,7 +18,7 @@ LEARNED = (
 _RECENT = 8
 """Steps that speed and bound are taken from."""
 _MOST = 4096
-"""Steps of which the learned value is kept."""
+"""Number of steps whose learned value is kept."""
 _CLEAR = 2.0
 """Standard errors by which two means differ before one calls it a change."""
 _GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")

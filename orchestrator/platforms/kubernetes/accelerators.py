@@ -45,7 +45,7 @@ _TYPES = {
 
 
 def node_affinity(accelerator: str) -> dict[str, Any] | None:
-    """The affinity of a pod to nodes with GPUs of this type; None where no label of such nodes is known."""
+    """The affinity of a pod to nodes with GPUs of this type, or None if no label of such nodes is known."""
     names = _TYPES.get(accelerator)
     if names is None:
         return None
