@@ -30,7 +30,7 @@ _BASE_AS_IT_WAS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def unsupported_setting(config: Mapping[str, Any]) -> str:
-    """What of a configuration is not supported, as text; empty: nothing."""
+    """What of a configuration is not supported, as text; empty if all is."""
     if config.get("peft_type") != "LORA":
         return f"its peft_type is {config.get('peft_type')}: only LORA is supported"
     if missing := [name for name in ("r", "lora_alpha", "target_modules") if not config.get(name)]:

@@ -31,4 +31,4 @@ STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""
 
 RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym", "python_tests")
-"""Built-in reward functions whose value is 1 where the response is right, and less where it is not."""
+"""Built-in reward functions whose value is 1 if the response is right, and less if it is not."""

@@ -16,7 +16,7 @@ from troupe.workers.rewards.answer_text import in_thought
 from troupe.workers.rewards.gym import reasoning_gym as score
 
 _SEED = 20_011
-"""Of the tasks that are tried: they are not those of the run."""
+"""Seed of the tried tasks, which differ from the run's."""
 
 
 def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:

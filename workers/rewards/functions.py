@@ -59,7 +59,7 @@ def parse_number(text: str) -> Decimal | None:
 def last_number(response: str, answer: str, metadata: Metadata, *, opens_thought: bool = False) -> float:
     """1 if the last number of the response equals a right answer as a number (5.0 is 5).
 
-    It is the last inside the last <answer> tags, where there are some. Thoughts do not count; a thought that does not
+    It is the last inside the last <answer> tags, if there are some. Thoughts do not count; a thought that does not
     end, or with `opens_thought` (the chat template opens it) a response without the end of one, gives 0.
 
     Raises:

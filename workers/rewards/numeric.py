@@ -119,7 +119,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def stated(part: str, tagged: bool) -> Any:
-    """The expression that a response states: the first that `numeric` would compare; None: it states none.
+    """The expression that a response states: the first that `numeric` would compare, or None if it states none.
 
     Args:
         part: The part of the response with its answer.

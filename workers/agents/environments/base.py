@@ -9,7 +9,7 @@ from troupe.workers.contract.environments import Message, Observation, Row
 
 
 class Environment(ABC):
-    """One episode. Every sample has a separate instance, in a process that no other episode uses meanwhile.
+    """One episode. Every sample has a separate instance, in a process that no other episode uses at the same time.
 
     All methods may be coroutines. What `start` and `step` raise fails the episode's sample; it never becomes a reward.
     """

@@ -30,7 +30,7 @@ _CONTINUATIONS = (
     *(f'<{tag}parameter name="zz" string="false">1</{tag}parameter>' for tag in ("｜DSML｜", "steptml:")),
     "<arg_key>zz</arg_key><arg_value>1</arg_value>",
 )
-"""Texts of which one changes a call that has not ended, in the form of any parser that reads such a call."""
+"""Texts, one of which changes an unfinished call in the form of any parser that reads such a call."""
 
 
 class MalformedCall(ValueError):
@@ -49,7 +49,7 @@ class TurnReader:
 
     tokenizer: PreTrainedTokenizerBase
     parse: ParseCalls | None = None
-    """Parser of tool calls; None: turns are plain text."""
+    """Parser of tool calls, or None if turns are plain text."""
 
     def start(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Conversation:
         """The conversation with its first prompt. Raises ConversationError."""
@@ -91,7 +91,7 @@ class TurnReader:
 
     @staticmethod
     def _calls(parse: ParseCalls, raw: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]] | None]:
-        """The text without calls and the calls of a turn; None: the parser cannot read them."""
+        """The text without calls and the calls of a turn, or None if the parser cannot read them."""
         try:
             return parse(raw, tools)
         except MalformedCall:

@@ -66,7 +66,8 @@ _LOCAL: dict[str, Callable[..., Any]] = {
 }
 """Functions that are evaluated here, on results and expected results."""
 _ITERATES = frozenset({"sum", "min", "max", "sorted", "set", "list", "tuple", "all", "any", "frozenset", "dict"})
-"""Those that take any iterable. What a call returns to them leaves the sandbox as a list where it is no data itself."""
+"""Functions that take any iterable. What a call returns to them leaves the sandbox as a list if it is no data
+itself."""
 ITEMS = "_items"
 """Function of the sandbox that makes that list; its second argument: whether the value must have a length."""
 _RESULT = "\0result"

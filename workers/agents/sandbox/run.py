@@ -82,7 +82,7 @@ class SandboxError(RuntimeError):
 
 
 class SandboxUnavailable(SandboxError):
-    """This machine does not permit a sandbox; the message says what to change."""
+    """This machine does not permit a sandbox; the message gives the remedy."""
 
 
 def run_python(
@@ -100,7 +100,7 @@ def run_python(
         stdin: What it reads from standard input.
         limits: What it may use.
         modules: Source of modules that it can import, by name.
-        starter: What starts the sandbox, where several are started one after another. None: a new one.
+        starter: What starts the sandbox, for several sandboxes one after another, or None for a new one.
 
     Returns:
         What the program did. No fault of the program raises.
@@ -142,7 +142,7 @@ def check_sandbox() -> None:
     """Verify that this machine permits a sandbox and that it isolates, by a program that tries.
 
     Raises:
-        SandboxUnavailable: it does not; the message says what to change.
+        SandboxUnavailable: it does not; the message gives the remedy.
     """
     if sys.platform != "linux" or not is_supported():
         raise SandboxUnavailable(f"the sandbox needs Linux on x86-64 or arm64, not {sys.platform} {platform.machine()}")
@@ -160,7 +160,7 @@ def check_sandbox() -> None:
 
 
 def sandbox_problem() -> str:
-    """Why this machine permits no sandbox, and what to change; empty: it permits one."""
+    """Why this machine permits no sandbox, and what to change; empty if it permits one."""
     try:
         check_sandbox()
     except SandboxError as error:
@@ -266,7 +266,7 @@ class SandboxStarter:
     def __exit__(self, *_: object) -> None:
         """End the process."""
         with contextlib.suppress(OSError):
-            self._requests.shutdown(socket.SHUT_RDWR)  # a process that was forked meanwhile may have a copy
+            self._requests.shutdown(socket.SHUT_RDWR)  # a process that was forked since may have a copy
         self._requests.close()
         try:
             self._process.wait(_GRACE_S)
@@ -369,7 +369,7 @@ class _Transfer:
                     deadline = time.monotonic() + _GRACE_S
                     self._ends.owner.close()
                 self._step(max(0.0, left))
-            while set(self._selector.get_map()) and self._step(0.0):  # what is left in the pipes
+            while set(self._selector.get_map()) and self._step(0.0):  # the rest in the pipes
                 pass
         return cut and "wait_status" not in self.report
 
