@@ -69,7 +69,7 @@ class GroupRewards:
 
 @dataclass(frozen=True)
 class CustomAlgorithm:
-    """Functions in place of parts of the shipped algorithm `base`; what is None stays as it is there."""
+    """Functions that replace parts of the shipped algorithm `base`; None keeps its part."""
 
     base: str = "grpo"
     """Name of the shipped algorithm whose roles, options and defaults apply."""

@@ -92,17 +92,17 @@ def plackett_luce(leads: torch.Tensor, better: torch.Tensor) -> torch.Tensor:
 
     Tied responses are absent from each other's denominators. By Luce's choice axiom every factor is still the model's
     probability of what was observed: that i is chosen first among itself and all worse responses. Their product is the
-    likelihood where no two responses or only the worst ones are tied, and otherwise a composite likelihood (Lindsay
-    1988) in place of the sum over all orders of the tied ones (Kalbfleisch and Prentice 1973), which takes exponential
-    time. Unlike Breslow's and Efron's approximations of that sum it does not pull the scores of tied responses
-    together: an example in which all are tied has loss and gradient 0.
+    likelihood if no two responses or only the worst ones are tied, and otherwise a composite likelihood (Lindsay 1988)
+    instead of the sum over all orders of the tied ones (Kalbfleisch and Prentice 1973), which takes exponential time.
+    Unlike Breslow's and Efron's approximations of that sum it does not pull the scores of tied responses together: an
+    example in which all are tied has loss and gradient 0.
     """
     behind = torch.where(better, -leads, _NOTHING).logsumexp(-1)
     return -F.logsigmoid(-behind).sum(-1)
 
 
 def logistic(leads: torch.Tensor, better: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """[...] of [..., K, K]: (1 - e) times the Plackett-Luce loss plus e times that of the reversed ranking.
+    """[...] of [..., K, K]: (1 - e) times the Plackett-Luce loss plus e times the reversed ranking's.
 
     Two responses give -(1 - e) log sigmoid(h) - e log sigmoid(-h), h the lead of the better one: Mitchell 2023, "A note
     on DPO with noisy preferences", eq. 3; label smoothing of reward models: arXiv 2401.06080.

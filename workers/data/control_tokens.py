@@ -27,7 +27,7 @@ _CONVERSATIONS = (
     ("user", "assistant", "user"),
     ("user", "assistant", "tool"),
 )
-"""Roles of conversations that are rendered; a template refuses those that it does not know."""
+"""Roles of conversations that are rendered; a template refuses unknown ones."""
 _OF_A_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 _OF_A_TURN = re.compile(rf"{_OF_A_THOUGHT.pattern}|tool|call|func|arg", re.IGNORECASE)
 """Tags inside a turn, which data and environments write as well: they stay tokens, unless nothing else opens one."""
@@ -50,7 +50,7 @@ def unmarked_control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
         behind = rendering.rpartition(MARK)[2]
         inner = set(filter(_MARKUP.fullmatch, found.findall(behind)))
         if last == "tool" and not marked.search(behind) and all(map(_OF_A_TURN.search, inner)):
-            # Nothing but a tag of the tool's result says that the assistant speaks from here (DeepSeek).
+            # Only a tag of the tool's result marks that the assistant speaks from here (DeepSeek).
             opening |= {text for text in inner if not _OF_A_THOUGHT.search(text)}
     return around | opening | (ends & unmarked)
 

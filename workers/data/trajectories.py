@@ -100,7 +100,7 @@ def _row_keys(table: pa.Table) -> list[tuple[Identity, int]]:
 
 
 def _places(keys: Sequence[tuple[Identity, int]], table: pa.Table) -> pa.Array:
-    """For each key the number of the table's last row with it; null where it has none."""
+    """For each key the number of the table's last row with it; null if it has none."""
     rows = {key: row for row, key in enumerate(_row_keys(table))}
     return pa.array([rows.get(key) for key in keys], pa.int64())
 

@@ -58,7 +58,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make the model's float32 linear layers use oneDNN on the CPU, where that is faster.
+    """Make the model's float32 linear layers use oneDNN on the CPU, if that is faster.
 
     They keep their names and weights.
     """
@@ -89,13 +89,13 @@ def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt: how much may be free at the end of the heap, and from which size on blocks are
-allocated with mmap, and returned when they are freed."""
+"""Parameters of glibc's mallopt: the most memory free at the end of the heap, and the least size of blocks that are
+allocated with mmap, and returned when freed."""
 _KEPT_END, _LARGE = 2**25, 2**23
 
 
 def return_large() -> None:
-    """Make the C library return the memory of freed tensors of 8 MiB or more at once, and keep that of others (glibc).
+    """Make the C library return the memory of freed tensors of 8 MiB or more at once, and keep smaller ones (glibc).
 
     A kept block is used again as it is; a new one is zeroed page by page by the kernel, which costs more than most
     operations on it. By default the C library returns what is free at the end of its heap sooner, and keeps blocks of
