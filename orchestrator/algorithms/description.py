@@ -33,7 +33,7 @@ class Advice:
     watch: str
     """Metrics by their names, and what to do about them."""
     trl: str
-    """Options that select it in TRL, and differences; `-` where TRL does not have it."""
+    """Options that select it in TRL, and differences; `-` if TRL does not have it."""
     verl: str
     """The same for verl. `actor.` stands for `actor_rollout_ref.actor.`."""
     openrlhf: str

@@ -49,7 +49,7 @@ class _Found:
     """What was measured of one part of a step."""
 
     line: str = ""
-    """What is used or why nothing is, for the user; may be empty."""
+    """The measurements used, or why there are none, for the user; may be empty."""
     memory: Mapping[str, Peaks] = field(default_factory=dict[str, Peaks])
     seconds: float | None = None
 

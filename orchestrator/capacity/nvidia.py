@@ -100,7 +100,7 @@ def _nvidia_smi(*arguments: str) -> tuple[str, str]:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """Newest CUDA version that the driver supports, as its library says."""
+    """Newest CUDA version that the driver supports, from its library."""
     number = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) != 0:

@@ -43,7 +43,7 @@ class PlanRow:
     group: str
     bundle: int
     node: str
-    """Empty: no room."""
+    """Empty if there is no room."""
 
 
 @dataclass(frozen=True)

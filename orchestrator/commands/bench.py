@@ -70,7 +70,7 @@ def bench(
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
     them. --train and --weights measure the fastest point afterwards. Writes one HTML page, and next to it the results
     as JSON, which `troupe plan --measured` reads; both after every point, so that they also hold what was measured
-    before an interruption. The exit code is 1 where something could not be measured.
+    before an interruption. The exit code is 1 if something could not be measured.
     """
     if taken():
         exit_on_signals()  # until Ray starts, there is nothing to end in order

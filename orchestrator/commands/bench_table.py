@@ -100,7 +100,7 @@ def _seconds(measures: TransferMeasures) -> list[str]:
 
 
 def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
-    """A row for each item without its empty columns, or a column where rows are too wide."""
+    """A row for each item without its empty columns, or a column if rows are too wide."""
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     shown = [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
     wide = _table(*shown)
@@ -110,7 +110,7 @@ def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 def render(results: Sequence[Result], width: int = UNBOUNDED) -> Iterator[Table]:
     """The table of all points. One that is wider than `width` has a column for each point instead of a row.
 
-    Where that is too wide as well, it is continued in further tables.
+    If that is too wide as well, it is continued in further tables.
     """
     heads, rows = _cells(results)
     wide = _table(heads, rows)

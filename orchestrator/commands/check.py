@@ -96,7 +96,7 @@ def plan(
 ) -> None:
     """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster.
 
-    The exit code is 1 where something does not fit, or the size of a model is not known.
+    The exit code is 1 if something does not fit, or the size of a model is not known.
     """
     runs = plan_runs(read_document(spec, set_))
     create_models(runs)

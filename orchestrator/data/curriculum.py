@@ -45,7 +45,7 @@ class CurriculumSource:
     """One source of prompts, to its curriculum."""
 
     name: str
-    """Empty: there is one source."""
+    """Empty if there is one source."""
     solved_at: float
     """A sample with at least this reward counts as solved."""
 

@@ -106,11 +106,11 @@ def export_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str], f
 def open_samples(files: dict[int, Path]) -> ds.Dataset:
     """The files of these steps as a dataset with the columns of SAMPLES; what a file lacks is null.
 
-    A file's name says its step, so that files of other steps are not opened.
+    A file's name contains its step, so that files of other steps are not opened.
     """
     parquet, local = ds.ParquetFileFormat(), LocalFileSystem()
     step = SAMPLES.field("step").type
-    # Nulls are possible in files of earlier versions, whatever the schema of today says.
+    # Nulls are possible in files of earlier versions, whatever the current schema.
     schema = pa.schema([field.with_nullable(True) for field in SAMPLES])
     fragments = [
         parquet.make_fragment(str(path), local, partition_expression=pc.field("step") == pa.scalar(number, step))
@@ -272,5 +272,5 @@ def _refusal(error: Exception, condition: str) -> UsageError:
 
 
 def _first_line(error: Exception) -> str:
-    """What DuckDB says, without the kind of the error and the line of the query."""
+    """DuckDB's message, without the kind of the error and the line of the query."""
     return re.sub(r"^[\w ]+ Error: ", "", str(error).strip().partition("\n")[0])

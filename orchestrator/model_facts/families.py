@@ -42,7 +42,7 @@ class FieldUnknown(TroupeError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a configuration says about a language model, whatever its family."""
+    """The facts in a language model's configuration, whatever its family."""
 
     layers: int
     hidden: int

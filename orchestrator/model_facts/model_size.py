@@ -87,7 +87,7 @@ class Tensor(NamedTuple):
     bytes: int
     """0: the header does not say."""
     end: int
-    """Where its bytes end, counted from the end of the header; 0: the header does not say."""
+    """Where its bytes end, counted from the end of the header; 0 if the header does not contain it."""
 
 
 def read_size(folder: Path) -> ModelSize:

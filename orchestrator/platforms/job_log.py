@@ -14,7 +14,7 @@ _SCALED = re.compile(r"(\w+): (?:\d+ -> )?(\d+) workers\b")
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What a log says about its run."""
+    """Facts in a log about its run."""
 
     step: int = 0
     """Steps that have ended."""

@@ -217,7 +217,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def reward_digest(self) -> str:
-        """Digest of what gives the rewards of training: those with the same one can be compared. Empty: nothing."""
+        """Digest of what gives the rewards of training: equal ones are comparable. Empty if nothing does."""
         return ""
 
     @property

@@ -183,7 +183,7 @@ def refused_options(role: str, options: Mapping[str, Any], device: Device) -> It
 
 
 def unknown_options(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Options that the installed vLLM does not have, and values of another type; nothing where vLLM is not installed.
+    """Options that the installed vLLM does not have, and values of another type; nothing if vLLM is not installed.
 
     Args:
         engines: The sections `engine`, by role.

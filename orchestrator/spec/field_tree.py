@@ -18,7 +18,7 @@ ITEM = "*"
 Digest = Literal["evaluation", "reward"]
 Wanted = Callable[[Consequences], bool | None]
 _BOUNDS = (Counts.BY_SET, Counts.IF_SET)
-"""What only bounds the fields of a section: each says for itself whether it counts."""
+"""What only bounds the fields of a section: each defines for itself whether it counts."""
 _UNSAID = vars(Consequences())
 
 

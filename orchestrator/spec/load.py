@@ -1,7 +1,7 @@
 """Loads specs of both kinds: the algorithm's name decides which kind a document is.
 
 A spec that loads can work as far as the file itself can say. Problems of a document come all at once: either every
-field that is not valid, or, where all are, every combination of fields that cannot work.
+field that is not valid, or, if all are, every combination of fields that cannot work.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Setting:
 
         Args:
             path: Names of a field that a spec does not have.
-            fields: Names of the fields that a spec has, without their sections: one of these alone says too little.
+            fields: Names of the fields that a spec has, without their sections: one of these alone is too little.
         """
         names = (name.removeprefix("--").split(".") for name in (*self.verl, *self.openrlhf, *self.trl))
         most = max((_common_end(path, name) for name in names), default=0)
@@ -56,7 +56,7 @@ def _setting(section: str, row: Mapping[str, Any]) -> Setting:
 
 
 def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
-    """What a spec has instead of another trainer's setting, for an error message; empty where nothing matches.
+    """What a spec has instead of another trainer's setting, for an error message; empty if nothing matches.
 
     Args:
         path: Names of the unknown field and of the sections around it.

@@ -123,7 +123,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def group_size(self) -> int:
-        """Samples per prompt, where its source sets no other number."""
+        """Samples per prompt, unless its source sets another number."""
         return section.group_size(self.algorithm)
 
     @property
@@ -185,7 +185,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples in a step's batch, when none fails; the most where sources differ in their group sizes."""
+        """Samples in a step's batch, when none fails; the most if sources differ in their group sizes."""
         return self.schedule.prompts_per_step * max(self.group_sizes)
 
     @property
@@ -592,7 +592,7 @@ class RolloutSpec(RunSpec, frozen=True):
     def batch_bytes(self) -> int:
         """See `RunSpec.batch_bytes`; with every prompt and response at its longest.
 
-        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, where sampling is truncated, the tokens
+        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, if sampling is truncated, the tokens
         that were left, once for every step in progress; the scores (old, reference, values) and TRAIN exist once
         (`workers/contract/messages.py`).
         """

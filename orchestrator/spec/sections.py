@@ -1,6 +1,6 @@
 """The sections of a spec: what a user may write, field by field.
 
-Where a section reaches a worker unchanged it is built on the worker's own model (`workers/contract/config.py`), so that
+A section that reaches a worker unchanged is built on the worker's own model (`workers/contract/config.py`), so that
 a field is described, typed and bounded once.
 """
 
@@ -287,7 +287,7 @@ class RolesConfig(Roles):
     critic: Annotated[CriticRole | None, NONE, RESHARDED, _OTHER_TRAINERS] = None
     """Workers that train the critic; only if the algorithm has one."""
     reference: Annotated[ScaledReferenceRole | None, NONE, OTHER_REFERENCE, SAMPLED] = None
-    """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
+    """The frozen reference; needed if `algorithm.kl.coef` is above 0."""
     reward: Annotated[RewardRole, Consequences(resume=ALLOWED), SAMPLED]
     """Workers that score responses."""
     environment: Annotated[
@@ -564,11 +564,11 @@ class HeldOut(Frozen):
     solved_at: float | None = None
     """As `evaluation.solved_at`, for this set; null: by the rule that stands there, applied to the set's rewards."""
     environment: str | None = None
-    """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
+    """Name of the environment that samples are episodes in, if `roles.environment` has several; null there, or
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
     it."""
     level: str = "level"
-    """Key of the metadata (`metadata`) by whose values the results are also reported, where rows have it; tasks of
+    """Key of the metadata (`metadata`) by whose values the results are also reported, if rows have it; tasks of
     reasoning_gym have `recipe`."""
 
 
@@ -619,7 +619,7 @@ class MixedPrompts(SourceShare):
     max_tokens: Annotated[int | None, _NEXT_PROMPT, SAMPLED] = Field(default=None, ge=1)
     """Longest response (of an episode: longest turn), in tokens, at most `sampling.max_tokens`; null: that."""
     environment: Annotated[str | None, AS_SAMPLED, SAMPLED] = None
-    """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
+    """Name of the environment that samples are episodes in, if `roles.environment` has several; null there, or
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
     it."""
     mask_truncated: Annotated[bool | None, SAMPLED] = None
@@ -800,7 +800,7 @@ class AuditConfig(Frozen):
     """Compares the log-probs of sampled tokens in the engines and in the trainer with plain float32 transformers."""
 
     at_start: bool = False
-    """Compare before the first step, and refuse the run where rounding does not explain the gap."""
+    """Compare before the first step, and refuse the run if rounding does not explain the gap."""
     tokens: int = Field(default=256, ge=64)
     """Sampled tokens that are compared, at least."""
     response_tokens: int = Field(default=64, ge=1)
@@ -829,8 +829,8 @@ class CheckpointConfig(Frozen):
     """Write checkpoints while training continues, which waits only until each trainer has copied its state to host
     memory (`troupe plan` counts it). The last one of a run is written before it ends."""
     path: Annotated[str | None, Consequences(path="store")] = None
-    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
-    in the background, to a folder with the run's name. A run resumes from there if its folder has no equally new
+    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) for copies of checkpoints, made
+    in the background, in a folder with the run's name. A run resumes from there if its folder has no equally new
     one."""
     best: BestConfig | None = None
     """Keep the best checkpoint as well (`troupe export --best`); null: only the newest ones are kept."""

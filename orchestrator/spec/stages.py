@@ -1,4 +1,4 @@
-"""Chains of runs: stages in order, each of which can use the models of earlier stages.
+"""Chains of runs: stages in order; each can use the models of earlier stages.
 
 A chain is a file with a section `stages`. The other sections are shared: every stage is their content, with the stage's
 own section merged over it. A model's path may be `stage:NAME`, the final model of the earlier stage NAME.

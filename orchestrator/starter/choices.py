@@ -92,7 +92,7 @@ class Earned:
 
 @dataclass(frozen=True)
 class Data:
-    """The data section of the spec, and what it says about lengths and rewards."""
+    """The data section of the spec, and its consequences for lengths and rewards."""
 
     section: dict[str, Any]
     prompt_tokens: int

@@ -62,7 +62,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
         )
     model = flags.model or _answer(ask, "Model folder (Hugging Face format)", "")
     data = flags.data or _answer(ask, f"Data: a file, a dataset on the hub, or {GYM}TASK", f"{GYM}chain_sum")
-    # What has a default is asked only where something is asked anyway.
+    # Choices with a default are requested only if others are.
     algorithm = flags.algorithm or _answer(ask if missing else None, "Algorithm (see `troupe algorithms`)", "grpo")
     check_algorithm(algorithm)
     if flags.environment is not None:
@@ -95,7 +95,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
 def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
     """The choices with a difficulty of the generated tasks at which the model is sometimes right.
 
-    Where it cannot be tried on this machine, the choices say why.
+    If it cannot be tried on this machine, the choices hold the reason.
 
     Raises:
         UsageError: There is no such task, or the model cannot be sampled from.

@@ -80,7 +80,7 @@ def _files(data: str) -> tuple[Table, Table | None, str]:
 
 
 def _siblings(data: str) -> Iterator[str]:
-    """The same path with the name of a held-out part instead of `train`, where such files exist."""
+    """The same path with the name of a held-out part instead of `train`, if such files exist."""
     path = Path(data)
     for word in HELD_OUT:
         for part in (path.name, path.parent.name):

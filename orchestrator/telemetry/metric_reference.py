@@ -38,7 +38,7 @@ class Metric:
     unit: str
     meaning: str
     healthy: str
-    """What to expect of a run that goes well; `-` where any value may be right."""
+    """What to expect of a run that goes well; `-` if any value may be right."""
 
     def matches(self, name: str) -> bool:
         """Whether a metric of this name belongs to the row."""

@@ -20,12 +20,12 @@ _RECENT = 8
 _MOST = 4096
 """Number of steps whose learned value is kept."""
 _CLEAR = 2.0
-"""Standard errors by which two means differ before one calls it a change."""
+"""A difference of two means counts as a change from this many standard errors on."""
 _GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")
 
 
 class RunSummary:
-    """What a console says about the steps that it has shown. May be read from a thread while a step is added."""
+    """Summary of the steps that a console has shown. May be read from a thread while a step is added."""
 
     def __init__(self, total: int) -> None:
         """`total` steps are planned."""

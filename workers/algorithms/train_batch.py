@@ -194,7 +194,7 @@ class _Batch:
         )
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """float64 over all response tokens: `values` on those that the policy sampled, 0 on the others."""
+        """float64 over all response tokens: `values` on tokens that the policy sampled, 0 on the others."""
         result = torch.zeros(len(self.loss_mask), dtype=torch.double)
         result[self.loss_mask] = values
         return result
@@ -240,7 +240,7 @@ class _Batch:
 
     @property
     def shared_prompts(self) -> list[int]:
-        """Number of the prompt of every row: equal where rows of one group have the same prompt."""
+        """Number of the prompt of every row: equal if rows of one group have the same prompt."""
         return prompt_numbers([self.uids[sample] for sample in self.sample.tolist()], self.prompts)
 
     @property

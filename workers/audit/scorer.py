@@ -238,7 +238,7 @@ def _temperatures(request: ScoreRequest) -> Floats:
 def _truncated(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, border: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Log-probs where only the most probable tokens are sampled: top-p and top-k.
+    """Log-probs if only the most probable tokens are sampled: top-p and top-k.
 
     Args:
         logits: float [T, V].

@@ -47,7 +47,7 @@ def unsupported_setting(config: Mapping[str, Any]) -> str:
 
 
 def difference(config: Mapping[str, Any], lora: LoraConfig) -> tuple[str, str]:
-    """(field of `lora`, how it differs from what an adapter was trained with); empty where nothing does."""
+    """(field of `lora`, how it differs from what an adapter was trained with); empty if nothing does."""
     settings = (("rank", "r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"))
     for field, name in settings:
         own, found = dict(lora)[field], config.get(name, False)

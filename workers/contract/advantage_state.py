@@ -70,9 +70,9 @@ class AdvantageState(Frozen):
     """Everything that is kept from one batch to the next."""
 
     kl_coef: float | None = None
-    """The adaptive KL coefficient; None before the first batch and where `kl_target` is not set."""
+    """The adaptive KL coefficient; None before the first batch or if `kl_target` is not set."""
     kl_start: float | None = None
-    """What it started from; None where `kl_coef` is None, and in the state of an earlier version."""
+    """Start value; None if `kl_coef` is None, and in the state of an earlier version."""
     rewards: Moments = Moments()
     """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()

@@ -17,7 +17,7 @@ from troupe.workers.contract.config import ModelConfig
 Floats = npt.NDArray[np.float64]
 
 WHOLE_MODEL = "the whole model"
-"""What `weights:` is about where every weight is the previous version's."""
+"""What `weights:` is about if every weight is the previous version's."""
 TIED_EMBEDDING = "the tied embedding"
 """What `weights:` is about if the embedding and the head tied to it are the previous version's."""
 

@@ -161,7 +161,7 @@ class SamplingConfig(Frozen):
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability, after the
     temperature, min-p and top-k; 1: from all."""
     top_k: Annotated[int, NOT_EVALUATED] = Field(default=0, ge=0)
-    """Sample from the k most probable tokens (more where probabilities are equal); 0: from all."""
+    """Sample from the k most probable tokens (more if probabilities are equal); 0: from all."""
     min_p: Annotated[float, NOT_EVALUATED] = Field(default=0.0, ge=0.0, lt=1.0)
     """Sample from the tokens whose probability is at least this share of the most probable one's; 0: from all."""
     max_tokens: Annotated[int, EVALUATED] = Field(default=256, ge=1)
@@ -456,7 +456,7 @@ class EpisodeConfig(Frozen):
     episode_timeout_s: Annotated[float, NOT_EVALUATED] = Field(default=300.0, gt=0.0)
     """Longest episode, the policy's turns included; a longer one fails the sample."""
     max_observation_chars: Annotated[int, EVALUATED_IF_SET] = Field(default=20_000, ge=1)
-    """A longer message of the environment is cut, and says so. What it shows of the data's prompt does not count."""
+    """A longer message of the environment is cut, with a note. What it shows of the data's prompt does not count."""
     truncated_turns: Annotated[Literal["end", "continue"], EVALUATED] = "end"
     """After a turn that was cut at `sampling.max_tokens`. `end`: the environment gets it, and the episode ends with
     the finish reason `length`; `continue`: the episode continues after an end of turn that the policy did not
@@ -532,7 +532,7 @@ class PolicyLossConfig(Frozen):
     max_ratio: float | None = Field(default=None, gt=1.0)
     """With `dynamic_clip`: maximum of the upper bound."""
     dual_clip: float | None = Field(default=None, gt=1.0)
-    """Where the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
+    """If the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL-to-reference term in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -543,7 +543,7 @@ class PolicyLossConfig(Frozen):
     """`token_mean`: every token of the mini-batch has the same weight; `sequence_mean`: every sequence has the same
     weight, shared by its tokens; `sequence_sum`: the sum over a sequence's tokens, averaged over sequences; `constant`:
     the sum over tokens divided by sequences times `max_tokens` (Dr. GRPO); `only_token_mean`: the sum of the sequences'
-    means, not divided (DCPO). A sequence is a sample, also where an episode has several rows."""
+    means, not divided (DCPO). A sequence is a sample, also if an episode has several rows."""
     importance: ImportanceConfig = ImportanceConfig()
     """Correction for the difference between sampler and trainer."""
 

@@ -69,9 +69,9 @@ class Observation:
     has their responses as `also`, in this order (fewer if the turns have run out), and the sample has a row for
     each."""
     refusable: bool = False
-    """Whether `messages` are a request that may be refused. Where the prompt has no room in the model, or the form
+    """Whether `messages` are a request that may be refused. If the prompt has no room in the model, or the form
     cannot be used, the message of the next step then has `refused` (`code` and `message`), and the environment
-    continues with a separate conversation; other episodes end there. Where more requests wait than turns are left, the
+    continues with a separate conversation; other episodes end there. If more requests wait than turns are left, the
     episode ends at once."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""

@@ -338,7 +338,7 @@ class GroupSummary:
     samples: tuple[SampleSummary, ...]
     generate_s: float
     refused: str = ""
-    """Why the prompt cannot be used (too long, empty, ...); then there are no samples. Empty: it can be used."""
+    """Why the prompt cannot be used (too long, empty, ...); then there are no samples. Empty if it can be used."""
     cached_tokens: int = 0
     """Prompt tokens, over all samples, that the engine read from its cache instead of computing them."""
     finished_ahead: int = 0
@@ -421,7 +421,7 @@ class TrainRow:
     """Prompt plus response."""
     loss_tokens: int
     has_signal: bool
-    """False where all advantages are zero, and so is the policy-gradient term."""
+    """False if all advantages are zero, and so is the policy-gradient term."""
     prompt_tokens: int = 0
     group: int = 0
     """Number of the row's group; rows of one group have the same prompt."""

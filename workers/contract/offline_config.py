@@ -11,7 +11,7 @@ from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConf
 Preference = Literal["logistic", "fidelity"]
 """Loss of a preference, of how far the model puts the better response ahead."""
 RewardLevel = Literal["sequence", "token"]
-"""Where the scores that a reward model's loss compares are read."""
+"""The places of the scores that a reward model's loss compares."""
 
 
 class SftLossConfig(Frozen):

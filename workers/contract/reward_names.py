@@ -25,7 +25,7 @@ REWARD_FUNCTIONS = (
     "equations",
     "python_tests",
 )
-"""Names of the built-in reward functions. `workers/rewards/loading.py` says where each is implemented."""
+"""Names of the built-in reward functions. `workers/rewards/loading.py` has each one's module."""
 
 STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""

@@ -35,7 +35,7 @@ class WeightBackend:
     shared_gpu: bool | None = None
     """Whether rollout has to be on the policy's GPUs, or None if it can be anywhere."""
     automatic: _Device | None = None
-    """The device on which `auto` chooses this back-end, where `shared_gpu` allows it."""
+    """The device on which `auto` chooses this back-end, if `shared_gpu` allows it."""
     engine_buckets: int = 0
     """Buckets of weights that each process of an engine holds during a transfer."""
     sender_buckets: int = 0

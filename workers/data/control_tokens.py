@@ -79,7 +79,7 @@ def _ids(config: Mapping[str, Any]) -> list[int]:
 
 
 def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterable[tuple[str, str]]:
-    """(what the template writes around texts, role of the last message), of all conversations that it knows."""
+    """(what the template writes around texts, role of the last message), of all conversations that it accepts."""
     for roles in _CONVERSATIONS:
         messages = [{"role": role, "content": MARK} for role in roles]
         try:

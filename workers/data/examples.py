@@ -64,7 +64,7 @@ def encode_turns(
 
     The prompt's ids are the same as in a rollout. Prompt and turns together are the chat template's rendering of the
     whole conversation up to the end of the last turn: what the template writes into the assistant's turns (an empty
-    thought) is part of them, and what it writes between them is there without a loss. Where the template writes no end,
+    thought) is part of them, and what it writes between them is there without a loss. If the template writes no end,
     the last turn ends with the end-of-sequence token. Text behind the end of the last turn (such as a line break) is
     left out: sampling stops before it.
 

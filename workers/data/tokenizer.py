@@ -88,7 +88,7 @@ def render(
     open_turn: bool,
     tools: list[Any] | None = None,
 ) -> str:
-    """Text of a conversation, with the opening of the assistant's turn where `open_turn`, and the `tools` it offers.
+    """Text of a conversation, with the opening of the assistant's turn if `open_turn`, and the `tools` it offers.
 
     The text is for `token_ids` and for comparisons with others: special tokens that stand in the messages are cut
     (`troupe.workers.data.plain_text`).

@@ -157,7 +157,7 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, following: list[dict[str,
 def _closing(tokenizer: PreTrainedTokenizerBase, behind: str, named: Collection[int]) -> list[str]:
     """The special tokens with which the text behind a turn begins: one, or all up to the first end.
 
-    Some templates close a part of the turn before the turn (Cohere's Command R7B). Empty: no such part.
+    Some templates close a part of the turn before the turn (Cohere's Command R7B). Empty without such a part.
     """
     special, run = special_tokens(tokenizer), list[str]()
     while found := special.match(behind):

@@ -212,7 +212,7 @@ def _states(model: PreTrainedModel, batch: TokenBatch, mask: torch.Tensor | None
 def _amplifies_rounding(model: PreTrainedModel, device: Device) -> bool:
     """Whether a trained model's states are of no use to compare two ways to compute them.
 
-    Where tokens are rare, a change of the embeddings in their last bit can change all of a state. False for a model
+    If tokens are rare, a change of the embeddings in their last bit can change all of a state. False for a model
     that is tried out as a copy in any case: it is partitioned, or will run on another device.
     """
     if model.device.type != device or any(map(is_partitioned, model.parameters())):

@@ -1,4 +1,4 @@
-"""float32 linear layers on the CPU with oneDNN, where torch's default library is slow.
+"""float32 linear layers on the CPU with oneDNN, if torch's default library is slow.
 
 torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel processors only. oneDNN, which ships with torch
 and is used for bfloat16, uses it on all.
@@ -99,7 +99,7 @@ def return_large() -> None:
 
     A kept block is used again as it is; a new one is zeroed page by page by the kernel, which costs more than most
     operations on it. By default the C library returns what is free at the end of its heap sooner, and keeps blocks of
-    up to 32 MiB, which leave gaps. Keeping everything lets a process grow without limit where batches differ in shape
+    up to 32 MiB, which leave gaps. Keeping everything lets a process grow without limit if batches differ in shape
     (docs/explanation/profiles.md).
     """
     with contextlib.suppress(AttributeError):

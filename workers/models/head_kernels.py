@@ -1,6 +1,6 @@
 """The output head's log-probs on a GPU: Triton kernels that read every tile of logits once, forward and backward.
 
-`heads.token_logprobs` imports them only where tensors are on a GPU. Tests run them in Triton's interpreter.
+`heads.token_logprobs` imports them only if tensors are on a GPU. Tests run them in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Float32Head(nn.Linear):
 
 
 class Float32Logits(nn.Linear):
-    """An output head with float32 logits, which never exist all at once where only targets are asked for.
+    """An output head with float32 logits, which never exist all at once if only targets are requested.
 
     A logit of 16 to 32 has neighbours 0.125 apart in bfloat16, so logits of bfloat16 factors are summed and kept in
     float32. The head's weight is the largest of a model: it is converted in blocks only. Gradients are multiplied in
@@ -223,7 +223,7 @@ def _gradients(
 def _functions(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """`_sums`, `_gradients` and `_product`, or their counterparts of a GPU.
 
-    Triton is imported only where tensors are on one.
+    Triton is imported only if tensors are on one.
     """
     if device.type != "cuda":
         return _sums, _gradients, _product

@@ -200,7 +200,7 @@ class ModelModule(nn.Module):
     def inputs(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> dict[str, Any]:
-        """Arguments of the model for the fields of a `TokenBatch`; not every architecture knows `position_ids`.
+        """Arguments of the model for the fields of a `TokenBatch`; not every architecture takes `position_ids`.
 
         Padding is on the right, and a causal model without a mask does not see it: attention then needs no mask at all,
         which the fastest kernels require.

@@ -130,7 +130,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: [1, heads, own tokens, head size] to [1, own tokens, heads, head size].
 
-    See `packed_attention.attention`. Where the group has more workers than the model has KV heads, each worker gets a
+    See `packed_attention.attention`. If the group has more workers than the model has KV heads, each worker gets a
     copy of the one that its heads use.
     """
     if attention_mask is None or not is_table(attention_mask):

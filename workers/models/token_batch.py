@@ -211,7 +211,7 @@ class TokenTable:
         return (self.cut(rows, plan) for rows in plan.micro_batches)
 
     def cut(self, rows: Sequence[int], plan: RankPlan) -> TokenBatch:
-        """The micro-batch of the given rows, packed or padded as the plan says."""
+        """The micro-batch of the given rows, packed or padded according to the plan."""
         return self.packed_batch(rows, plan.shared) if plan.packed else self.batch(rows)
 
     def _kept_of(self, index: torch.Tensor) -> Ragged | None:

@@ -94,7 +94,7 @@ def _user(connection: socket.socket) -> int:
 
 
 def _fork(connection: socket.socket) -> None:
-    """Fork the worker that is asked for, and answer, unless nobody waits: then it has started without a fork."""
+    """Forks the requested worker, and answers, unless nobody waits: then it has started without a fork."""
     request = _received(connection)
     try:
         if not _is_waited_for(connection):

@@ -2,7 +2,7 @@
 
 A reward function is called as ``f(response, answer, metadata, **args) -> float | Steps``. ``metadata`` is the prompt's
 JSON object and, under the key ``sample``, facts about the sample: ``{"response_tokens": int, "finish_reason": "stop" |
-"length", "messages": [...]}``. Where several answers are right, they are the list ``metadata["right_answers"]``, and
+"length", "messages": [...]}``. If several answers are right, they are the list ``metadata["right_answers"]``, and
 ``answer`` is the first of them. A function that cannot score a response raises; it does not return 0.
 """
 

@@ -26,7 +26,7 @@ _MACHINERY = (
     f"{_SHIPPED}/agents/environments/child.py",
     __file__,
 )
-"""Files whose frames precede those of user code in a traceback."""
+"""Files whose frames precede user code's in a traceback."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 

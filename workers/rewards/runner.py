@@ -176,7 +176,7 @@ class RewardProcess:
 
     @staticmethod
     def _all_failed(status: str, samples: int) -> list[RewardResult]:
-        """The same failure for every sample of a request, which says so."""
+        """The same failure for every sample of a request, marked as such."""
         shared = f" (one call for {samples} samples)" if samples > 1 else ""
         return [RewardResult(None, status + shared, cause=status)] * samples
 

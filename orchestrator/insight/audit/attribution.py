@@ -6,7 +6,7 @@ Two tests, on the same hypotheses:
   scorer nearer to the side's numbers: share = 1 - mean|side - hypothesis| / mean|side - scorer|. Rounding is not
   correlated with what a wrong temperature, head, layer or position does. Another error may be: many make a distribution
   flatter, as a temperature does. So a cause is named only if it explains nearly all of the gap, or all but rounding.
-- The samples. Where the sampler's numbers are right, its tokens may still be drawn from something else (top-p that the
+- The samples. If the sampler's numbers are right, its tokens may still be drawn from something else (top-p that the
   log-probs do not show). The likelihood ratio of a hypothesis to the scorer, over all sampled tokens, exceeds e^x with
   a probability of at most e^-x if the scorer is right (Markov's inequality), whatever the hypothesis. That it is
   likelier than the scorer does not make it true: a cause is named only if the tokens are distributed as it says. The

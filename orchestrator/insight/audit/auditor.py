@@ -145,7 +145,7 @@ class Auditor:
                     seed=sampling_seed(spec.seed, pick.prompt_uid),
                     max_tokens=longest,
                     environment=self._settings[pick.row].environment,
-                    forms=False,  # log-probs would be those among the permitted tokens, which no scorer knows
+                    forms=False,  # log-probs would be relative to the permitted tokens, which no scorer has
                 )
                 for pick in picks
             ]

@@ -78,7 +78,7 @@ def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bo
 
 
 def best_of(results: Sequence[Result]) -> Result | None:
-    """The result with the most tokens per second; None where nothing was measured."""
+    """The result with the most tokens per second; or None if nothing was measured."""
     measured = [result for result in results if result.measures is not None]
     return max(measured, key=lambda result: result.measures.tokens_per_s if result.measures else 0.0, default=None)
 

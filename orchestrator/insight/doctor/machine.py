@@ -1,4 +1,4 @@
-"""What `troupe doctor` knows: the facts about a machine, what a spec needs, and what a check found."""
+"""Input and output of `troupe doctor`: the facts about a machine, what a spec needs, and what a check found."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Software:
     """Python, the installed packages and the tools that compile extensions."""
 
     system: str
-    """As `platform.system()` says: `Linux`."""
+    """Result of `platform.system()`: `Linux`."""
     architecture: str
     python: tuple[int, int, int]
     executable: str

@@ -26,7 +26,7 @@ _USED = {"tokens": "tokens", "seconds": "seconds/step"}
 
 
 def labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Distinct labels: the name of a run; where several share it, as much of the path of the folder as is needed."""
+    """Distinct labels: the name of a run; if several share it, as much of the path of the folder as is needed."""
     shared = Counter(names)
     alike = [folder.resolve() for name, folder in zip(names, folders, strict=True) if shared[name] > 1]
     pairs = zip(names, folders, strict=True)

@@ -64,7 +64,7 @@ class LiveData:
         Args:
             after: Last step that the page has of every run; -1 for none.
             known: `line` of every run in the page, separated by spaces; not checked if empty.
-            held: `file` of every run's samples in the page, in the same way: the newest samples are sent only where
+            held: `file` of every run's samples in the page, in the same way: the newest samples are sent only if
                 they are in another file.
         """
         mark = self.mark()

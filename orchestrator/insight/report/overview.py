@@ -1,4 +1,4 @@
-"""What the page says about a run besides its samples and spans: verdicts, curves, ledger, weights, memory, spec."""
+"""Data of the page about a run besides its samples and spans: verdicts, curves, ledger, weights, memory, spec."""
 
 from __future__ import annotations
 

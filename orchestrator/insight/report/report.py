@@ -75,7 +75,7 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
 def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
     """The report at the end of runs, however they ended, or None if no step was recorded.
 
-    Where it cannot be written, that is a warning: no run fails for its report.
+    If it cannot be written, that is a warning: no run fails for its report.
     """
     begun = [folder for folder in folders if (folder / METRICS).is_file()]
     if not begun:
@@ -173,7 +173,7 @@ def _bytes(file: Path) -> int:
 
 
 def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
-    """One step's samples; None where its file cannot be read."""
+    """One step's samples; or None if its file cannot be read."""
     try:
         return step_block(run.samples(step), step, texts)
     except (TroupeError, KeyError) as error:
@@ -202,7 +202,7 @@ def timeline_data(run: RunFolder, budget: int) -> Json:
 
 
 def span_block(run: RunFolder, step: int) -> Json | None:
-    """One step's spans; None where its file cannot be read or holds none."""
+    """One step's spans; or None if its file cannot be read or holds none."""
     try:
         spans = spans_of(run.timeline(step))
     except (TroupeError, KeyError) as error:

@@ -40,8 +40,8 @@ _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
 def apply_rules(history: History) -> list[Verdict]:
     """The verdicts of every rule: problems first, then by the step at which they began.
 
-    A remedy is left out if the run's spec has its lines already or cannot take them (an option that its algorithm does
-    not have), or if the cluster has no room for its workers.
+    A remedy is left out if the run's spec has its lines already or cannot take them (an option that its algorithm
+    lacks), or if the cluster has no room for its workers.
     """
     usable = bool(history.spec) and _loads(history.spec) is not None
     capacity = history.capacity

@@ -226,7 +226,7 @@ class History:
         return started[-1] if started and isinstance(started[-1], Mapping) else {}
 
     def share_of_samples(self, name: str) -> Series:
-        """A metric that counts samples of the step, as a share of those that were dispatched for the step.
+        """A metric that counts samples of the step, as a share of the samples dispatched for the step.
 
         Steps recorded before `dispatched_samples` existed are judged by their batch as the spec has it.
         """

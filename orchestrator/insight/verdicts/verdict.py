@@ -1,4 +1,4 @@
-"""What a verdict says."""
+"""A verdict: its severity, evidence and remedies."""
 
 from __future__ import annotations
 

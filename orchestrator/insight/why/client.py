@@ -83,7 +83,7 @@ def _ask(folder: Path, timeout_s: float) -> DiagnosisReport | None:
 
 
 def _from_outside(run_folder: Path, snapshot: DriverSnapshot, state: DriverState) -> Facts:
-    """What this machine says about a run whose driver does not answer."""
+    """Facts from this machine about a run whose driver does not answer."""
     since = time.time() - snapshot.time
     known, paths = snapshot.facts, (run_folder,)
     driver = replace(known.driver, state=state, last_seen_s=since)

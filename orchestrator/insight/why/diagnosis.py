@@ -59,7 +59,7 @@ def _driver_dead(facts: Facts) -> Diagnosis | None:
 
 
 def _run_failed(facts: Facts) -> Diagnosis | None:
-    """The run ends with an error: the error, and what the node says about it."""
+    """The run ends with an error: the error, and what its node recorded about it."""
     if not facts.error:
         return None
     where = f"{facts.run.location}{f' ({facts.run.phase})' if facts.run.phase else ''}"

@@ -81,7 +81,7 @@ class Facts:
     error: str = ""
     """With which the run ends."""
     exit_reasons: tuple[str, ...] = ()
-    """The end of logs of processes that have ended, and what the kernel says about them."""
+    """The end of logs of processes that have ended, and the kernel's messages about them."""
     kills_before: int = 0
     """Processes that the out-of-memory killer of the driver's node had ended before the run."""
 

@@ -28,7 +28,7 @@ def is_bounded(worker: str, method: str) -> bool:
 
 
 def open_calls(facts: Facts) -> list[Call]:
-    """Calls that block the run, oldest first; probes only where there are no others."""
+    """Calls that block the run, oldest first; probes only if there are no others."""
     calls = sorted(facts.calls, key=lambda call: -call.age_s)
     return [call for call in calls if call.method not in _PROBES] or calls
 
@@ -73,7 +73,7 @@ def oldest_wait(facts: Facts) -> tuple[Call, Behaviour, str] | None:
     candidates = [call for call in calls if call.age_s >= _AS_OLD * calls[0].age_s]
     found: list[tuple[int, Call, Behaviour]] = []
     for call in candidates:
-        # Descendants first: a process waits for those that it has started.
+        # Descendants first: a process waits for its children.
         behaviours = [behaviour_of(process) for process in reversed(related(facts, call))]
         found += [(_weight(facts, call, behaviour), call, behaviour) for behaviour in behaviours]
     if not found:

@@ -99,9 +99,9 @@ class Agent(Environment):
     """Runs `function(row, client)`, or a command, against a separate endpoint.
 
     The function gets the `Row` and an `openai.OpenAI` client (`AsyncOpenAI` if it is a coroutine) and returns the
-    reward, or None where `roles.reward` scores. A command gets the endpoint and the row in environment variables; its
+    reward, or None if `roles.reward` scores. A command gets the endpoint and the row in environment variables; its
     last line of output is the reward if it is a number. The endpoint listens on the loopback interface, with a key for
-    each episode. The temperature of a request is ignored: responses are sampled as the spec says.
+    each episode. The temperature of a request is ignored: responses are sampled with the spec's.
     """
 
     def __init__(self, function: str | None = None, command: Sequence[str] = (), args: Mapping[str, Any] | None = None):

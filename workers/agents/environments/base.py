@@ -27,7 +27,7 @@ class Environment(ABC):
                 the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`;
                 `finish_reason` is `stop` or `length`, and `usage` has `prompt_tokens` and `completion_tokens`;
                 `logprobs`, if the observation asked for them, has the text and the log-prob of every token.
-                Where tools are offered, a turn whose calls are not run has `unread_call`: `cut` if the turn was cut
+                If tools are offered, a turn whose calls are not run has `unread_call`: `cut` if the turn was cut
                 at its token limit, with or without a call, `malformed` if the parser cannot read the call.
         """
 

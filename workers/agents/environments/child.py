@@ -117,7 +117,7 @@ class EpisodeHost:
         self._shown: set[str] = set()
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer requests until the connection closes. Raises MemoryError where user code used up its memory."""
+        """Answer requests until the connection closes. Raises MemoryError if user code used up its memory."""
         with connection.makefile("rb") as requests:
             for line in requests:
                 connection.sendall(self.answer(json.loads(line)).encode() + b"\n")

@@ -1,7 +1,7 @@
 """The tokens of a conversation, turn by turn: what was sampled stays as it was sampled, and is never tokenized again.
 
 After every turn the chat template renders the whole conversation. The text behind the policy's turn, up to the opening
-of its next one, is cut off, tokenized and appended. Where the template has changed anything before that boundary (it
+of its next one, is cut off, tokenized and appended. If the template has changed anything before that boundary (it
 strips `<think>` from earlier turns, or puts a system message late), the conversation forks: its next prompt is the
 template's own rendering, and begins a new row.
 """
@@ -176,7 +176,7 @@ class Conversation:
     def _tokenize_behind(self, text: str) -> list[int]:
         """Tokens of the text behind a turn.
 
-        Where the turn's end was sampled, the text is tokenized together with it, because some tokenizers put a space
+        If the turn's end was sampled, the text is tokenized together with it, because some tokenizers put a space
         before a text that follows nothing.
         """
         last = self._response[-1:]
@@ -189,7 +189,7 @@ class Conversation:
 def end_of(content: str, text: str, start: int) -> int | None:
     """Position in `text` behind `content`, which begins at `start`; None if something else does.
 
-    Templates trim contents, so white space may differ. Where it does, the position is behind the last character of the
+    Templates trim contents, so white space may differ. If it does, the position is behind the last character of the
     content that is none.
     """
     if text.startswith(content, start):

@@ -1,4 +1,4 @@
-"""Answers of judges, kept so that the same question is asked once."""
+"""Answers of judges, kept so that no question is sent twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its score is read."""
+"""Builds a judge's question and reads its score."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _played(messages: str, conversation: str) -> str:
 
 
 def _behind(turn: Message, asked: Message) -> str | None:
-    """What a message says behind one of the prompt, in separate paragraphs; None if it does not begin with it."""
+    """The text of a message behind one of the prompt, in separate paragraphs, or None if it does not begin with it."""
     content, known = str(turn["content"]).strip(), str(asked["content"]).strip()
     if turn["role"] != asked["role"] or not content.startswith(known):
         return None

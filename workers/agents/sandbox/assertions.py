@@ -105,7 +105,7 @@ def parse_assertions(text: str, function: str = "") -> Assertions:
 
     Args:
         text: Python source.
-        function: Name of the function that is tested, which `candidate` stands for. Empty: what the text calls.
+        function: Name of the function that is tested, which `candidate` stands for; if empty, what the text calls.
 
     Raises:
         ValueError: the text is not Python, contains anything but imports, assignments and assertions, or an assertion

@@ -339,7 +339,7 @@ class _Transfer:
             self._selector.register(stream.fileno(), kind, action)
 
     def run(self, timeout_s: float) -> bool:
-        """Transfer until the sandbox has ended, which the end of the status pipe says.
+        """Transfer until the sandbox has ended, at the end of the status pipe.
 
         Waits for the start of the program, `_START_S` at most; for the program, until its time is up; then for the end
         of the processes that were killed.
