@@ -1,4 +1,4 @@
-"""Adds up the memory of a spec's workers by GPU and node, and finds what does not fit and what is nearly full."""
+"""Adds up the memory of a spec's workers by GPU and node, and finds misfits and what is nearly full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NodeMemory:
 
     node: str
     parts: tuple[Part, ...]
-    """By role, then what the roles share."""
+    """The parts by role, then what the roles share."""
     capacity: int
     """0: not known."""
 

@@ -37,7 +37,7 @@ class Measured:
 
     file: str
     memory: Mapping[str, Peaks]
-    """By role."""
+    """Peaks by role."""
     step_s: float | None
     """Seconds of a step without scoring, or None if not all of its parts were measured."""
     lines: tuple[str, ...]
@@ -59,12 +59,12 @@ class _WeightTransfer:
     """What was measured of the way of the weights to the engines."""
 
     line: str = ""
-    """As of `_Found`."""
+    """See `_Found.line`."""
     seconds: float = 0.0
     trainers_s: float = 0.0
-    """Those of the seconds in which a trainer cannot train."""
+    """The part of `seconds` in which a trainer cannot train."""
     engines_s: float = 0.0
-    """Those of the seconds in which an engine cannot sample."""
+    """The part of `seconds` in which an engine cannot sample."""
 
 
 class Recorded:

@@ -39,7 +39,7 @@ class Graphics:
     devices: int = 0
     """NVIDIA GPUs on the PCI bus or among the device files."""
     gpus: tuple[Gpu, ...] = ()
-    """Those that the driver shows."""
+    """The GPUs that the driver shows."""
     driver: str = ""
     """Version of the driver; empty if none answers."""
     driver_cuda: tuple[int, int] | None = None

@@ -131,7 +131,7 @@ def _quiet(repeated: Repeated) -> bool:
 
 
 def _explain(outcome: ReplayOutcome) -> None:
-    """Say what is known about a replay that is not equal to its run."""
+    """Print what is known about a replay that differs from its run."""
     typer.echo(outcome.start_problem or "the replay is not equal to the run")
     first = next((step for step in outcome.steps if not step.equal), None)
     if first is not None:

@@ -71,7 +71,7 @@ class Curriculum:
         self._of_sources: dict[str, Results] = {}
         """Results of each source."""
         self._results: dict[int, Results] = {}
-        """By row; rows without results are absent."""
+        """Results by row; rows without results are absent."""
         self._step: dict[int, Results] = {}
         """Results since the last finished step."""
         self._skipped: int = 0

@@ -41,7 +41,7 @@ class Pool:
     deduped: int = 0
     """Further rows of that kind, which were left out."""
     alike: int = 0
-    """Rows that ask what another pool asks too, in another form: with another system message or template."""
+    """Rows with another pool's question in another form: with another system message or template."""
     parts: Mapping[str, Pool] = field(default_factory=dict)
     """The pools of a mixture by the name of their source, in the order of their rows; empty if there is one source."""
 

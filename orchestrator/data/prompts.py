@@ -96,7 +96,7 @@ def load_pools(
 
 
 def _with_alike(data: DataConfig, train: PromptPool, held_out: Mapping[str, PromptPool]) -> dict[str, PromptPool]:
-    """The held-out pools with the number of their rows that ask what the training data ask, in another form."""
+    """The held-out pools with the number of their rows with a training question in another form."""
     pools = list(train.parts.values()) or [train]
     trained = list(zip(data.train_sources().values(), pools, strict=True))
     asked: dict[str, set[bytes]] = {}

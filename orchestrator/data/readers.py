@@ -54,7 +54,7 @@ class RawValues:
 
     origin: str
     values: dict[str, Any] = field(default_factory=dict)
-    """By column."""
+    """The values by column."""
     error: str = ""
     """Why the row could not be read; empty if it could."""
 

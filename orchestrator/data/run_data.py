@@ -21,7 +21,7 @@ class RunData:
 
     train: PromptPool
     held_out: Mapping[str, PromptPool]
-    """By the name of their section in `data`."""
+    """The pools by the name of their section in `data`."""
     texts: TextPool | None
     refused: Mapping[str, int] = field(default_factory=dict)
     """Prompts rendered before the start that do not fit the model, by the name of their section."""

@@ -29,7 +29,7 @@ def named(train: Pool, held_out: Mapping[str, Pool], texts: Pool | None = None) 
 
 
 def named_examples(train: Pool, held_out: Pool | None) -> Pools:
-    """As `named`, for offline data."""
+    """`named` for offline data."""
     return named(train, {} if held_out is None else {"eval": held_out})
 
 
@@ -53,7 +53,7 @@ def by_source(pools: Pools) -> Pools:
 
 
 def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict[str, float]:
-    """Rows of each pool that are used, that are bad, and that are left out for another reason.
+    """Used, bad and otherwise left out rows of each pool.
 
     Args:
         pools: The pools of a run.

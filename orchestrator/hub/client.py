@@ -82,7 +82,7 @@ class Snapshot:
     endpoint: str = field(default_factory=lambda: constants.ENDPOINT)
 
     def names(self, files: Sequence[str]) -> list[str]:
-        """Those of a repository's files that belong to the snapshot."""
+        """The files of a repository that belong to the snapshot."""
         allowed = [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in self.allow)]
         return [name for name in allowed if not any(fnmatch.fnmatch(name, pattern) for pattern in self.ignore)]
 

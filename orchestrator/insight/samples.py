@@ -35,7 +35,7 @@ _HINTS = (
     (r"\bcontains\b(?!\s*\()", "SQL searches text by response LIKE '%text%'"),
     (r'"', "SQL writes text in single quotes, as in status = 'ok'"),
 )
-"""Patterns of conditions that are not SQL, and what SQL has instead."""
+"""Patterns of conditions that are not SQL, and their SQL forms."""
 
 
 class Format(StrEnum):

@@ -124,7 +124,7 @@ def _seconds(busy: Sequence[Interval], window: Interval) -> float:
 
 
 def _by_worker(timeline: pa.Table) -> Mapping[tuple[str, str], list[Interval]]:
-    """When every worker had a call open, by role and name."""
+    """Intervals in which every worker had a call open, by role and name."""
     found: defaultdict[tuple[str, str], list[Interval]] = defaultdict(list)
     columns = (timeline[name].to_pylist() for name in ("role", "worker", "start", "end"))
     for role, worker, start, end in zip(*columns, strict=True):

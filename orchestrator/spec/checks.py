@@ -189,7 +189,7 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
 
 
 def _misnamed(spec: RolloutSpec) -> Iterator[Finding]:
-    """Names of environments that would be read as something else, and sources that name one that does not exist."""
+    """Names of environments that would be read as something else, and sources that name a missing one."""
     names = list(spec.roles.environments())
     for name in names:
         if name == NO_ENVIRONMENT or name in EnvironmentRole.model_fields:

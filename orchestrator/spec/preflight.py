@@ -378,7 +378,7 @@ def missing_packages(features: Iterable[tuple[str, str]]) -> Iterator[Finding]:
 
 
 def unusable_environment(environment: EnvironmentConfig, path: str) -> Iterator[Finding]:
-    """An environment, whose section is at `path`, that cannot be imported or does not take its arguments."""
+    """An environment (section `path`) that cannot be imported or does not take its arguments."""
     try:
         ((field, problem),) = ask(_ENVIRONMENT, {"name": environment.name, "args": environment.args}, LOAD_TIMEOUT_S)
     except ProbeFailed as error:

@@ -59,7 +59,7 @@ from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, a
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
 NO_ENVIRONMENT = "none"
-"""In place of an environment's name: samples of the source are single responses."""
+"""Replaces an environment's name: samples of the source are single responses."""
 _KEPT_BYTES = 1024
 """Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
 _NEW_PROCESS_S = 10.0

@@ -562,7 +562,7 @@ class HeldOut(Frozen):
     """Reward functions, whose weighted sum is the reward of a sample of this set; null: the functions of
     `roles.reward`, and its reward model."""
     solved_at: float | None = None
-    """As `evaluation.solved_at`, for this set; null: by the rule that stands there, applied to the set's rewards."""
+    """As `evaluation.solved_at`, for this set; null: by the rule there, applied to the set's rewards."""
     environment: str | None = None
     """Name of the environment that samples are episodes in, if `roles.environment` has several; null there, or
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
@@ -623,9 +623,10 @@ class MixedPrompts(SourceShare):
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
     it."""
     mask_truncated: Annotated[bool | None, SAMPLED] = None
-    """As `algorithm.mask_truncated`, for this source; null: that."""
+    """Overrides `algorithm.mask_truncated` for this source, unless null."""
     dynamic_sampling_on: Annotated[str | None, SAMPLED] = None
-    """As `algorithm.dynamic_sampling_on`, for this source, whose rewards may have other components; null: that."""
+    """Overrides `algorithm.dynamic_sampling_on` for this source, whose rewards may have other components, unless
+    null."""
 
 
 class MixedFile(MixedPrompts, FileSource):
@@ -872,7 +873,7 @@ class BaseFailures(Frozen):
     run_restarts: int = Field(default=5, ge=0)
     """Restarts of the whole run by `troupe run --supervise` without a new checkpoint in between."""
     stopped_s: float = Field(default=5.0, ge=1.0)
-    """Seconds after which a worker counts as lost whose process is stopped (SIGSTOP, a frozen container)."""
+    """Seconds after which a worker with a stopped process (SIGSTOP, a frozen container) counts as lost."""
     hung_s: float = Field(default=120.0, gt=0.0)
     """Seconds after which a call that computes on policy, critic or reference counts as hung if it has also taken 10
     times as long as the longest such call before, of at least 5; until then the timeouts of `schedule` apply."""

@@ -38,7 +38,7 @@ class Table:
     section: Section
     """The source as a section of the spec, without its columns."""
     rows: Sequence[Mapping[str, Any]]
-    """By column; the fields of a struct are columns with dotted names."""
+    """The first rows by column; the fields of a struct are columns with dotted names."""
 
 
 def find_tables(data: str) -> tuple[Table, Table | None, str]:

@@ -62,7 +62,7 @@ class Progress:
     """Steps that have ended."""
     total: int
     phase: str
-    """Empty before the first."""
+    """The current phase; empty before the first."""
     done: int
     """Parts of the phase that have ended."""
     parts: int

@@ -174,7 +174,7 @@ def _range(steps: Iterable[int]) -> str:
 
 
 def _read(path: Path, names: Sequence[str]) -> pa.Table:
-    """Those of the columns that the file has."""
+    """The columns of `names` that the file has."""
     try:
         with pq.ParquetFile(path) as file:
             present = set(file.schema_arrow.names)

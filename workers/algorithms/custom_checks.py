@@ -28,7 +28,7 @@ _ARMS = 5
 _STEP = 1e-6
 _TOLERANCE = 1e-9
 _SLOPE_TOLERANCE = 1e-5
-"""Of central differences with `_STEP` in float64, relative to the gradient's largest entry."""
+"""Tolerance of central differences with `_STEP` in float64, relative to the gradient's largest entry."""
 
 
 @dataclass(frozen=True)

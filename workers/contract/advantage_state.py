@@ -14,7 +14,7 @@ from pydantic import Field
 from troupe.workers.contract.config import Frozen
 
 _MOST_ADAPTED = 2.0**30
-"""Factor that a coefficient which adapts may be away from the one that it started from."""
+"""Largest factor between an adaptive coefficient and its start value."""
 
 
 def adapted_coef(coef: float, start: float) -> float:
@@ -80,7 +80,7 @@ class AdvantageState(Frozen):
     sources: Mapping[str, SourceMoments] = Field(default_factory=dict)
     """These statistics of each source, if they are computed within sources; then the ones above are not used."""
     prompts: Mapping[int, PromptHistory] = Field(default_factory=dict)
-    """By row of the prompt pool."""
+    """Histories by row of the prompt pool."""
 
     def kl_coef_from(self, start: float) -> float:
         """The adaptive KL coefficient of the next batch.

@@ -37,7 +37,7 @@ class ScoreRequest:
     """Folder with the weights that the engine served before, or None if it was given no others."""
     temperature: float
     thorough: bool
-    """Also hypotheses that need separate passes: other positions, older weights, module by module, and other
+    """Whether to try hypotheses that need separate passes: other positions, older weights, module by module, and other
     adapters."""
     compare_prompts: bool
     """Whether the prompts are chats as the data has them, so that their tokens can be compared."""

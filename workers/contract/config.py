@@ -152,8 +152,8 @@ class StructuredConfig(Frozen):
 class SamplingConfig(Frozen):
     """Sampling for training.
 
-    With `top_p`, `top_k` or `min_p`, the tokens that were left to each sampled token are recorded, and the trainer's
-    log-probs are among the same tokens, so that the policy that is trained is the one that samples."""
+    With `top_p`, `top_k` or `min_p`, the tokens left to each sampled token are recorded. The trainer's log-probs are
+    among the same tokens, so that the trained policy is the sampling one."""
 
     temperature: Annotated[float, NOT_EVALUATED] = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Softmax temperature. The trainer divides its logits by the same value. vLLM has none between 0 and 0.01."""
@@ -530,7 +530,7 @@ class PolicyLossConfig(Frozen):
     """Widen the bounds for improbable tokens, from `clip_low`, `clip_high` and the old probability (DCPO, arXiv
     2509.02333, sec. 3.1)."""
     max_ratio: float | None = Field(default=None, gt=1.0)
-    """With `dynamic_clip`: maximum of the upper bound."""
+    """Maximum of the upper bound, with `dynamic_clip`."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """If the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
     kl_coef: float = Field(default=0.0, ge=0.0)

@@ -21,7 +21,7 @@ class Counts(IntEnum):
     AT_DEFAULT = auto()
     """No: its default is, whatever its value, so that digests of earlier versions that had it stay."""
     BY_SET = auto()
-    """For the held-out sets that use it (`RolloutSpec.evaluated_by`)."""
+    """It counts for the held-out sets that use it (`RolloutSpec.evaluated_by`)."""
     IF_SET = auto()
     """Unless it has its default. For new fields, so that digests of earlier versions stay."""
     YES = auto()

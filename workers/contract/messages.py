@@ -217,9 +217,9 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
-    """With a separate temperature."""
+    """Only with a separate temperature."""
     top_k: int = 0
-    """With a separate temperature; 0: all tokens."""
+    """Only with a separate temperature; 0: all tokens."""
     temperature: float | None = None
     """If None, sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False
@@ -251,7 +251,7 @@ class EpisodeSummary:
     engine_prompt_tokens: int
     """Tokens of the prompts of all turns: what an engine without a prefix cache computes before it samples."""
     cached_tokens: int
-    """Those of them that the engine read from its cache."""
+    """The part of `engine_prompt_tokens` that the engine read from its cache."""
     environment_s: float
     """Time spent waiting for the environment."""
     cut_observations: int = 0
@@ -548,7 +548,7 @@ class WeightsSent:
 
     version: int
     digest: str
-    """Of names, types, shapes and the checksums that the sender computed."""
+    """Digest of names, types, shapes and the sender's checksums."""
     nbytes: int
     acks: tuple[WeightAck, ...]
     """The acknowledgement of every engine."""

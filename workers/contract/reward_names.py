@@ -9,7 +9,7 @@ JUDGE_REWARD = "judge"
 """Name of the reward component that a language model gives."""
 
 NO_ANSWER = -1.0
-"""In a vote: the response states no answer."""
+"""Number in a vote of a response that states no answer."""
 
 REWARD_FUNCTIONS = (
     ENVIRONMENT_REWARD,

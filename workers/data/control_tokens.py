@@ -1,4 +1,4 @@
-"""Tokens that say who speaks and what ends a turn, and that the tokenizer does not mark as special.
+"""Tokens for speakers and ends of turns that the tokenizer does not mark as special.
 
 DeepSeek's `<｜User｜>` is such a token: the chat template writes it around turns.
 """

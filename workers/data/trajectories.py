@@ -64,7 +64,7 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def join_samples(step: int, tables: Sequence[pa.Table]) -> pa.Table:
-    """Join what was sampled, how it was rewarded and what was trained.
+    """Joins samples, their rewards and their training data.
 
     Args:
         step: The step in which they were trained.

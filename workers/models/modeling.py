@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEAST_LOGIT = -1e9
-"""Of which the probability is 0 in float32, and whose product with any weight is finite."""
+"""A logit with probability 0 in float32, whose product with any weight is finite."""
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:

@@ -27,7 +27,7 @@ _RECURRENT_SIZES = ("mamba_d_head", "mamba_headdim")
 _HYBRIDS = "hybrid_layer_ids"
 """Field with the numbers of layers that have attention."""
 _CAP = 1.0
-"""Of logits, in a copy, so that random weights exceed it."""
+"""Cap of logits in a copy, so that random weights exceed it."""
 _GAIN = 2.0
 """Standard deviation of a layer's outputs for inputs with 1: large enough that tokens attend to few others."""
 

@@ -20,7 +20,7 @@ _SEED = 20_011
 
 
 def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
-    """For each level in turn, how many samples of each prompt are right.
+    """Number of right samples of each prompt, for each level in turn.
 
     Args:
         request: `model` (its folder), `task` (of reasoning-gym), `levels` (its settings, the easiest first), `prompts`,

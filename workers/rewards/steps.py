@@ -68,7 +68,7 @@ def checked_steps(rewards: Iterable[object], length: int) -> tuple[Step, ...]:
 
 
 def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
-    """For each of the increasing character positions in `ends`: number of tokens up to and including the one it is in.
+    """Number of tokens up to and including the one at each of the increasing character positions in `ends`.
 
     The end of the text counts all tokens: the last step includes tokens that print nothing (end of sequence).
 

@@ -26,7 +26,7 @@ def answer_classes(
     """Number of the answer of each response; the same number: the same answer; `NO_ANSWER`: it has none.
 
     Args:
-        responses: Of one prompt.
+        responses: Responses to one prompt.
         answers: The right answer, for each of them.
         metadata: Metadata of the prompt, for each of them.
         opens_thought: Whether the chat template opens the thought of a response.

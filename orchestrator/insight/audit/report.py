@@ -59,7 +59,7 @@ class AuditReport:
     prompts: int
     prompt_differences: tuple[PromptDifference, ...]
     seconds: dict[str, float]
-    """By phase."""
+    """Duration by phase."""
 
     @property
     def passed(self) -> bool:

@@ -25,7 +25,7 @@ class MeasuredBatch:
     engines: tuple[EngineReading, ...] = ()
     """Empty for the baseline."""
     groups: tuple[GroupLengths, ...] = ()
-    """Those that were sampled; empty for the baseline."""
+    """The sampled groups; empty for the baseline."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,7 +42,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of these values; zeros without any."""
+        """The spread of these values; zeros without any."""
         if not values:
             return Spread(0.0, 0.0)
         p50, p99 = np.percentile(np.asarray(values), [50, 99]).tolist()
@@ -65,7 +65,7 @@ class Measures:
 
     batches: int
     sequences: int
-    """Of one batch."""
+    """Sequences of one batch."""
     tokens_per_s: float
     """Sampled tokens per second of all engines: the median of the batches."""
     slowest_batch: float
@@ -99,7 +99,7 @@ class Measures:
     """Share of the KV cache in use, on average."""
     most_kv_use: float
     preemptions: int
-    """Of all batches."""
+    """Preemptions in all batches."""
     running: float
     """Sequences that an engine decodes together, on average."""
     most_running: int

@@ -24,14 +24,14 @@ class GroupLengths:
 
     @staticmethod
     def of(summary: GroupSummary) -> GroupLengths:
-        """Those of a sampled group, as it is trained on; of an episode every row is a sequence."""
+        """The lengths of a sampled group, as it is trained on; of an episode every row is a sequence."""
         prompt = summary.samples[0].prompt_tokens
         rows = (length for sample in summary.samples for length in sample.row_lengths)
         return GroupLengths(prompt, tuple(max(1, length - prompt) for length in rows))
 
     @property
     def tokens(self) -> int:
-        """Of all sequences, each with its prompt."""
+        """Tokens of all sequences, each with its prompt."""
         return len(self.responses) * self.prompt + sum(self.responses)
 
 

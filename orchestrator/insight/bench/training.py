@@ -49,7 +49,7 @@ class TrainResult:
     sequences: int = 0
     """Sequences of a step."""
     tokens: int = 0
-    """Of these sequences, with their prompts."""
+    """Tokens of these sequences, with their prompts."""
     trainers: tuple[TrainerMeasures, ...] = ()
     problem: str = ""
     """Why nothing was measured; empty if it was measured."""

@@ -1,4 +1,4 @@
-"""All checks of `troupe doctor`, in the order in which they are shown, and what a spec needs from a machine."""
+"""All checks of `troupe doctor`, in the order of display, and the needs of a spec."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ OLDEST, NEWEST = (3, 11), (3, 14)
 LIBRARIES = ("torch", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 """Packages without which no run starts, besides an engine."""
 BUILT_ON = (TROUPE, *ENGINES, *LIBRARIES)
-"""Distributions whose requirements are checked against what is installed."""
+"""Distributions whose requirements are checked against the installed ones."""
 UNUSED = frozenset({"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"})
 """Requirements for images and sound, which text does not need: their absence is no finding."""
 _ARCHITECTURES = ("x86_64", "aarch64")

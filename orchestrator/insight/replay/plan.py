@@ -24,7 +24,7 @@ class ReplayPlan:
     """A replay of a run up to one of its steps."""
 
     spec: RunSpec
-    """As the steps used it, with paths that do not depend on the current folder."""
+    """The steps' spec, with paths that do not depend on the current folder."""
     checkpoint: Checkpoint | None
     """Where it starts, or None for the initial model."""
     folders: tuple[RecordedStep, ...]

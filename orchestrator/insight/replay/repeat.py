@@ -38,7 +38,7 @@ class Repeated:
     seconds: float
     """Time of the updates."""
     weights: Weights = field(default_factory=dict)
-    """Empty unless asked for."""
+    """Empty unless requested."""
 
     @property
     def equal(self) -> bool:

@@ -137,7 +137,7 @@ def _fitting_blocks(
 ) -> list[Json]:
     """Blocks of evenly spread steps within the budget; of the last step in any case.
 
-    How large a block will be is estimated from the size of its file, so that only what is kept has to be read.
+    The size of a block is estimated from the size of its file, so that only kept blocks are read.
     """
     blocks: dict[int, Json | None] = {}
     written: dict[int, int] = {}

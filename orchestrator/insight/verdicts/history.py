@@ -172,7 +172,7 @@ class History:
         spec: Mapping[str, Any] | None = None,
         events: Sequence[Mapping[str, Any]] = (),
     ) -> History:
-        """From the lines of `metrics.jsonl`. A later line of the same step wins, as after a resumption."""
+        """The history in the lines of `metrics.jsonl`. A later line of the same step wins, as after a resumption."""
         rows = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
         steps: dict[str, list[int]] = {}
         values: dict[str, list[float]] = {}

@@ -10,7 +10,7 @@ from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict,
 
 _GROWTH, _SHRINKAGE = 2.0, 0.4
 _CUT = 0.3
-"""Share of responses that are cut above which most of what is paid for is lost."""
+"""Share of cut responses above which most of the work is lost."""
 
 
 def _longest(run: History) -> int:

@@ -25,7 +25,7 @@ class Behaviour:
     process: ProcessFacts
     kind: Kind
     doing: str
-    """As the end of a sentence that begins with the process."""
+    """End of a sentence that begins with the process."""
     frame: Frame | None = None
     """Where, in the code that matters most: the user's before Troupe's before a library's."""
 

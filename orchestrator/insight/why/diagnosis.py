@@ -1,4 +1,4 @@
-"""From facts to a diagnosis. Rules are tried in order, from what explains most to what explains least."""
+"""Derives a diagnosis from facts. Rules are tried in order of how much they explain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SERVICES = ("gcs_server", "raylet")
 _FULL_BYTES = 2**22
 """Free space below which a file system counts as full."""
 _NEARLY = 0.05
-"""Share of free space below which a file system may be what an error about space is about."""
+"""A file system may cause an error about space below this share of free space."""
 _SLOW = 3.0
 """A step counts as slow above this multiple of its usual duration."""
 _SHOWN_CALLS = 8

@@ -79,7 +79,7 @@ class Facts:
     """Process ids by name of the workers that serve the calls."""
     queues: Queues = field(default_factory=Queues)
     error: str = ""
-    """With which the run ends."""
+    """Error that the run ends with."""
     exit_reasons: tuple[str, ...] = ()
     """The end of logs of processes that have ended, and the kernel's messages about them."""
     kills_before: int = 0

@@ -37,7 +37,7 @@ class DriverSnapshot:
     host: str
     pid: int
     started: int
-    """When the driver's process started, as the kernel counts: a process id may be reused."""
+    """Start of the driver's process, as the kernel counts: a process id may be reused."""
     facts: Facts
     """Without processes and nodes."""
     logs: str

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _SNAPSHOT_S = 5.0
-"""Interval at which the driver writes what it waits for, and looks for what takes too long."""
+"""Interval at which the driver writes what it waits for, and looks for slow calls."""
 _NODES_S = 2.0
 """Longest wait for what other nodes say."""
 _BLOCKED_S = 2.0

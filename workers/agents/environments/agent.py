@@ -63,7 +63,7 @@ class Choice:
 
     @property
     def observation(self) -> Observation:
-        """It as a separate conversation."""
+        """The request as a separate conversation."""
         return Observation(
             self.messages,
             tools=self.tools,
@@ -286,7 +286,7 @@ class Agent(Environment):
         return await _stream(request, completion(messages))
 
     def _retried(self, request: web.Request, body: Any) -> _PendingRequest | None:
-        """The same request whose client has given up waiting, which this one takes over, or None."""
+        """The same request, abandoned by its client, for this one to take over, or None."""
         for asked in self._asked:
             if _given_up(asked.request) and asked.body == body:
                 asked.request = request

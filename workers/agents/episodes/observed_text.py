@@ -1,4 +1,4 @@
-"""The bound of an environment's message, which does not count what the message shows of the data's prompt."""
+"""The bound of an environment's message, without the parts of the data's prompt in it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _parts(text: str, prompt: str, blocks: dict[str, int]) -> Iterator[_Span]:
 
 
 def _alike(one: str, other: str) -> int:
-    """With how many equal characters two texts begin."""
+    """Number of equal characters at the beginning of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (first, second) in pairs if first != second), min(len(one), len(other)))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ParseCalls = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[dict[str, Any]]]]
-"""From the text of a turn and the tools offered to the text without calls, and the calls. Raises MalformedCall."""
+"""Splits the text of a turn, for the tools offered, into the text without calls and the calls. Raises MalformedCall."""
 
 UnreadCall = Literal["cut", "malformed"]
 """Why no call of a turn is run: the turn was cut at its token limit, or the parser cannot read the call."""

@@ -229,7 +229,7 @@ class _Splitter:
         raise ValueError(f"the tests contain an expression that cannot be evaluated: {ast.unparse(node)[:80]}")
 
     def _split_iterable(self, node: ast.expr, calls: list[str], *, sized: bool = False) -> ast.expr:
-        """As `_split`, of an expression whose items are what counts: a call may return an iterator or a view."""
+        """As `_split`, of an expression whose items count: a call may return an iterator or a view."""
         match node:
             case ast.Call(func) if ast.unparse(func) not in _LOCAL and self._is_tested(func):
                 return self._call(f"{ITEMS}({ast.unparse(node)}, {sized})", calls)

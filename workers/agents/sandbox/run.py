@@ -139,7 +139,7 @@ def run_python(
 
 @cache
 def check_sandbox() -> None:
-    """Verify that this machine permits a sandbox and that it isolates, by a program that tries.
+    """Verifies, by a program, that this machine permits a sandbox and that it isolates.
 
     Raises:
         SandboxUnavailable: it does not; the message gives the remedy.
@@ -226,7 +226,7 @@ def _ends_with_memory_error(stderr: str) -> bool:
 
 @dataclass(frozen=True)
 class _Ends:
-    """This side of the pipes of a sandbox. They are not buffered."""
+    """This side of the (unbuffered) pipes of a sandbox."""
 
     stdin: FileIO
     stdout: FileIO
@@ -234,7 +234,7 @@ class _Ends:
     status: FileIO
     """What `troupe.workers.agents.sandbox.inside` reports; closed when nothing of the sandbox is left."""
     owner: FileIO
-    """When it is closed, everything in the sandbox is killed."""
+    """Closing it kills everything in the sandbox."""
 
 
 class SandboxStarter:
