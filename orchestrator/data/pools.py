@@ -39,7 +39,7 @@ class Pool:
     repeated: int = 0
     """Rows that repeat an earlier one."""
     deduped: int = 0
-    """Further rows of that kind, which were left out."""
+    """Further rows of that kind, left out."""
     alike: int = 0
     """Rows with another pool's question in another form: with another system message or template."""
     parts: Mapping[str, Pool] = field(default_factory=dict)

@@ -89,7 +89,7 @@ class Pieces:
 
 
 class TextOrder:
-    """The pieces that each step trains on, in an order that the seed decides; resumable."""
+    """The pieces of text for each step, in an order set by the seed; resumable."""
 
     def __init__(self, pieces: Pieces, per_step: int, seed: int) -> None:
         self._pieces = pieces

@@ -247,7 +247,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _bar(progress: Progress | None) -> type[tqdm]:
-    """A progress bar for `snapshot_download` that prints nothing and reports the bytes that are complete."""
+    """A silent progress bar for `snapshot_download` that reports the bytes that are complete."""
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:

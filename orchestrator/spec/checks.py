@@ -131,7 +131,7 @@ def best_problems(spec: RunSpec) -> Iterator[Finding]:
 
 
 def output_problems(spec: RunSpec) -> Iterator[Finding]:
-    """A run folder that would be named after the scheme of a URL, and a store of checkpoints that cannot be one."""
+    """A run folder named after the scheme of a URL, and an invalid store of checkpoints."""
     if is_url(spec.output.folder):
         yield "output.folder", NEEDS_DISK
     yield from checkpoint_problems(spec.checkpoint.path)

@@ -106,7 +106,7 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def component_problems(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:
-    """A field that names a reward component which the spec, or one of these sources, does not have."""
+    """A field with a reward component that the spec, or one of these sources, does not have."""
     reward = spec.roles.reward
     of_role = [function.component for function in reward.functions]
     of_role += ["reward_model"] if reward.model is not None else []

@@ -51,7 +51,7 @@ class OfflineRoles(Roles):
     """The worker roles."""
 
     policy: Annotated[TrainerRole, NONE, RESHARDED]
-    """Workers that train the model (also if it is a reward model)."""
+    """Workers that train the model, which may be a reward model."""
     reference: Annotated[ReferenceRole | None, NONE, OTHER_REFERENCE] = None
     """The frozen reference; needed by dpo, ipo and kto."""
 
@@ -89,7 +89,7 @@ class _Examples(PromptText):
     """Column with a list of scores, one per answer (rrhf: `scores`); with it answers are ranked by score, and answers
     with equal scores are tied."""
     label: str = "label"
-    """Whether the response is good: a column of true or false, 1 or 0 (kto)."""
+    """Column with whether the response is good: true or false, 1 or 0 (kto)."""
     dedupe: bool = False
     """Use an example once, however many rows have its prompt and answers: those after the first are left out. False:
     they are used, and counted at the start."""

@@ -671,7 +671,7 @@ class CurriculumConfig(Frozen):
 
     solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved; null: `evaluation.solved_at`, or by the rule that stands
-    there. Of a component the rule is: 1 for a function of right or wrong, such as `exact_match`. Required if neither
+    there. For a component the rule is: 1 for a function of right or wrong, such as `exact_match`. Required if neither
     defines it."""
     component: Annotated[str | None, _COUNTED_BEFORE] = None
     """Reward component that `solved_at` is compared with (its label, or `reward_model`), without its weight; null: the

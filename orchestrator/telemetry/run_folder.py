@@ -111,7 +111,7 @@ class RunFolder:
         return pa.concat_tables(tables) if tables else TIMELINE.empty_table()
 
     def crossing(self, step: int, end: float) -> pa.Table:
-        """The workers' calls that were open when a step ended, which are in the file of the next one.
+        """The workers' calls that were open when a step ended, from the file of the next one.
 
         Empty if that file is not there yet or cannot be read.
         """

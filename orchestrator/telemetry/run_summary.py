@@ -58,7 +58,7 @@ class RunSummary:
         return ""
 
     def shares(self) -> tuple[float, float]:
-        """Parts of a recent step that the trainer waits for samples, and that it trains."""
+        """Parts of a recent step in which the trainer waits for samples, and in which it trains."""
         steps = fmean(self._recent_values("seconds/step") or [0.0])
         if steps <= 0:
             return 0.0, 0.0

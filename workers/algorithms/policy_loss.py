@@ -340,7 +340,7 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
 
 
 def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float) -> _LossTerms:
-    """The part that compares the policy with the one that sampled."""
+    """The part that compares the policy with the sampling one."""
     mask, weights, logprobs = tokens.loss_mask, tokens.weights, tokens.logprobs
     old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     ratio = bounded_exp(policy_log_ratio(logprobs, old_logprobs, mask.float(), tokens.sequence, config.ratio))

@@ -18,7 +18,7 @@ _MOST_ADAPTED = 2.0**30
 
 
 def adapted_coef(coef: float, start: float) -> float:
-    """A coefficient that follows a divergence, within a factor of 2^30 of the one that it started from.
+    """A coefficient that follows a divergence, within a factor of 2^30 of its start value.
 
     Without these limits, after many steps on one side of the target, it would be 0, from where no factor brings it
     back, or infinite.

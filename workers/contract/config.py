@@ -67,7 +67,7 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     consequences: ClassVar[Consequences | None] = None
-    """What follows from a field that the class defines and that does not say it itself."""
+    """Consequences of the class's fields without their own."""
 
 
 def first_problem(error: ValidationError) -> str:
@@ -279,8 +279,8 @@ class TrainerConfig(OptimizerConfig):
     """Concatenate the sequences of a micro-batch into one row, without padding, if the model takes that; the result
     is the same to float tolerance. False: pad them to one length."""
     kernels: Literal["torch", "liger"] = "torch"
-    """Kernels of norms, rotary positions and gated MLPs. `liger` (GPU only): the package liger-kernel's, which use less
-    memory; at the start they are compared with the model's own."""
+    """Kernels of norms, rotary positions and gated MLPs. `liger` (GPU only): the kernels of the package liger-kernel,
+    which use less memory; at the start they are compared with the model's own."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
     ema_decay: Annotated[float, _NO_AVERAGE] = Field(default=0.0, ge=0.0, lt=1.0)

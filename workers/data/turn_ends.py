@@ -30,7 +30,7 @@ class TurnEnds:
     texts: tuple[str, ...]
     """Their texts."""
     own: int | None
-    """The one that ends a turn that was written, not sampled."""
+    """The end of a written (not sampled) turn."""
     closing: tuple[int, ...]
     """What the chat template writes behind the last turn of a conversation, up to the end; empty if that has no special
     token."""

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _ENTRY = "troupe.workers.rewards.child:main"
 _REAP_S = 1.0
-"""Time in which a child that closed its connection ends."""
+"""Longest time from the end of a child's connection to its exit."""
 _GRACE_S = 1.0
 """Seconds that a child gets beyond the timeout to reply for the samples that were in time."""
 

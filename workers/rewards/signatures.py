@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _OWN = ({"response", "responses", "completion", "completions"}, {"answer", "answers"}, {"metadata"})
-"""Names that say which of the three arguments a parameter expects."""
+"""Names of parameters for each of the three arguments."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _NOT_PASSED = {*_VERL, *(f"{name}s" for name in _VERL), "prompt", "prompts", "query", "queries"}
 """Parameters of the reward functions of verl, TRL and OpenRLHF that expect none of the three."""

@@ -97,7 +97,7 @@ def grid(load: Callable[[list[str]], RunSpec], sweeps: Sequence[Sweep], prompts:
 
 
 def launches(points: Sequence[Point]) -> list[list[Point]]:
-    """The points in groups that can use the same engines, which are started once for each group."""
+    """The points in groups with the same engines, which are started once for each group."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(engine_key(point.spec), []).append(point)

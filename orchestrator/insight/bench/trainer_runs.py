@@ -110,7 +110,7 @@ async def _transfers(request: TrainingRequest, spec: RolloutSpec, console: Conso
 
 
 def _without_records(spec: RolloutSpec) -> RolloutSpec:
-    """The spec of a policy that keeps nothing for trajectories, which nobody takes here."""
+    """The spec of a policy without records for trajectories, which are not written here."""
     return spec.model_copy(update={"output": spec.output.model_copy(update={"trajectories": False})})
 
 

@@ -113,7 +113,7 @@ class Needs:
     checkpoint: int = 0
     """One checkpoint: model and optimizer."""
     checkpoints: int = 0
-    """Checkpoints that are kept at a time, the one that is being written included."""
+    """Checkpoints kept at a time, including the one being written."""
 
 
 def gib(count: int) -> str:

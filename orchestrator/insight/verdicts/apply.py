@@ -54,7 +54,7 @@ def apply_rules(history: History) -> list[Verdict]:
 
 
 def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
-    """What a rule finds. One that fails on a record is logged, so that the others still speak."""
+    """What a rule finds. A rule that fails on a record is logged, and the others are still applied."""
     try:
         yield from rule(history)
     except Exception:

@@ -99,7 +99,7 @@ class RunObserver:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """An error that leaves the block is reported with all that is known, while the workers are still there."""
+        """An error that leaves the block is reported with all known facts, while the workers still exist."""
         try:
             yield
         except (StopRequested, UsageError):
