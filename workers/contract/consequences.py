@@ -19,11 +19,11 @@ class Counts(IntEnum):
 
     NO = auto()
     AT_DEFAULT = auto()
-    """No: its default is, whatever its value, so that digests of earlier versions that had it stay."""
+    """Its default counts, whatever its value, so that digests of earlier versions with the field stay."""
     BY_SET = auto()
     """It counts for the held-out sets that use it (`RolloutSpec.evaluated_by`)."""
     IF_SET = auto()
-    """Unless it has its default. For new fields, so that digests of earlier versions stay."""
+    """It counts unless it has its default. For new fields, so that digests of earlier versions stay."""
     YES = auto()
 
 

@@ -46,7 +46,7 @@ def serves() -> None:
 
 
 def _fork(arguments: list[str]) -> bool:
-    """Asks the server to fork the worker; True once the fork serves, False if it does not. Raises OSError."""
+    """Asks the server to fork the worker; False if it or the fork ends before the fork serves. Raises OSError."""
     request = {"argv": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_IMPORTS_S)

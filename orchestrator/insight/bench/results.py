@@ -111,7 +111,7 @@ class Measures:
     against_bare: float | None = None
     """Tokens per second relative to bare `AsyncLLM`: the median of the batches."""
     efficiency: float | None = None
-    """Tokens per second and engine, relative to the point with the fewest engines, or None if it is the only point."""
+    """Tokens per second and engine, relative to the point with the fewest engines, or None if engines are not swept."""
 
 
 @dataclass(frozen=True)

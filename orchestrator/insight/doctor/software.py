@@ -80,7 +80,7 @@ def _conflicts(dist: str, machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _fits(wanted: Requirement, installed: str) -> bool:
-    """Whether a version satisfies a requirement. torch with CUDA also satisfies its CPU build."""
+    """Whether a version satisfies a requirement. torch with CUDA also satisfies a requirement for its CPU build."""
     text = str(wanted.specifier)
     specifiers = SpecifierSet(text.replace("+cpu", "") if wanted.name == "torch" else text)
     return specifiers.contains(installed, prereleases=True)
