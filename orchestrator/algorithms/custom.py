@@ -26,7 +26,7 @@ def check(config: AlgorithmConfig, *, old_logprobs: bool, ref_logprobs: bool, va
 def group_filter(config: AlgorithmConfig) -> Callable[[RewardSummary], bool] | None:
     """The group filter of a custom algorithm; None for a built-in one, or without a filter.
 
-    It raises TroupeError where the user's function fails.
+    It raises TroupeError if the user's function fails.
     """
     if not is_custom(config.name):
         return None

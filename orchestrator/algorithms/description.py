@@ -21,7 +21,7 @@ _NEVER_SHOWN = frozenset(
     {"objective", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "kl_coef", "custom"}
     | {"kl_target", "kl_horizon"}
 )
-"""What makes a row this row and no other (the formula says it), or is named otherwise in a spec."""
+"""What distinguishes the row from others (and is in its formula), or has another name in a spec."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Advice:
     watch: str
     """Metrics by their names, and what to do about them."""
     trl: str
-    """Options that select it in TRL, and differences; `-` where TRL does not have it."""
+    """Options that select it in TRL, and differences; `-` if TRL does not have it."""
     verl: str
     """The same for verl. `actor.` stands for `actor_rollout_ref.actor.`."""
     openrlhf: str
@@ -89,7 +89,7 @@ def describe_row(row: Algorithm | OfflineAlgorithm) -> str:
 
 
 def described_row(row: Algorithm | OfflineAlgorithm) -> dict[str, Any]:
-    """The same as data: `name`, `summary`, `formula`, `source`, advice where there is any, `roles` and `defaults`."""
+    """The same as data: `name`, `summary`, `formula`, `source`, advice if there is any, `roles` and `defaults`."""
     described: dict[str, Any] = {"name": row.name, "summary": row.summary, "formula": row.formula, "source": row.source}
     if (advice := advice_on(row.name)) is not None:  # a custom algorithm has none
         described |= {"use": advice.use, "watch": advice.watch}

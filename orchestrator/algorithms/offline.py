@@ -45,7 +45,7 @@ class OfflineAlgorithm:
     """Whether it compares with a frozen reference."""
     loss: OfflineLossConfig
     options: frozenset[str] = frozenset()
-    """Further fields of the algorithm section it reads, besides those of its loss."""
+    """Fields of the algorithm section that it reads besides its loss's."""
 
 
 OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
@@ -157,7 +157,7 @@ _TERMS = {"center_coef": "center_loss", "lm_coef": "lm_loss"}
 
 
 class OfflineAlgorithmConfig(Frozen):
-    """The algorithm, and settings in place of its defaults. A field left out (or null) takes the algorithm's
+    """The algorithm, and settings that replace its defaults. A field left out (or null) takes the algorithm's
     default."""
 
     name: Annotated[str, ALGORITHM] = Field(json_schema_extra={"enum": [*sorted(OFFLINE_ALGORITHMS)]})
@@ -171,7 +171,7 @@ class OfflineAlgorithmConfig(Frozen):
     label_smoothing: float | None = Field(default=None, ge=0.0, lt=0.5)
     """reward_model, dpo: chance that the labels of a pair are swapped, or a ranking is reversed."""
     level: RewardLevel | None = None
-    """reward_model: where the scores that the loss compares are read. `sequence`: at the last token, as in use.
+    """reward_model: the places of the scores that the loss compares. `sequence`: at the last token, as in use.
     `token` (pairs): at every place from the first token that differs to the end of the longer answer, averaged."""
     center_coef: float | None = Field(default=None, ge=0.0)
     """reward_model: weight of (r(chosen) + r(rejected))^2, which keeps the mean score near 0."""

@@ -111,7 +111,7 @@ class TrustRegionConfig(Frozen):
 
 
 class AlgorithmConfig(Frozen):
-    """The algorithm, and settings in place of its defaults. A field left out (or null) takes the algorithm's
+    """The algorithm, and settings that replace its defaults. A field left out (or null) takes the algorithm's
     default."""
 
     name: Annotated[str, ALGORITHM] = Field(
@@ -125,11 +125,11 @@ class AlgorithmConfig(Frozen):
     clip_range: float | None = Field(default=None, gt=0.0, lt=1.0)
     """The ratio is clipped to 1 - clip_range .. 1 + clip_range."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Lower clip alone, in place of `clip_range`."""
+    """Lower clip alone, instead of `clip_range`."""
     clip_high: float | None = Field(default=None, gt=0.0)
-    """Upper clip alone, in place of `clip_range`."""
+    """Upper clip alone, instead of `clip_range`."""
     dual_clip: float | None = Field(default=None, ge=0.0)
-    """Bound on the loss where the advantage is negative (arXiv 1912.09729), above 1; 0 turns it off."""
+    """Bound on the loss for negative advantages (arXiv 1912.09729), above 1; 0 turns it off."""
     kl: KlConfig = KlConfig()
     """KL divergence from the reference model."""
     kl_old: KlOldConfig | None = None
@@ -180,7 +180,7 @@ class AlgorithmConfig(Frozen):
     within each source; false: over all of them together. Groups are compared within themselves in any case."""
     dynamic_sampling_on: str | None = None
     """Dynamic sampling: replace groups in which this reward component (its label, or `reward_model`) has equal values,
-    such as a correctness beside shaping terms; null: the reward."""
+    such as a correctness among shaping terms; null: the reward."""
 
     @field_validator("name")
     @classmethod
@@ -203,7 +203,7 @@ class AlgorithmConfig(Frozen):
 
 
 def is_custom(name: str) -> bool:
-    """Whether the name is that of a custom algorithm: `package.module:attribute`."""
+    """Whether the name is a custom algorithm's: `package.module:attribute`."""
     return CUSTOM_NAME.fullmatch(name) is not None
 
 
@@ -328,7 +328,7 @@ def critic_loss(config: AlgorithmConfig) -> CriticLossConfig | None:
 
 
 def unread_options(row: Algorithm) -> frozenset[str]:
-    """Fields that other estimators and objectives read, and those of the row do not."""
+    """Fields that other estimators and objectives read, but the row's do not."""
     unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
     unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
     # Without rewards to go every token is credited with the whole return, which is not discounted.
@@ -355,7 +355,8 @@ def _first(*values: float | None) -> float | None:
 
 
 def _overridden(default: FrozenT, config: AlgorithmConfig, **others: Any) -> FrozenT:
-    """The default with what the spec sets in its fields of the same names, and with other values; None: not set."""
+    """The default with what the spec sets in its fields of the same names, and with other values; None for unset
+    ones."""
     fields = type(default).model_fields
     given = {name: value for name, value in config if name in fields} | others
     given = {name: value for name, value in given.items() if value is not None}

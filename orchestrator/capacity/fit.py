@@ -1,4 +1,4 @@
-"""Adds up the memory of a spec's workers by GPU and node, and finds what does not fit and what is nearly full."""
+"""Adds up the memory of a spec's workers by GPU and node, and finds misfits and what is nearly full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NodeMemory:
 
     node: str
     parts: tuple[Part, ...]
-    """By role, then what the roles share."""
+    """The parts by role, then what the roles share."""
     capacity: int
     """0: not known."""
 
@@ -70,7 +70,7 @@ class SharedUse:
 
     @property
     def most(self) -> int:
-        """Of the fullest period."""
+        """Bytes of the fullest period."""
         return max(self.periods.values())
 
 
@@ -274,7 +274,7 @@ def _full_node(node: NodeMemory) -> Misfit:
 
 
 def _nearly_full_gpus(shared: Sequence[_SharedGpu]) -> Iterator[str]:
-    """One line for all workers that leave as little. An engine alone is no reason: its cache takes what is left."""
+    """One line for all workers that leave as little. An engine alone is no reason: its cache takes the rest."""
     alike: dict[tuple[tuple[str, ...], int, int], list[_SharedGpu]] = {}
     for use in shared:
         roles = tuple(seat.role for seat in use.memories)

@@ -1,7 +1,7 @@
-"""What `troupe bench` measured, for `troupe plan`: memory and times in place of estimates, where they hold for a spec.
+"""What `troupe bench` measured, for `troupe plan`: memory and times instead of estimates, if they hold for a spec.
 
-Measurements hold for the model, the device and the settings that they were made with. Those of another spec are not
-used, and the plan says which settings differ.
+Measurements hold for the model, the device and the settings that they were made with. Measurements of another spec are
+not used, and the plan lists the settings that differ.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Measured:
 
     file: str
     memory: Mapping[str, Peaks]
-    """By role."""
+    """Peaks by role."""
     step_s: float | None
-    """Seconds of a step without scoring; None: not all of its parts were measured."""
+    """Seconds of a step without scoring, or None if not all of its parts were measured."""
     lines: tuple[str, ...]
     """What is used, and what is not, for the user."""
 
@@ -49,7 +49,7 @@ class _Found:
     """What was measured of one part of a step."""
 
     line: str = ""
-    """What is used or why nothing is, for the user; empty: nothing to say."""
+    """The measurements used, or why there are none, for the user; may be empty."""
     memory: Mapping[str, Peaks] = field(default_factory=dict[str, Peaks])
     seconds: float | None = None
 
@@ -59,12 +59,12 @@ class _WeightTransfer:
     """What was measured of the way of the weights to the engines."""
 
     line: str = ""
-    """As of `_Found`."""
+    """See `_Found.line`."""
     seconds: float = 0.0
     trainers_s: float = 0.0
-    """Those of the seconds in which a trainer cannot train."""
+    """The part of `seconds` in which a trainer cannot train."""
     engines_s: float = 0.0
-    """Those of the seconds in which an engine cannot sample."""
+    """The part of `seconds` in which an engine cannot sample."""
 
 
 class Recorded:
@@ -173,7 +173,7 @@ class Recorded:
 
 
 def with_peak(memory: WorkerMemory, peaks: Peaks) -> WorkerMemory:
-    """The memory of a worker with its measured peak in place of its parts.
+    """The memory of a worker with its measured peak instead of its parts.
 
     On a GPU the peak is what torch has allocated: what the process takes besides stays estimated. So do parts that are
     held in some periods of a step only.

@@ -1,4 +1,4 @@
-"""Facts about NVIDIA GPUs, from nvidia-smi, the driver's library and the kernel; nothing is initialized on a GPU."""
+"""Facts about NVIDIA GPUs, from nvidia-smi, the driver's library and the kernel; does not initialize a GPU."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Graphics:
     devices: int = 0
     """NVIDIA GPUs on the PCI bus or among the device files."""
     gpus: tuple[Gpu, ...] = ()
-    """Those that the driver shows."""
+    """The GPUs that the driver shows."""
     driver: str = ""
-    """Version of the driver; empty: none answers."""
+    """Version of the driver; empty if none answers."""
     driver_cuda: tuple[int, int] | None = None
     """Newest CUDA version that the driver supports."""
     error: str = ""
@@ -100,7 +100,7 @@ def _nvidia_smi(*arguments: str) -> tuple[str, str]:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """Newest CUDA version that the driver supports, as its library says."""
+    """Newest CUDA version that the driver supports, from its library."""
     number = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) != 0:

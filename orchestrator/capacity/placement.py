@@ -21,7 +21,7 @@ ACCELERATOR = "ray.io/accelerator-type"
 """Ray's label for the type of a node's GPUs."""
 
 CPUS_PER_NODE = 128
-"""Of a node with GPUs whose cores are not known."""
+"""CPUs of a node with GPUs whose cores are not known."""
 
 GPU_GIB = {
     "T4": 15.0,
@@ -106,15 +106,15 @@ class Node:
     gpu_memory: int = 0
     """Memory of each GPU, bytes; 0: not known."""
     labels: Mapping[str, str] | None = None
-    """Ray's labels of the node; None: not known."""
+    """Ray's labels of the node, or None if unknown."""
     accelerator: str | None = None
-    """Type of its GPUs, where no other label is known."""
+    """Type of its GPUs, if no other label is known."""
     id: str = ""
-    """Ray's id of the node; empty: not known."""
+    """Ray's id of the node; empty if unknown."""
 
     @property
     def gpu_type(self) -> str:
-        """Type of its GPUs; empty: it is not known."""
+        """Type of its GPUs; empty if unknown."""
         return (self.labels or {}).get(ACCELERATOR) or self.accelerator or ""
 
     def may_have(self, labels: Sequence[tuple[str, str]]) -> bool:
@@ -135,8 +135,8 @@ class Fit:
 def place(roles: Sequence[RoleSize]) -> tuple[Placement, ...]:
     """Placement groups for all roles, in the order in which they are reserved.
 
-    Groups with GPUs come first, since one without could take the cores beside the last free GPU; trainers come before
-    engines.
+    Groups with GPUs come first, since one without could take the cores that the last free GPU needs; trainers come
+    before engines.
     """
     hosts = [role for role in roles if role.colocate_with is None]
     guests = [role for role in roles if role.colocate_with is not None and not role.in_process]
@@ -195,7 +195,7 @@ def fit(
 
 
 def too_large(placement: Placement, nodes: Sequence[Node]) -> str:
-    """Error message for a bundle that is larger than every node that may have it; empty: a node can hold each."""
+    """Error message for a bundle that is larger than every node that may have it; empty if a node can hold each."""
     able = [node for node in nodes if node.may_have(placement.labels)]
     for bundle in placement.bundles if able else ():
         if not any(node.cpus >= bundle["CPU"] and node.gpus >= bundle["GPU"] for node in able):
@@ -208,7 +208,8 @@ def too_large(placement: Placement, nodes: Sequence[Node]) -> str:
 
 
 def misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
-    """Error message for a placement group that does not fit: its request, those of all roles, and what is free."""
+    """Error message for a placement group that does not fit: its request, the requests of all roles, and what is
+    free."""
     roles = Counter((seat.role, seat.cpus, seat.gpus) for placement in placements for seat in placement.seats)
     wanted = ", ".join(f"{n} {role} of {cpus:g} CPU {gpus:g} GPU" for (role, cpus, gpus), n in roles.items())
     there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
@@ -225,7 +226,7 @@ def demand(placements: Sequence[Placement]) -> dict[str, float]:
 
 
 def room(spec: RunSpec) -> dict[str, float]:
-    """Most CPUs and GPUs that a run can request: those of its roles at their `max_workers`."""
+    """Most CPUs and GPUs that a run can request: the sum of its roles at their `max_workers`."""
     roles = spec.roles.present()
     most = {name: role.max_workers for name, role in roles.items() if isinstance(role, ScaledRole)}
     sizes = [replace(size, workers=most.get(size.role) or size.workers) for size in role_sizes(spec)]

@@ -43,7 +43,7 @@ class PlanRow:
     group: str
     bundle: int
     node: str
-    """Empty: no room."""
+    """Empty if there is no room."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
     """Empty, or the first reservation or memory that does not fit, and what to change if that was looked for."""
     memory: MemoryPlan
     steps: int
-    """Of the run."""
+    """Steps of the run."""
     remedies: tuple[MisfitRemedy, ...] = ()
     """Changes after which the misfit is gone."""
     measured: Measured | None = None
@@ -79,9 +79,9 @@ def plan(
     Args:
         spec: The spec.
         nodes: The nodes.
-        known: Sizes of models that were read before, or that an earlier stage will write; None: none.
+        known: Sizes of models that were read before, or that an earlier stage will write, or None.
         advise: Look for changes with which the workers fit; each that is tried is planned as well.
-        recorded: A benchmark, whose measurements replace estimates where they hold for the spec.
+        recorded: A benchmark, whose measurements replace estimates if they hold for the spec.
     """
     sizes = known if known is not None else Sizes()
     placed = _Placed.of(spec, nodes, sizes, recorded)
@@ -140,7 +140,7 @@ class _Placed:
 def _first(
     placements: Sequence[Placement], nodes: Sequence[Node], missing: Placement | None, full: Misfit | None
 ) -> Misfit | None:
-    """The first misfit of workers: one that no node can hold, one without room beside the others, or `full`."""
+    """The first misfit of workers: one that no node can hold, one without room next to the others, or `full`."""
     for placement in placements:
         if problem := too_large(placement, nodes):
             roles = tuple(dict.fromkeys(seat.role for seat in placement.seats))

@@ -57,7 +57,7 @@ class MisfitRemedy:
 
     changes: Changes
     then: Misfit | None
-    """What does not fit after the change; None: everything fits."""
+    """What does not fit after the change, or None if everything fits."""
 
 
 Assess = Callable[[RunSpec], Misfit | None]
@@ -78,7 +78,7 @@ def remedies(spec: RunSpec, misfit: Misfit, assess: Assess) -> tuple[MisfitRemed
 
 
 def describe(spec: RunSpec, misfit: Misfit, found: Sequence[MisfitRemedy], gpus: float) -> str:
-    """The misfit and what to change, in one line; `gpus` are those of the largest node."""
+    """The misfit and what to change, in one line; `gpus` is the number of GPUs of the largest node."""
     data = spec.model_dump(mode="json")
     texts = [_sentence(data, remedy) for remedy in found]
     if misfit.kind in ("placement", "bundle"):
@@ -93,7 +93,7 @@ def describe(spec: RunSpec, misfit: Misfit, found: Sequence[MisfitRemedy], gpus:
 
 
 def changed(spec: RunSpec, changes: Changes) -> RunSpec | None:
-    """The spec with fields changed; None where that is not a valid spec."""
+    """The spec with fields changed, or None if that is not a valid spec."""
     data = spec.model_dump(mode="json")
     for field, value in changes.items():
         *sections, name = field.split(".")
@@ -232,7 +232,8 @@ def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes
 
 
 def _share(engine: Mapping[str, Any]) -> float | None:
-    """Share of its GPU that an engine may use; None: what the policy leaves it, which no other share improves on."""
+    """Share of its GPU that an engine may use, or None for what the policy leaves it, which no other share improves
+    on."""
     given = engine["gpu_memory_utilization"]
     return OWN_GPU_SHARE if given is None and engine["colocate_with"] is None else given
 
@@ -247,7 +248,7 @@ def _with_guests(spec: RunSpec, role: str, changes: Changes) -> Changes:
 
 
 def _halves(spec: RunSpec, field: str, least: float) -> Iterator[Changes]:
-    """Half, a quarter, ... of a number; nothing where the spec has no such field."""
+    """Half, a quarter, ... of a number; nothing if the spec has no such field."""
     node = _value(spec.model_dump(mode="json"), field)
     value = node if isinstance(node, int | float) and not isinstance(node, bool) else 0
     while value / 2 >= least:

@@ -26,9 +26,9 @@ def plan_stages(
 
     Args:
         runs: The runs of one file.
-        nodes: The nodes of the cluster; None: this machine.
+        nodes: The nodes of the cluster, or None for this machine.
         advise: Look for changes with which a run fits.
-        recorded: A benchmark, whose measurements replace estimates where they hold for a run.
+        recorded: A benchmark, whose measurements replace estimates if they hold for a run.
     """
     sizes = Sizes()
     for run in runs:

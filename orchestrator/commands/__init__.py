@@ -1,2 +1,2 @@
-"""Commands of `troupe`, a module each for those that belong together. Each parses its flags, calls the module that
+"""Commands of `troupe`, a module for each group of related ones. Each parses its flags, calls the module that
 does the work, and prints the result."""

@@ -68,12 +68,12 @@ def bench(
     """Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, for every point of a sweep.
 
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
-    them. --train and --weights measure the fastest point afterwards. Writes one HTML page, and beside it the results as
-    JSON, which `troupe plan --measured` reads; both after every point, so that they also hold what was measured before
-    an interruption. The exit code is 1 where something could not be measured.
+    them. --train and --weights measure the fastest point afterwards. Writes one HTML page, and next to it the results
+    as JSON, which `troupe plan --measured` reads; both after every point, so that they also hold what was measured
+    before an interruption. The exit code is 1 if something could not be measured.
     """
     if taken():
-        exit_on_signals()  # until Ray starts, nothing has to be ended in order
+        exit_on_signals()  # until Ray starts, there is nothing to end in order
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")
     if output is not None and is_url(output):
@@ -118,7 +118,7 @@ class _Measured:
     """What has been measured so far; written whenever something is added."""
 
     def __init__(self, page: Path, cores: int | None) -> None:
-        """`cores` are the machine's; None: a cluster, whose free resources are not known."""
+        """`cores` are the machine's, or None for a cluster, whose free resources are unknown."""
         self._page = page
         self._cores = cores
         self.rollouts: Sequence[Result] = ()
@@ -132,7 +132,7 @@ class _Measured:
         return any(problems) or (self._train is not None and bool(self._train.problem))
 
     def keep_rollouts(self, results: Sequence[Result]) -> None:
-        """Keep the results of the points in place of the ones before."""
+        """Keep the results of the points instead of the ones before."""
         self.rollouts = results
         self._write()
 

@@ -18,7 +18,7 @@ from troupe.workers.contract.units import GIB
 
 @dataclass(frozen=True)
 class MeasureColumn:
-    """A column of the table; it is left out where no point has a value."""
+    """A column of the table; it is left out if no point has a value."""
 
     title: str
     text: Callable[[Measures], str]
@@ -67,7 +67,7 @@ def show(
 
 
 def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
-    """A row for each role that trains; for each number where they are too wide."""
+    """A row for each role that trains; for each number if they are too wide."""
     heads = ["trainer", "workers", "tok/s", "MFU", "padding", "host GiB", "GPU GiB", "step s"]
     rows = [
         [
@@ -88,7 +88,7 @@ def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
 
 
 def render_weights(weights: Sequence[TransferResult], width: int = UNBOUNDED) -> Table:
-    """A row for each back-end; for each number where they are too wide."""
+    """A row for each back-end; for each number if they are too wide."""
     heads = ["weights", "MB", "seconds", "publish", "transfer", "verify", "load"]
     rows = [[one.backend, *(["-"] * 6 if one.measures is None else _seconds(one.measures))] for one in weights]
     return _fitting(heads, rows, width)
@@ -100,7 +100,7 @@ def _seconds(measures: TransferMeasures) -> list[str]:
 
 
 def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
-    """A row for each item without its empty columns, or a column where rows are too wide."""
+    """A row for each item without its empty columns, or a column if rows are too wide."""
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     shown = [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
     wide = _table(*shown)
@@ -110,7 +110,7 @@ def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 def render(results: Sequence[Result], width: int = UNBOUNDED) -> Iterator[Table]:
     """The table of all points. One that is wider than `width` has a column for each point instead of a row.
 
-    Where that is too wide as well, it is continued in further tables.
+    If that is too wide as well, it is continued in further tables.
     """
     heads, rows = _cells(results)
     wide = _table(heads, rows)

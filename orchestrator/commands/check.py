@@ -96,7 +96,7 @@ def plan(
 ) -> None:
     """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster.
 
-    The exit code is 1 where something does not fit, or the size of a model is not known.
+    The exit code is 1 if something does not fit, or the size of a model is not known.
     """
     runs = plan_runs(read_document(spec, set_))
     create_models(runs)
@@ -163,7 +163,7 @@ def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
 
 
 def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> list[Node] | None:
-    """Nodes of the cluster that --cluster or --address names; None: this machine."""
+    """Nodes of the cluster that --cluster or --address names, or None for this machine."""
     if cluster is not None and cluster != "auto":
         from troupe.orchestrator.capacity.plan import described_nodes
 

@@ -38,7 +38,7 @@ def check(
     planned = [run.spec for run in plan_runs(read_document(spec, set_))]
     played: list[dict[str, Any]] = []
     for one in planned:
-        # A stage's model may not be trained yet; its tokenizer is that of the first stage.
+        # A stage's model may not be trained yet; its tokenizer is the first stage's.
         model = one.model if Path(one.model.path).is_dir() else planned[0].model
         if one.rollouts is not None:
             found = _play(one.rollouts, model, say, episodes)

@@ -36,7 +36,7 @@ def export(
 ) -> None:
     """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM.
 
-    Of a run that trained adapters (roles.policy.lora), that is peft's folder of an adapter, or with --merge the whole
+    If the run trained adapters (roles.policy.lora), that is peft's folder of an adapter, or with --merge the whole
     model.
     """
     from troupe.orchestrator import library

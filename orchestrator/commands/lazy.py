@@ -17,7 +17,7 @@ _FOLDER = "troupe.orchestrator.commands"
 
 @dataclass(frozen=True)
 class Entry:
-    """A command, or a group of commands, and what `troupe --help` says about it."""
+    """A command, or a group of commands, and its text in `troupe --help`."""
 
     home: str
     """`module:attribute` of its function or its `Typer`, in `orchestrator/commands/`."""

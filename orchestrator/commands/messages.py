@@ -1,4 +1,4 @@
-"""What the command line says about errors: one line, with a remedy where there is one."""
+"""Messages of the command line for errors: one line, with a remedy if there is one."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 
 def exit_with(text: str, code: int) -> NoReturn:
-    """Write a line (empty: none) to standard error and exit with this code."""
+    """Write a line, unless it is empty, to standard error and exit with this code."""
     if text:
         sys.stderr.write(text + "\n")
     sys.exit(code)

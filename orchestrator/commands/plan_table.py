@@ -82,7 +82,7 @@ def _narrow_placement(plan: Plan) -> Table:
 def render_memory(memory: MemoryPlan, where: Where, width: int = UNBOUNDED) -> Table:
     """Memory of every worker in GiB, part by part, at most `width` columns wide.
 
-    Workers that need the same share a row; where rows are too wide, every part has one.
+    Workers that need the same share a row; if rows are too wide, every part has one.
     """
     workers = [worker for worker in memory.workers if worker.where == where]
     present = {part.name for worker in workers for part in worker.parts if part.bytes}
@@ -110,7 +110,7 @@ def render_memory(memory: MemoryPlan, where: Where, width: int = UNBOUNDED) -> T
 def render_periods(memory: MemoryPlan, width: int = UNBOUNDED) -> Table:
     """What shared GPUs need in each period of a step, and what their workers would need at once, in GiB.
 
-    Where rows are wider than `width`, every number has one.
+    If rows are wider than `width`, every number has one.
     """
     headings = (*PERIODS, "most", "at once", "GPU")
     alike: dict[tuple[int, ...], list[SharedUse]] = {}

@@ -34,7 +34,7 @@ def replay(
     as_json: JsonOption = False,
     result: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Repeat the updates of a step, without engines, and compare the weights with those of the run.
+    """Repeat the updates of a step, without engines, and compare the weights with the run's.
 
     The replay starts from the newest checkpoint before the step (or from the initial model) and repeats every step
     since then on the batches that the run kept (output.replay_steps). The exit code is 0 if the weights are equal after
@@ -131,7 +131,7 @@ def _quiet(repeated: Repeated) -> bool:
 
 
 def _explain(outcome: ReplayOutcome) -> None:
-    """Say what is known about a replay that is not equal to its run."""
+    """Print what is known about a replay that differs from its run."""
     typer.echo(outcome.start_problem or "the replay is not equal to the run")
     first = next((step for step in outcome.steps if not step.equal), None)
     if first is not None:

@@ -1,4 +1,4 @@
-"""What a command says after a run: where the results are, the report, and what a user can do next."""
+"""Text of a command after a run: the places of results and report, and what a user can do next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from troupe.orchestrator.spec.stages import PlannedRun
 
 
 def write_run_report(runs: Sequence[PlannedRun]) -> Path | None:
-    """The report of all runs that have recorded steps, beside their results; see `write_last_report`."""
+    """The report of all runs that have recorded steps, next to their results; see `write_last_report`."""
     from troupe.orchestrator.insight.report.report import REPORT, write_last_report
 
     return write_last_report([planned.out for planned in runs], _results(runs) / REPORT)
@@ -24,7 +24,7 @@ def next_steps(spec: Path, runs: Sequence[PlannedRun], report: Path | None = Non
     Args:
         spec: File or example that was run.
         runs: All of its runs.
-        report: The report that was written; None: no report was.
+        report: The report that was written, or None if no report was.
     """
     last, name = runs[-1], str(spec)
     merge = " --merge" if last.spec.trains_adapters else ""  # an engine that evaluates loads no adapters
@@ -44,9 +44,9 @@ def resume_steps(arguments: Sequence[str], runs: Sequence[PlannedRun], report: P
     """The same for runs that were stopped or failed: where the results so far are, and how to resume.
 
     Args:
-        arguments: Of the command that was stopped or failed.
+        arguments: Arguments of the command that was stopped or failed.
         runs: All runs of its file.
-        report: The report that was written; None: no step was recorded.
+        report: The report that was written, or None if no step was recorded.
     """
     begun = [planned for planned in runs if planned.out.is_dir()] or runs
     again = ["troupe", *(argument for argument in arguments if argument != "--resume")]

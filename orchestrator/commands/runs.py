@@ -29,7 +29,7 @@ def _say(line: str) -> None:
 
 
 def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
-    """Read all data of several runs; a description of the data of each. Raises SpecError where data cannot be used."""
+    """Read all data of several runs; a description of the data of each. Raises SpecError if data cannot be used."""
     from troupe.orchestrator.data.prompt_check import check_prompts
     from troupe.orchestrator.data.summary import describe, read_pools
     from troupe.orchestrator.errors import DataError
@@ -40,7 +40,7 @@ def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
         if uses_hub(planned.spec):
             from troupe.orchestrator.hub.resolve import describe as describe_hub
 
-            described.append(describe_hub(planned.spec))  # nothing is downloaded before the run
+            described.append(describe_hub(planned.spec))  # left to the run to download
             continue
         try:
             pools = read_pools(planned.spec)

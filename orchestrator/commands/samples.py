@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 _SHOWN = 10
-"""Samples that are shown unless the command line says otherwise."""
+"""Default number of samples to show."""
 
 
 def samples(

@@ -13,10 +13,10 @@ UNBOUNDED = 1000
 
 
 def output_width() -> int | None:
-    """Width for standard output; None: that of the terminal, or of COLUMNS."""
+    """Width for standard output, or None for the terminal's, or COLUMNS."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else UNBOUNDED
 
 
 def natural_width(table: Table) -> int:
-    """Columns that a table takes where there is room enough."""
+    """Columns that a table takes if there is room enough."""
     return Console(width=UNBOUNDED).measure(table).maximum

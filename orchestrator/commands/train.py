@@ -41,7 +41,7 @@ def run(
 ) -> None:
     """Train: start or join Ray, place the workers and run every step."""
     if taken():
-        exit_on_signals()  # until Ray starts, nothing has to be ended in order
+        exit_on_signals()  # until Ray starts, there is nothing to end in order
     runs = ready(spec, set_, out, resume=resume)
     if supervise:
         sys.exit(_supervise(runs))
@@ -103,9 +103,9 @@ def evaluate(
 
 
 def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
-    """Train every run of a file that is not complete yet; then say where the results are and what can be done next.
+    """Train every run of a file that is not complete yet; then print where the results are and what can be done next.
 
-    Also where a run is stopped or fails after its first step: these are the runs that need the report most.
+    Also if a run is stopped or fails after its first step: these runs need the report most.
     """
     with started_ahead(runs[0].spec, address):
         _train(spec, runs, resume, address)
@@ -165,7 +165,7 @@ def _saved_steps(out: Path) -> int:
 
 
 def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunRequest | None:
-    """The request for one run; None where it resumes a run that is already complete.
+    """The request for one run, or None if it resumes a run that is already complete.
 
     `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
     rest.

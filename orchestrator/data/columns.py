@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Tree = Mapping[str, Any]
-"""Columns of a row or of a file by name; a struct is a nested tree. None: unknown whether a struct or a value."""
+"""Columns of a row or of a file by name; a struct is a nested tree; None if it is unknown whether it is a struct or a
+value."""
 
 _SHOWN = 20
 _SYNONYMS = {"response": "completion", "prompt": "messages", "messages": "conversations"}
@@ -47,7 +48,7 @@ def require_columns(fields: Mapping[str, str] | None, label: str, where: str, th
     """Raise DataError for a source without the columns that the spec names.
 
     Args:
-        fields: Column of each field of the source's section of the spec; None: no column is needed.
+        fields: Column of each field of the source's section of the spec, or None if no column is needed.
         label: Path of that section (`data.train`).
         where: The file, for the message.
         there: Its columns.

@@ -17,7 +17,7 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 class BadRow(ValueError):
-    """A row that cannot be used; the message says why."""
+    """A row that cannot be used; the message gives the reason."""
 
 
 def require_whole(text: str, name: str) -> None:

@@ -34,8 +34,8 @@ class Results:
 def draw_probability(pass_rate: float, floor: float) -> float:
     """max(floor, 4 p (1 - p)): probability that a pass over the data draws a prompt with pass rate p.
 
-    p (1 - p) is the variance of the outcome of a sample, to which the lower bound of the policy's improvement is
-    proportional (arXiv 2504.03380). A prompt without results has p = 1/2 and is always drawn.
+    p (1 - p) is the variance of the outcome of a sample, and the lower bound of the policy's improvement is
+    proportional to it (arXiv 2504.03380). A prompt without results has p = 1/2 and is always drawn.
     """
     return max(floor, 4.0 * pass_rate * (1.0 - pass_rate))
 
@@ -45,7 +45,7 @@ class CurriculumSource:
     """One source of prompts, to its curriculum."""
 
     name: str
-    """Empty: there is one source."""
+    """Empty if there is one source."""
     solved_at: float
     """A sample with at least this reward counts as solved."""
 
@@ -58,7 +58,7 @@ class Curriculum:
     """
 
     def __init__(self, config: CurriculumConfig, seed: int, sources: RowTable[CurriculumSource]) -> None:
-        """Nothing is known yet.
+        """Starts without results.
 
         Args:
             config: How results decide.
@@ -71,7 +71,7 @@ class Curriculum:
         self._of_sources: dict[str, Results] = {}
         """Results of each source."""
         self._results: dict[int, Results] = {}
-        """By row; rows without results are absent."""
+        """Results by row; rows without results are absent."""
         self._step: dict[int, Results] = {}
         """Results since the last finished step."""
         self._skipped: int = 0
@@ -119,7 +119,7 @@ class Curriculum:
         return self._probability(self._of_sources.get(self._sources[row].name, Results()))
 
     def _add_to_sources(self) -> None:
-        """Adds the step's results to those of their sources."""
+        """Adds the step's results to their sources' results."""
         step: dict[str, Results] = {}
         for row, results in self._step.items():
             name = self._sources[row].name
@@ -138,7 +138,7 @@ class Curriculum:
         return state | {"sources": {name: [one.solved, one.samples] for name, one in self._of_sources.items()}}
 
     def restore(self, state: Any, rows: int) -> None:
-        """Resume from a value of `state`, for a pool of `rows` prompts. Raises DataError where it is damaged."""
+        """Resume from a value of `state`, for a pool of `rows` prompts. Raises DataError if it is damaged."""
         try:
             results, step = _results(state["results"], rows), _results(state["step"], rows)
             skipped = int(state["skipped"])

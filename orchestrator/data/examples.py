@@ -66,7 +66,7 @@ def load_examples(spec: OfflineSpec) -> tuple[ExamplePool, ExamplePool | None]:
 
 
 def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: ExamplePool | None = None) -> ExamplePool:
-    """Read a source into a pool; `failures.on_bad_row` says what an unusable row does.
+    """Read a source into a pool; `failures.on_bad_row` sets what an unusable row does.
 
     Args:
         spec: The spec.

@@ -38,7 +38,7 @@ class PromptMixture:
     """Draws from several sources endlessly; each has its own order of passes, as `PromptSource` has one.
 
     After n draws a source with weight w has had about n w / sum(w) of them, in any stretch of the order: each draw goes
-    to the source whose next draw is due first, where draws of a source are 1 / w apart, beginning with half of that. A
+    to the source whose next draw is due first; draws of a source are 1 / w apart, beginning with half of that. A
     source that has had its passes (`repeats`) is not drawn again; the others keep their proportions. After a resumption
     with other weights or passes, a source is drawn in proportion from there on: it makes up for nothing.
     """
@@ -51,7 +51,7 @@ class PromptMixture:
         curriculum: Curriculum | None = None,
         section: str = "data.train",
     ) -> None:
-        """Nothing is drawn yet.
+        """Starts with nothing drawn.
 
         Args:
             pools: The pool of each source.
@@ -71,7 +71,7 @@ class PromptMixture:
         """Virtual time of the last draw."""
 
     def next(self) -> PromptPick:
-        """The next prompt. Raises DataError where every source has had its passes."""
+        """The next prompt. Raises DataError if every source has had its passes."""
         while True:
             open_sources = [source for source in self._sources if not source.order.exhausted(source.share.repeats)]
             if not open_sources:
@@ -161,7 +161,7 @@ def curriculum_of(spec: RolloutSpec, settings: RowTable[GroupSettings]) -> Curri
 
 
 def epochs(state: Mapping[str, Any]) -> dict[str, int]:
-    """Finished passes over every source, by name, from the state of an order; that of the only source has no name."""
+    """Finished passes over every source, by name, from the state of an order; an only source has no name."""
     sources = state.get("sources")
     return {"": state["epoch"]} if sources is None else {name: own["epoch"] for name, own in sources.items()}
 

@@ -39,11 +39,11 @@ class Pool:
     repeated: int = 0
     """Rows that repeat an earlier one."""
     deduped: int = 0
-    """Further rows of that kind, which were left out."""
+    """Further rows of that kind, left out."""
     alike: int = 0
-    """Rows that ask what another pool asks too, in another form: with another system message or template."""
+    """Rows with another pool's question in another form: with another system message or template."""
     parts: Mapping[str, Pool] = field(default_factory=dict)
-    """The pools of a mixture by the name of their source, in the order of their rows; empty: there is one source."""
+    """The pools of a mixture by the name of their source, in the order of their rows; empty if there is one source."""
 
     @property
     def rows(self) -> int:
@@ -103,7 +103,7 @@ def collect(
         label: Path of its section, for error messages.
         on_bad_row: What a row that cannot be used does.
         is_left_out: Whether another pool has the row.
-        repeats: Finds repeated rows; None: they are not counted.
+        repeats: Finds repeated rows, or None not to count them.
 
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.

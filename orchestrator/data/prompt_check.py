@@ -18,7 +18,7 @@ from troupe.workers.isolation.probe import ProbeFailed, ask
 PROMPTS = 100
 """Prompts of a section that are rendered to see whether any can be used: the first ones."""
 COUNTED = 20_000
-"""Prompts of a section that are rendered at most to count those that cannot be used."""
+"""Most prompts of a section that are rendered to count unusable ones."""
 _COUNT_S = 20.0
 """Time for rendering prompts."""
 _ENTRY = "troupe.workers.data.prompt_probe:measure"
@@ -44,7 +44,7 @@ class PromptCheck:
     lines: tuple[str, ...] = ()
     """What some prompts do not survive."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that cannot be used, of those that were rendered, by the name of their section in `data`."""
+    """Unusable prompts among the rendered ones, by the name of their section in `data`."""
 
 
 def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptCheck:
@@ -59,7 +59,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     """
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()
-    # `data.eval`, the smaller one, comes first: where the time ends, less is left out.
+    # `data.eval`, the smaller one, comes first: if the time ends, less is left out.
     parts = by_source(pools)
     held_out = [name for name in parts if is_held_out(name)]
     sections = held_out + [name for name in parts if name.partition(".")[0] == "train"]

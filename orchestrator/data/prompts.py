@@ -96,7 +96,7 @@ def load_pools(
 
 
 def _with_alike(data: DataConfig, train: PromptPool, held_out: Mapping[str, PromptPool]) -> dict[str, PromptPool]:
-    """The held-out pools with the number of their rows that ask what the training data ask, in another form."""
+    """The held-out pools with the number of their rows with a training question in another form."""
     pools = list(train.parts.values()) or [train]
     trained = list(zip(data.train_sources().values(), pools, strict=True))
     asked: dict[str, set[bytes]] = {}
@@ -128,7 +128,7 @@ def _questions(source: DataSource, pool: Pool) -> list[bytes]:
 
 
 def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> PromptPool:
-    """The pool for training: that of the only source, or the pools of a mixture one after another. Raises DataError."""
+    """The pool for training: the only source's, or the pools of a mixture one after another. Raises DataError."""
     if not isinstance(data.train, tuple):
         return load_pool(data.train, on_bad_row, plain=plain)
     parts = {
@@ -223,7 +223,7 @@ def _candidates(texts: Any, max_chars: int) -> tuple[str, ...]:
 
 
 def _answers(answer: Any) -> list[str]:
-    """The right answers of a row: one, or those of a list."""
+    """The right answers of a row: one, or a list's."""
     if not isinstance(answer, list):
         return [_answer(answer)]
     if not answer or any(one is None for one in answer):
@@ -328,7 +328,7 @@ def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0, name: str = "")
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     """Row numbers in the order of an epoch, int64[rows].
 
-    Sorts raw Philox output: numpy guarantees that stream for all versions, but not that of `Generator.permutation`, so
+    Sorts raw Philox output: numpy guarantees that stream for all versions, but not `Generator.permutation`, so
     a checkpoint resumes in the same order under another numpy.
     """
     keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(rows)

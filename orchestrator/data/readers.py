@@ -44,7 +44,7 @@ class RawRow:
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Why the row could not be read; empty where it could."""
+    """Why the row could not be read; empty if it could."""
     candidates: Any = None
 
 
@@ -54,14 +54,14 @@ class RawValues:
 
     origin: str
     values: dict[str, Any] = field(default_factory=dict)
-    """By column."""
+    """The values by column."""
     error: str = ""
-    """Why the row could not be read; empty where it could."""
+    """Why the row could not be read; empty if it could."""
 
 
 TableSource = TableFile | DatasetsFolder | HubFiles
 Fields = Mapping[str, str] | None
-"""Column of each field of a source; None: every column."""
+"""Column of each field of a source, or None for every column."""
 PromptTable = FileSource | DatasetsSource | HubSource
 
 
@@ -85,7 +85,7 @@ def read_table(source: TableSource, fields: Fields, label: str) -> Iterator[RawV
 
     Args:
         source: The source's section of the spec.
-        fields: Column of each field of that section (`answer`, `metadata.0`); None: all columns, as they are.
+        fields: Column of each field of that section (`answer`, `metadata.0`), or None for all columns, as they are.
         label: Path of that section (`data.train`), for error messages.
 
     Raises:
@@ -175,7 +175,7 @@ def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
     ijson = _library("ijson", label)
     taken, exact = 0, ijson.get_backend("python")
     try:
-        for parser in (ijson, exact):  # the fast one has integers of 64 bits; the other reads from where it stops
+        for parser in (ijson, exact):  # the fast one has integers of 64 bits; the other resumes at its end
             try:
                 with _open(path) as file:
                     file.seek(_bom_length(file))
@@ -315,7 +315,7 @@ _NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "st
 
 
 def file_format(name: str) -> str:
-    """Format of a file, by its name; empty where no reader reads it."""
+    """Format of a file, by its name; empty if no reader reads it."""
     if name.endswith(_NOT_DATA):
         return ""
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "")

@@ -21,10 +21,10 @@ class RunData:
 
     train: PromptPool
     held_out: Mapping[str, PromptPool]
-    """By the name of their section in `data`."""
+    """The pools by the name of their section in `data`."""
     texts: TextPool | None
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that do not fit the model, of those that were rendered before the start, by the name of their section."""
+    """Prompts rendered before the start that do not fit the model, by the name of their section."""
 
     @property
     def held_out_digest(self) -> str:

@@ -29,7 +29,7 @@ def named(train: Pool, held_out: Mapping[str, Pool], texts: Pool | None = None) 
 
 
 def named_examples(train: Pool, held_out: Pool | None) -> Pools:
-    """As `named`, for offline data."""
+    """`named` for offline data."""
     return named(train, {} if held_out is None else {"eval": held_out})
 
 
@@ -44,7 +44,7 @@ def describe(pools: Pools) -> list[str]:
 
 
 def by_source(pools: Pools) -> Pools:
-    """The pools with those of a mixture's sources in place of the whole: `train.0 (math)`, `train.1 (code)`, ..."""
+    """The pools with one for each source of a mixture instead of the whole: `train.0 (math)`, `train.1 (code)`, ..."""
     found: dict[str, Pool] = {}
     for section, pool in pools.items():
         parts = {f"{section}.{n} ({name})": part for n, (name, part) in enumerate(pool.parts.items())}
@@ -53,11 +53,11 @@ def by_source(pools: Pools) -> Pools:
 
 
 def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict[str, float]:
-    """Rows of each pool that are used, that are bad, and that are left out for another reason.
+    """Used, bad and otherwise left out rows of each pool.
 
     Args:
         pools: The pools of a run.
-        refused: Prompts that do not fit the model, by pool (`check_prompts`); None: they are among the bad rows.
+        refused: Prompts that do not fit the model, by pool (`check_prompts`), or None if they are among the bad rows.
     """
     metrics = {}
     for name, pool in pools.items():

@@ -1,4 +1,4 @@
-"""The texts of PPO-ptx (arXiv 2203.02155), which the policy trains on beside its rollouts."""
+"""The texts of PPO-ptx (arXiv 2203.02155), which the policy trains on besides its rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TextPool(Pool):
 
 
 def load_texts(data: DataConfig, on_bad_row: OnBadRow) -> TextPool | None:
-    """Read the texts of `data.ptx`; those of several sources one after another. None: there are none.
+    """Read the texts of `data.ptx`; several sources one after another. None if there are none.
 
     Raises:
         DataError: A source cannot be read, a row is bad with `stop`, or no row of a source is left.
@@ -51,7 +51,7 @@ def _row(raw: RawValues, column: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TextPicks:
-    """Pieces of text that the policy trains on beside a batch."""
+    """Pieces of text that the policy trains on with a batch."""
 
     table: TableRef
     tokens: tuple[int, ...]
@@ -80,7 +80,7 @@ class Pieces:
     digest: str
     """Digest of the texts' content."""
     parts: tuple[SourcePieces, ...] = ()
-    """The sources in the order of their rows; empty: there is one."""
+    """The sources in the order of their rows; empty if there is one."""
 
     @property
     def rows(self) -> int:
@@ -89,7 +89,7 @@ class Pieces:
 
 
 class TextOrder:
-    """The pieces that each step trains on, in an order that the seed decides; resumable."""
+    """The pieces of text for each step, in an order set by the seed; resumable."""
 
     def __init__(self, pieces: Pieces, per_step: int, seed: int) -> None:
         self._pieces = pieces
@@ -115,6 +115,6 @@ class TextOrder:
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a position that `state` returned. Raises DataError where the texts or the seed differ."""
+        """Resume from a position that `state` returned. Raises DataError if the texts or the seed differ."""
         self._order.restore(state)
         self._state = self._order.state()

@@ -46,7 +46,7 @@ Progress = Callable[[int, int], None]
 
 
 class HubError(TroupeError):
-    """A repository cannot be used; the message says why and what to do."""
+    """A repository cannot be used; the message gives the reason and the remedy."""
 
     def __init__(self, message: str, about: Literal["name", "revision"] = "name") -> None:
         super().__init__(message)
@@ -82,13 +82,13 @@ class Snapshot:
     endpoint: str = field(default_factory=lambda: constants.ENDPOINT)
 
     def names(self, files: Sequence[str]) -> list[str]:
-        """Those of a repository's files that belong to the snapshot."""
+        """The files of a repository that belong to the snapshot."""
         allowed = [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in self.allow)]
         return [name for name in allowed if not any(fnmatch.fnmatch(name, pattern) for pattern in self.ignore)]
 
 
 def resolve(repo: Repo, revision: str | None) -> str:
-    """The commit of a branch or tag (None: main); where the hub cannot be reached, the one in the cache.
+    """The commit of a branch or tag (main if None), or the one in the cache if the hub cannot be reached.
 
     Raises:
         HubError: There is no such repository or revision, it cannot be read, or the hub cannot be reached.
@@ -117,7 +117,7 @@ def config_folder(repo: Repo, commit: str) -> Path:
 
 
 def cached(snapshot: Snapshot) -> Path | None:
-    """Folder of a snapshot that is known to be complete in the cache; None where it is not. Uses no network."""
+    """Folder of a snapshot that is known to be complete in the cache, or None if it is not. Uses no network."""
     name, kind = snapshot.repo.name, snapshot.repo.kind
     try:
         get_cached_repo_tree(name, repo_type=kind, revision=snapshot.commit, cache_dir=snapshot.cache)
@@ -127,9 +127,9 @@ def cached(snapshot: Snapshot) -> Path | None:
 
 
 def download(snapshot: Snapshot, progress: Progress | None = None) -> Path:
-    """Downloads what the cache lacks of a snapshot and returns its folder; uses no network where it lacks nothing.
+    """Downloads what the cache lacks of a snapshot and returns its folder; uses no network if the cache is complete.
 
-    An interrupted download is retried, from where it ended if the hub supports that. Concurrent downloads of a file
+    An interrupted download is retried, and resumed if the hub supports that. Concurrent downloads of a file
     into one cache wait for each other.
 
     Raises:
@@ -247,7 +247,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _bar(progress: Progress | None) -> type[tqdm]:
-    """A progress bar for `snapshot_download` that prints nothing and reports the bytes that are complete."""
+    """A silent progress bar for `snapshot_download` that reports the bytes that are complete."""
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:

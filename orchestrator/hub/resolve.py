@@ -1,4 +1,4 @@
-"""From the names on the hub in a spec to commits, and from commits to files on this machine.
+"""Resolves a spec's names on the hub to commits, and commits to files on this machine.
 
 `pin` looks names up and changes the spec; the run's folder holds the pinned spec. `fetch` downloads, and gives the
 spec that workers and readers see: folders and files instead of names.
@@ -36,7 +36,7 @@ SpecT_co = TypeVar("SpecT_co", bound=RunSpec, covariant=True)
 _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Weights, configuration and tokenizer. No pickles: loading one can run any code."""
 _CODE_FILES = ("*.py",)
-"""With `trust_remote_code` only."""
+"""Files for `trust_remote_code` only."""
 _NOT_LOADED = ("*/*", "consolidated*.safetensors")
 """Copies of the weights in other formats, which transformers and vLLM do not load."""
 _SPLITS = ("train", "training", "test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev")
@@ -265,7 +265,7 @@ _PREFERENCE = ("parquet", "jsonl", "csv", "json")
 
 
 def _of_split(names: Sequence[str], split: str) -> list[str]:
-    """Files with the split's word in their path; where no file names any split, all are `train`."""
+    """Files with the split's word in their path; if no file names any split, all are `train`."""
     found = [name for name in names if split in _words(name)]
     if found or split != "train" or any(word in _words(name) for name in names for word in _SPLITS):
         return found

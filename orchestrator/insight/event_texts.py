@@ -10,7 +10,7 @@ Event = Mapping[str, Any]
 
 
 def event_text(event: Event) -> str:
-    """One line that says what happened; an event of an unknown kind is shown by its fields."""
+    """The event as one line of text; an event of an unknown kind is shown by its fields."""
     describe = _TEXTS.get(str(event.get("event")), _fields)
     return describe(event)
 

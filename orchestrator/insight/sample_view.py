@@ -32,7 +32,7 @@ _LONGEST_CELL = 80
 
 
 def visible(text: str) -> str:
-    """The text with escapes in place of control, format and unassigned characters, except line feeds and tabs."""
+    """The text with escapes instead of control, format and unassigned characters, except line feeds and tabs."""
     return "".join(char if char in "\n\t" else _escaped(char) for char in text.replace("\r\n", "\n"))
 
 
@@ -114,7 +114,7 @@ def _sizes(row: Mapping[str, Any]) -> Iterable[Text]:
 
 
 def _conversation(row: Mapping[str, Any]) -> Iterable[RenderableType]:
-    """The messages of the prompt and the response, or those of an episode."""
+    """The messages of the prompt and the response, or the episode's messages."""
     episode = _messages(row["conversation"])
     messages = episode or [*_messages(row["messages"]), {"role": "assistant", "content": row["response"]}]
     for message in messages:

@@ -29,13 +29,13 @@ _LONGEST = 2000
 _TIES = ("step", "prompt_uid", "sample_index", "segment")
 """The order of samples whose sort columns are equal."""
 _UNREADABLE = "reading the Arrow source failed: "
-"""How DuckDB's error starts where a file cannot be read; any other error is that of a condition."""
+"""Beginning of DuckDB's error if a file cannot be read; any other error is about a condition."""
 _HINTS = (
     (r"\bNone\b", "SQL tests for a missing value by IS NULL or IS NOT NULL"),
     (r"\bcontains\b(?!\s*\()", "SQL searches text by response LIKE '%text%'"),
     (r'"', "SQL writes text in single quotes, as in status = 'ok'"),
 )
-"""Patterns of conditions that are not SQL, and what SQL has instead."""
+"""Patterns of conditions that are not SQL, and their SQL forms."""
 
 
 class Format(StrEnum):
@@ -63,7 +63,7 @@ class SampleQuery:
     where: str | None = None
     """An SQL expression over the columns of SAMPLES."""
     sort: str | None = None
-    """Columns, separated by commas; descending with a leading `-`. None: as they were written."""
+    """Columns, separated by commas; descending with a leading `-`, or None for the order written."""
     limit: int | None = None
 
 
@@ -106,11 +106,11 @@ def export_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str], f
 def open_samples(files: dict[int, Path]) -> ds.Dataset:
     """The files of these steps as a dataset with the columns of SAMPLES; what a file lacks is null.
 
-    A file's name says its step, so that files of other steps are not opened.
+    A file's name contains its step, so that files of other steps are not opened.
     """
     parquet, local = ds.ParquetFileFormat(), LocalFileSystem()
     step = SAMPLES.field("step").type
-    # Nulls are possible in files of earlier versions, whatever the schema of today says.
+    # Nulls are possible in files of earlier versions, whatever the current schema.
     schema = pa.schema([field.with_nullable(True) for field in SAMPLES])
     fragments = [
         parquet.make_fragment(str(path), local, partition_expression=pc.field("step") == pa.scalar(number, step))
@@ -136,7 +136,7 @@ def _connect(output: Path | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
     with duckdb.connect(":memory:", config={**off, "python_enable_replacements": False}) as connection:
         if output is not None:
             connection.execute(f"SET allowed_paths = [{_literal(output)}]")
-            connection.execute("SET threads = 1")  # each thread keeps what it has not written yet
+            connection.execute("SET threads = 1")  # each thread buffers its unwritten output
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")
         yield connection
@@ -272,5 +272,5 @@ def _refusal(error: Exception, condition: str) -> UsageError:
 
 
 def _first_line(error: Exception) -> str:
-    """What DuckDB says, without the kind of the error and the line of the query."""
+    """DuckDB's message, without the kind of the error and the line of the query."""
     return re.sub(r"^[\w ]+ Error: ", "", str(error).strip().partition("\n")[0])

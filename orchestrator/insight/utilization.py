@@ -60,7 +60,7 @@ class StepBound:
 
 
 def step_windows(timeline: pa.Table) -> dict[int, Interval]:
-    """Start and end of every step: those of the controller's phases.
+    """Start and end of every step, from the controller's phases.
 
     Step 0, the start of a run, is left out. A checkpoint is recorded with the next step, which begins after it. What
     lies between two steps, such as the hours until a run was resumed, belongs to none.
@@ -124,7 +124,7 @@ def _seconds(busy: Sequence[Interval], window: Interval) -> float:
 
 
 def _by_worker(timeline: pa.Table) -> Mapping[tuple[str, str], list[Interval]]:
-    """When every worker had a call open, by role and name."""
+    """Intervals in which every worker had a call open, by role and name."""
     found: defaultdict[tuple[str, str], list[Interval]] = defaultdict(list)
     columns = (timeline[name].to_pylist() for name in ("role", "worker", "start", "end"))
     for role, worker, start, end in zip(*columns, strict=True):

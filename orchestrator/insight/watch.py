@@ -37,7 +37,7 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], port: int) -> None:
-        """Bind to loopback; port 0 takes a free one. Raises UsageError where the port is taken or there is no run."""
+        """Bind to loopback; port 0 takes a free one. Raises UsageError if the port is taken or there is no run."""
         self.data = LiveData(folders)
         self.reading = Lock()
         """One answer is computed at a time."""
@@ -117,13 +117,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def refusal(host: str, site: str) -> str:
-    """Why a request is not answered; empty: it is.
+    """Why a request is not answered, or "" if it is.
 
     A page elsewhere may have a name that resolves to this machine (DNS rebinding): its requests carry that name.
 
     Args:
         host: Header `Host`.
-        site: Header `Sec-Fetch-Site`; empty where the client sends none.
+        site: Header `Sec-Fetch-Site`; empty if the client sends none.
     """
     name = urlsplit(f"//{host}").hostname or ""
     if name != "localhost" and not _is_loopback(name):

@@ -1,1 +1,1 @@
-"""Changes to an active run: commands that reach it, scaling of its workers, and what differs between two specs."""
+"""Changes to an active run: commands that reach it, scaling of its workers, and the differences between two specs."""

@@ -33,7 +33,7 @@ class ChangeRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     changes: dict[str, Any]
-    """New values of spec fields by dotted path; empty: only report the state."""
+    """New values of spec fields by dotted path; if empty, only report the state."""
 
 
 class ChangeAnswer(BaseModel):
@@ -42,7 +42,7 @@ class ChangeAnswer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     error: str = ""
-    """Why nothing was changed; empty: the request succeeded."""
+    """Why nothing was changed; empty if the request succeeded."""
     roles: tuple[RoleState, ...] = ()
 
 
@@ -110,7 +110,7 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
 
     Args:
         run_folder: Folder of the run.
-        changes: New values by dotted path; empty: only report the state.
+        changes: New values by dotted path; if empty, only report the state.
         timeout_s: Longest wait for the answer, in seconds.
 
     Returns:
@@ -118,7 +118,7 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
 
     Raises:
         UsageError: The folder has no active run, or the run refuses the change.
-        TroupeError: The run does not answer in time, or ends meanwhile.
+        TroupeError: The run does not answer in time, or ends first.
     """
     _require_run(run_folder)
     try:

@@ -34,9 +34,9 @@ class FieldDifference:
     old: Any
     new: Any
     refused: str = ""
-    """Why the field cannot change; empty: it can."""
+    """Why the field cannot change; empty if it can."""
     note: str = ""
-    """What the change means, where it is allowed and that is not obvious."""
+    """What the change means, if it is allowed and that is not obvious."""
 
     def __str__(self) -> str:
         change = f"{self.field}: {_shown(self.old)} -> {_shown(self.new)}"

@@ -11,7 +11,7 @@ class RoleState:
 
     role: str
     wanted: int
-    """Workers the role is scaled to: the spec's number, or what is left of it after a failed start."""
+    """Workers the role is scaled to: the spec's number, or the rest of it after a failed start."""
     running: int
     """Workers that receive work now."""
     scaling: bool

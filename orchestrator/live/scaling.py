@@ -43,9 +43,9 @@ class WorkerResources(Protocol):
 class WorkerScaler:
     """Brings every role that scales to the number of workers in the current spec.
 
-    One background task per role adds and removes workers until the role has the wanted number, which may change
-    meanwhile. A task waits for workers to start (limited by the launcher's timeouts) or to finish their work (limited
-    by `schedule.generate_timeout_s`); :meth:`close` cancels it.
+    One background task per role adds and removes workers until the role has the wanted number, which may change at any
+    time. A task waits for workers to start (limited by the launcher's timeouts) or to finish their work (limited by
+    `schedule.generate_timeout_s`); :meth:`close` cancels it.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class WorkerScaler:
         return role in self._tasks and not self._tasks[role].done()
 
     async def _scale(self, role: str) -> None:
-        """Add and remove workers until the role has the wanted number, which may change meanwhile."""
+        """Add and remove workers until the role has the wanted number, which may change at any time."""
         workers = self._pools[role]
         while (wanted := self._wanted[role]) != len(workers.names):
             names = sorted(workers.names, key=_index)

@@ -1,1 +1,1 @@
-"""Facts about models from their folders: sizes, shapes, completeness. Nothing is loaded."""
+"""Facts about models from their folders: sizes, shapes, completeness. Loads nothing."""

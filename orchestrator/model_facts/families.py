@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
 """Families in which every n-th layer attends to all tokens and the others to a window."""
 _WINDOWED = ("mistral", "mixtral")
-"""Families in which every layer has the window, where there is one."""
+"""Families in which every layer has the window, if there is one."""
 _CAPPED, _SINKS = ("gemma2", "vaultgemma"), ("gpt_oss",)
 """Families whose attention only the eager implementation computes."""
 _TWO_MORE_NORMS = ("gemma2", "gemma3", "gemma3_text")
@@ -42,7 +42,7 @@ class FieldUnknown(TroupeError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a configuration says about a language model, whatever its family."""
+    """The facts in a language model's configuration, whatever its family."""
 
     layers: int
     hidden: int
@@ -75,7 +75,7 @@ class Count:
 
     backbone: int
     head: int
-    """0 where the head shares the embedding's weight."""
+    """0 if the head shares the embedding's weight."""
     largest: int
 
 
@@ -155,10 +155,10 @@ def fused_experts(config: Mapping[str, Any]) -> int:
 
 
 def undivided(shape: ModelShape, ranks: int) -> str:
-    """Why vLLM cannot divide a model among `ranks` GPUs (or processes); empty: it can.
+    """Why vLLM cannot divide a model among `ranks` GPUs (or processes); empty if it can.
 
     It divides attention heads and feed-forward layers, the vocabulary (padded to a multiple of 64), and KV heads: among
-    the ranks, or, where there are fewer of them, the ranks among these.
+    the ranks, or, if there are fewer of them, the ranks among these.
     """
     if shape.heads % ranks:
         return f"does not divide the model's {shape.heads} attention heads"
@@ -195,7 +195,7 @@ def _width(config: Mapping[str, Any], hidden: int) -> int:
     routed = number(config, "num_experts_per_tok", default=1) * _expert_width(config)
     shared = number(config, "shared_expert_intermediate_size", default=0, least=0)
     shared += number(config, "n_shared_experts", default=0, least=0) * _expert_width(config)
-    every = config.get("model_type") == "mixtral"  # its `intermediate_size` is that of an expert
+    every = config.get("model_type") == "mixtral"  # its `intermediate_size` is an expert's
     return max(routed + shared, 0 if every else dense)
 
 

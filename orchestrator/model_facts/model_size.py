@@ -44,7 +44,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class SizeUnknown(TroupeError):
-    """The size of a model cannot be determined from its folder; the message says why."""
+    """The size of a model cannot be determined from its folder; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ModelSize(ModelShape):
     backbone: int = 0
     """Parameters without the output head."""
     head: int = 0
-    """Parameters of the output head; 0 where it shares the embedding's weight."""
+    """Parameters of the output head; 0 if it shares the embedding's weight."""
     largest: int = 0
     """Numbers in the largest tensor."""
     counted: bool = False
@@ -62,7 +62,7 @@ class ModelSize(ModelShape):
     packed: int = 0
     """Bytes of quantized weights, as they are stored; 0: the weights are not quantized."""
     method: str = ""
-    """How the weights are quantized: `awq`, `gptq`, `fp8`, ...; empty: they are not."""
+    """How the weights are quantized: `awq`, `gptq`, `fp8`, ...; empty if they are not."""
 
     @property
     def parameters(self) -> int:
@@ -87,7 +87,7 @@ class Tensor(NamedTuple):
     bytes: int
     """0: the header does not say."""
     end: int
-    """Where its bytes end, counted from the end of the header; 0: the header does not say."""
+    """Where its bytes end, counted from the end of the header; 0 if the header does not contain it."""
 
 
 def read_size(folder: Path) -> ModelSize:
@@ -147,7 +147,8 @@ def lacks_head(folder: Path) -> bool:
 
 
 def quantization(config: Mapping[str, Any]) -> str:
-    """How the weights of a model are quantized (`awq`, `gptq`, `fp8`, ...), by its config.json; empty: they are not."""
+    """How the weights of a model are quantized (`awq`, `gptq`, `fp8`, ...), by its config.json; empty if they are
+    not."""
     found = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(found, Mapping):
         return ""
@@ -263,7 +264,7 @@ def tensors_of(path: Path) -> Iterator[Tensor]:
 
 
 def _stored(offsets: Any) -> tuple[int, int]:
-    """Where the bytes of a tensor begin and end; 0 and 0 where the header does not say."""
+    """Where the bytes of a tensor begin and end; 0 and 0 if the header does not contain it."""
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
         return 0, 0
     start, end = offsets

@@ -93,7 +93,7 @@ def copy_folder(folder: Path, target: Path) -> Sent:
 
 
 class _LeftOut(Exception):
-    """A file that is not sent; the message says why."""
+    """A file that is not sent; the message gives the reason."""
 
 
 def _walk(folder: Path, root: Path, ignored: list[Ignored], sent: Sent) -> Iterator[Path]:
@@ -115,7 +115,7 @@ def _walk(folder: Path, root: Path, ignored: list[Ignored], sent: Sent) -> Itera
 
 
 def _refusal(entry: os.DirEntry[str], path: Path, root: Path) -> str:
-    """Why an entry of a folder is not sent; empty: it is."""
+    """Why an entry of a folder is not sent; empty if it is."""
     names = [entry.name]
     if entry.is_symlink():
         target = path.resolve()

@@ -1,4 +1,4 @@
-"""Where a run is, as the log of its job says it: the job server knows no more than what was printed."""
+"""Where a run is, from the log of its job: the job server has only what was printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCALED = re.compile(r"(\w+): (?:\d+ -> )?(\d+) workers\b")
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What a log says about its run."""
+    """Facts in a log about its run."""
 
     step: int = 0
     """Steps that have ended."""

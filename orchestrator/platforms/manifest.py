@@ -35,9 +35,9 @@ class Request:
     spec: Path
     overrides: Sequence[str] = ()
     name: str | None = None
-    """Name of the job; None: the spec's."""
+    """Name of the job, or None for the spec's."""
     out: Path | None = None
-    """Run folder as pods or nodes see it; None: the spec's."""
+    """Run folder as pods or nodes see it, or None for the spec's."""
 
 
 def deployment(

@@ -41,11 +41,11 @@ class Submission:
     """What to submit with a spec. Raises UsageError if a path does not exist, or the requirements hold a password."""
 
     job: str | None = None
-    """Submission id; None: Ray generates one."""
+    """Submission id, or None if Ray generates one."""
     working_dir: Path | None = None
-    """Folder to upload; None: the spec alone."""
+    """Folder to upload, or None for the spec alone."""
     requirements: Path | None = None
-    """Requirements file for every worker's environment; None: the cluster's installed packages."""
+    """Requirements file for every worker's environment, or None for the cluster's installed packages."""
 
     def __post_init__(self) -> None:
         if self.working_dir is not None and not self.working_dir.is_dir():
@@ -60,7 +60,7 @@ class JobState:
 
     job: str
     name: str
-    """Name of the run; empty: the job was not submitted by Troupe."""
+    """Name of the run; empty if the job was not submitted by Troupe."""
     status: str
     seconds: float
     """Duration so far, or in total once the job has ended."""

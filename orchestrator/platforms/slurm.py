@@ -42,10 +42,10 @@ class Container:
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Resources of the Slurm job, and where it runs. Raises UsageError for a number out of range."""
+    """Resources and place of the Slurm job. Raises UsageError for a number out of range."""
 
     environment: Path | None
-    """Virtual environment with Troupe, at the same path on every node; None: that of the container."""
+    """Virtual environment with Troupe, at the same path on every node, or None for the container's."""
     variables: tuple[Variable, ...] = ()
     container: Container | None = None
     prologue: str = ""
@@ -54,7 +54,7 @@ class SlurmOptions:
     gpus_per_node: int = 0
     cpus_per_node: int = CPUS_PER_NODE
     gib_per_node: int | None = None
-    """Memory of each node; None: what the plan adds up, or all of it on exclusive nodes."""
+    """Memory of each node. If None, the sum of the plan, or all of it on exclusive nodes."""
     exclusive: bool = False
     """Whether no other job may run on the nodes."""
     requeues: int = 20
@@ -97,8 +97,8 @@ def script(
         The script, and notes for the user, one line each.
 
     Raises:
-        UsageError: The name is invalid, a role requires node labels, or the nodes cannot hold a run (the message is
-            that of `troupe plan`).
+        UsageError: The name is invalid, a role requires node labels, or the nodes cannot hold a run (with the message
+            of `troupe plan`).
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         raise UsageError("--name: only letters, digits, '.', '_' and '-' are allowed, starting with a letter or digit")

@@ -49,7 +49,7 @@ def wrong_adapters(
 
 
 def unverified_adapters(models: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """One line for each adapter that names another model than the one that it is added to.
+    """One line for each adapter that names a different model from the one it is added to.
 
     An adapter that Troupe wrote has the digest of the model below, which is compared when it is loaded. One of peft has
     only a name: a folder of another machine, or a name on the hub.
@@ -66,15 +66,15 @@ def unverified_adapters(models: Mapping[str, ModelConfig]) -> Iterator[str]:
 
 
 def adapter_template(adapter: Path, model: Path) -> str | None:
-    """The value of `chat_template` with which a model renders as its adapter was trained; None: its own template does.
+    """The value of `chat_template` with which a model renders as its adapter was trained, or None if its own does.
 
     Beside an adapter Troupe writes the tokenizer that it was trained with, but a tokenizer is read from the folder of
     the model below. The template of a run (`model.chat_template`) is a file, and one of the model below a copy.
 
     Args:
         adapter: Folder of the adapter.
-        model: Folder of the model below. Where it is not on this machine, a template of the model cannot be told from
-            that of a run.
+        model: Folder of the model below. If it is not on this machine, a template of the model cannot be told from a
+            run's.
     """
     if not (adapter / _TOKENIZER).is_file():
         return None
@@ -85,7 +85,7 @@ def adapter_template(adapter: Path, model: Path) -> str | None:
 
 
 def forgotten_templates(models: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """One line for each model that renders with another chat template than its adapter was trained with."""
+    """One line for each model that renders with a different chat template from its adapter's in training."""
     for section, model in models.items():
         if model.adapter is None or model.chat_template is not None or section in READ_TOKENS:
             continue
@@ -97,7 +97,7 @@ def forgotten_templates(models: Mapping[str, ModelConfig]) -> Iterator[str]:
 
 
 def _template(folder: Path) -> object:
-    """The chat template of a tokenizer's folder, to be compared; None: it has none, or it cannot be read."""
+    """The chat template of a tokenizer's folder, to be compared, or None if it has none or it cannot be read."""
     file = folder / _TEMPLATE
     try:
         if file.is_file():
@@ -114,7 +114,7 @@ def _last_part(model: str) -> str:
 
 
 def _has_digest(folder: Path) -> bool:
-    """Whether the tensors' file names the digest of the model below; True where it cannot be read: loading says why."""
+    """Whether the tensors' file names the digest of the model below; True if it cannot be read: loading reports why."""
     try:
         metadata = read_header(folder / ADAPTER_WEIGHTS).get(METADATA)
     except SizeUnknown:

@@ -146,7 +146,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     @property
     @abstractmethod
     def batch_bytes(self) -> int:
-        """Most bytes of the object store that the tables of one step take, with those of steps in progress beside."""
+        """Most bytes of the object store that the tables of one step and of steps in progress take."""
 
     @property
     @abstractmethod
@@ -160,7 +160,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     @property
     def alarm(self) -> AlarmConfig | None:
-        """When a rising reward counts as reward hacking; None: never."""
+        """When a rising reward counts as reward hacking, or None if never."""
         return None
 
     @property
@@ -170,7 +170,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     @property
     def kl_start(self) -> float | None:
-        """What the adaptive coefficient of the KL term in the reward starts from; None: it does not adapt."""
+        """Start value of the adaptive coefficient of the KL term in the reward, or None if it does not adapt."""
         return None
 
     @property
@@ -217,7 +217,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def reward_digest(self) -> str:
-        """Digest of what gives the rewards of training: those with the same one can be compared. Empty: nothing."""
+        """Digest of what gives the rewards of training: equal ones are comparable. Empty if nothing does."""
         return ""
 
     @property
@@ -314,7 +314,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             yield f"output.profile.ranks: no trainer has rank {', '.join(beyond)} (ranks count from 0)"
 
     def _limited_restarts(self) -> Iterator[str]:
-        """Trainers that can be restarted only in some of the steps, where the spec sets one of the two fields."""
+        """Trainers that can be restarted only in some of the steps, if the spec sets one of the two fields."""
         failures, every = self.failures, min(self.checkpoint.every_steps or self.schedule.steps, self.schedule.steps)
         kept, defaults = failures.replay_steps, type(failures).model_fields
         ours = all(dict(failures)[name] == defaults[name].default for name in ("replay_steps", "trainer_restarts"))
@@ -325,13 +325,13 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             )
 
     def with_model(self, path: Path) -> list[str]:
-        """Overrides (`--set`) that replace the trained model, or add an adapter to it where the folder holds one."""
+        """Overrides (`--set`) that replace the trained model, or add an adapter to it if the folder holds one."""
         if (path / ADAPTER_CONFIG).is_file():
             return [f"model.adapter={json.dumps(str(path))}", *self.with_template(path)]
         return [f"model.path={json.dumps(str(path))}", "model.adapter=null", "model.revision=null"]
 
     def with_template(self, adapter: Path) -> list[str]:
-        """Overrides with which the trained model renders as an adapter was trained, where the spec has no template."""
+        """Overrides with which the trained model renders as an adapter was trained, if the spec has no template."""
         trained = None if self.model.chat_template else adapter_template(adapter, Path(self.model.path))
         return [] if trained is None else [f"model.chat_template={json.dumps(trained)}"]
 
@@ -366,7 +366,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     @property
     def colocated_reference_model(self) -> ModelConfig | None:
-        """The reference's model where the policy's workers hold it; None elsewhere."""
+        """The reference's model if the policy's workers hold it, else None."""
         return self.reference_model if self.reference_in_policy else None
 
     def reference_config(self) -> ReferenceConfig | None:

@@ -1,4 +1,4 @@
-"""Cross-checks that both kinds of spec share, and those of environments."""
+"""Cross-checks that both kinds of spec share, and cross-checks of environments."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def mixture_problems(sources: Sequence[SourceShare]) -> Iterator[Finding]:
 
 
 _LOW_IS_GOOD = ("loss", "nll", "failed_samples", "refused", "truncated", "calibration_error")
-"""Last words of metrics of which no run wants the highest."""
+"""Last words of metrics whose highest value no run wants."""
 
 
 def best_problems(spec: RunSpec) -> Iterator[Finding]:
@@ -131,7 +131,7 @@ def best_problems(spec: RunSpec) -> Iterator[Finding]:
 
 
 def output_problems(spec: RunSpec) -> Iterator[Finding]:
-    """A run folder that would be named after the scheme of a URL, and a store of checkpoints that cannot be one."""
+    """A run folder named after the scheme of a URL, and an invalid store of checkpoints."""
     if is_url(spec.output.folder):
         yield "output.folder", NEEDS_DISK
     yield from checkpoint_problems(spec.checkpoint.path)
@@ -189,7 +189,7 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
 
 
 def _misnamed(spec: RolloutSpec) -> Iterator[Finding]:
-    """Names of environments that would be read as something else, and sources that name one that does not exist."""
+    """Names of environments that would be read as something else, and sources that name a missing one."""
     names = list(spec.roles.environments())
     for name in names:
         if name == NO_ENVIRONMENT or name in EnvironmentRole.model_fields:
@@ -225,7 +225,7 @@ def _unused(spec: RolloutSpec, name: str) -> Iterator[Finding]:
 
 
 def _environments(spec: RolloutSpec) -> dict[str, str | None]:
-    """The environment of samples by the path of their source in the section `data`; None: they are no episodes."""
+    """The environment of samples by the path of their source in the section `data`, or None if they are no episodes."""
     settings = spec.group_settings
     paths = [f"train.{number}" for number in range(len(settings))] if spec.data.mixture else ["train"]
     trained = dict(zip(paths, (own.environment for own in settings), strict=True))

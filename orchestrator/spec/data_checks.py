@@ -62,7 +62,7 @@ def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
 def _functions(
     spec: RolloutSpec, section: str, functions: Sequence[RewardFunctionConfig], labels: list[str]
 ) -> Iterator[Finding]:
-    """Reward functions of one list that cannot work; `labels`: those of components before them."""
+    """Reward functions of one list that cannot work; `labels`: labels of the components before them."""
     for index, function in enumerate(functions):
         path = f"{section}.{index}"
         label = function.component
@@ -106,7 +106,7 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def component_problems(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:
-    """A field that names a reward component which the spec, or one of these sources, does not have."""
+    """A field with a reward component that the spec, or one of these sources, does not have."""
     reward = spec.roles.reward
     of_role = [function.component for function in reward.functions]
     of_role += ["reward_model"] if reward.model is not None else []
@@ -284,7 +284,7 @@ def held_out_problems(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def _beside(spec: RolloutSpec, evaluation: EvaluationConfig) -> Iterator[Finding]:
-    """Evaluations beside training that no engine could make."""
+    """Evaluations during training that no engine could make."""
     if not evaluation.beside:
         return
     path, engines = "evaluation.beside", spec.roles.rollout.workers

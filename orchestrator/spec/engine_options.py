@@ -183,7 +183,7 @@ def refused_options(role: str, options: Mapping[str, Any], device: Device) -> It
 
 
 def unknown_options(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Options that the installed vLLM does not have, and values of another type; nothing where vLLM is not installed.
+    """Options that the installed vLLM does not have, and values of another type; nothing if vLLM is not installed.
 
     Args:
         engines: The sections `engine`, by role.
@@ -200,13 +200,13 @@ def unknown_options(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[Findin
 
 
 def engine_option(path: Sequence[str]) -> str:
-    """Where an option of vLLM belongs that is written beside the fields of an engine's role; empty: it is none."""
+    """Where an option of vLLM that is written among the fields of an engine's role belongs; empty if it is none."""
     engine = len(path) == 3 and path[0] == "roles" and path[1] in ("rollout", "judge")
     return "vLLM's own options are in 'engine'" if engine and path[2] in _installed_options() else ""
 
 
 def _refusal(name: str, role: str, device: Device) -> str:
-    """Why an option is refused; empty: it is not."""
+    """Why an option is refused; empty if it is not."""
     if name in _OWN_FIELDS:
         return f"set {{role}}.{name}"
     if name.startswith("data_parallel_"):

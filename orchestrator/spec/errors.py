@@ -58,7 +58,7 @@ class Source:
     file: str
     places: Mapping[Path, Place] = field(default_factory=dict)
     top: Place | None = None
-    """Where the spec as a whole begins; None: on the file's first line."""
+    """Where the spec as a whole begins, or None for the file's first line."""
 
     def find(self, path: Path) -> Place:
         """Place of the field, or of the nearest section around it that was written."""
@@ -163,7 +163,7 @@ def _message(kind: str, text: str, value: Any, context: Mapping[str, Any]) -> st
         return "may not be empty"
     if kind == "string_too_long":
         return f"may have at most {context['max_length']} characters, got {len(str(value))}"
-    if kind == "string_pattern_mismatch":  # the only pattern is that of names
+    if kind == "string_pattern_mismatch":  # names have the only pattern
         return f"may hold lowercase letters, digits and, between them, '-', got {show(value)}"
     if kind == "value_error":
         return text.removeprefix("Value error, ")
@@ -243,7 +243,7 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
 
 
 def _of_form(annotation: Any, form: str | int) -> Any:
-    """The members of a union of a section, a list and a map that have this form; None: it is no such union."""
+    """The members of a union of a section, a list and a map that have this form, or None if it is no such union."""
     forms = [(_FORMS.get(get_origin(member), SECTION), member) for member in _members(annotation)]
     if {name for name, _ in forms} == {SECTION}:
         return None

@@ -1,8 +1,8 @@
 """The example specs that are part of Troupe: `examples:tiny-grpo` names one wherever a command takes a spec.
 
-They are the files of `deploy/specs/`, which the wheel has at the same place beside this package. In a checkout their
-paths start at its root: models in `.cache/models`, data in `deploy/specs/data`. Read as an example, a spec has the same
-paths absolute, with models in the user's cache folder, so that it works in any folder.
+They are the files of `deploy/specs/`, which the wheel has at the same place relative to this package. In a checkout
+their paths start at its root: models in `.cache/models`, data in `deploy/specs/data`. Read as an example, a spec has
+the same paths absolute, with models in the user's cache folder, so that it works in any folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def example_name(spec: str | os.PathLike[str]) -> str | None:
 
 
 def examples() -> Mapping[str, str]:
-    """Name and first comment of every example, the whole specs before those of single algorithms."""
+    """Name and first comment of every example, the whole specs before the single algorithms'."""
     files = sorted(FOLDER.rglob("*.yaml"), key=lambda file: (len(file.relative_to(FOLDER).parts), file))
     return {str(file.relative_to(FOLDER).with_suffix("")): _summary(file.read_text("utf-8")) for file in files}
 
@@ -42,7 +42,7 @@ def example_text(name: str, models: Path | None = None) -> str:
 
     Args:
         name: As in `examples()`.
-        models: Folder of the example models; None: `models_folder()`.
+        models: Folder of the example models, or None for `models_folder()`.
 
     Raises:
         UsageError: There is no such example.

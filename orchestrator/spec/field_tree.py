@@ -18,7 +18,7 @@ ITEM = "*"
 Digest = Literal["evaluation", "reward"]
 Wanted = Callable[[Consequences], bool | None]
 _BOUNDS = (Counts.BY_SET, Counts.IF_SET)
-"""What only bounds the fields of a section: each says for itself whether it counts."""
+"""What only bounds the fields of a section: each defines for itself whether it counts."""
 _UNSAID = vars(Consequences())
 
 
@@ -92,7 +92,7 @@ class FieldNode:
 
 @cache
 def field_tree(*models: type[BaseModel]) -> FieldNode:
-    """The fields of a model, with all below them; of several models, those of each."""
+    """The fields of a model, or of each of several models, with all below them."""
     root = FieldNode(Consequences())
     for model in models:
         _add_fields(root, model, Consequences())

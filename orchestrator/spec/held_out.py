@@ -19,14 +19,14 @@ class HeldOutSettings:
     functions: tuple[RewardFunctionConfig, ...]
     """Its reward functions."""
     own_rewards: bool
-    """Whether these are its own, not those of `roles.reward`."""
+    """Whether these are its own, instead of `roles.reward`'s."""
     solved_at: float | None
-    """Reward from which a sample counts as solved; None: the reward does not say."""
+    """A sample with at least this reward counts as solved; None if the reward does not define it."""
     level: str
     """Key of the metadata by whose values results are also reported."""
     environment: str | None = None
-    """Name of the environment that its samples are episodes in, empty for one without a name; None: its samples are
-    single responses."""
+    """Name of the environment that its samples are episodes in, empty for one without a name, or None if its samples
+    are single responses."""
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class HeldOutSettings:
 
     @property
     def rewards(self) -> str:
-        """Which functions a reward worker is asked for (`ScoringConfig.sets`); empty: those of the role."""
+        """Key of the functions in `ScoringConfig.sets` that a reward worker calls; empty for the role's."""
         return f"data.{self.section}" if self.own_rewards else ""
 
     @property
@@ -83,7 +83,7 @@ class HeldOutSettings:
 
 
 def right_from(functions: Sequence[RewardFunctionConfig], component: str | None = None) -> float | None:
-    """The sum of reward functions from which a response is right; None: they do not say.
+    """Least sum of reward functions of a right response, or None if they do not define it.
 
     `component`: label of one of them, whose value (it has no weight) is looked at instead of the sum.
     """

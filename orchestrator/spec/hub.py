@@ -59,7 +59,7 @@ def _replaced(node: Any, path: Sequence[str], section: Frozen) -> Any:
 def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
     """The spec with the commits that another spec of the same run is pinned to.
 
-    A section keeps its own revision where that is a commit, or where the other spec names another repository.
+    A section keeps its own revision if that is a commit, or if the other spec names another repository.
     """
     sections: dict[str, Frozen] = {}
     models, data = pinned.models(), hub_data(pinned)
@@ -77,7 +77,7 @@ def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
 def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
     """Whether a section can mean the files that another is pinned to.
 
-    Those are names in order; the section may have patterns, in any order, each of which names one of them at least.
+    These are names in order; the section may have patterns in any order, each matching at least one of them.
     """
     same = (source.dataset_name, source.subset, source.split) == (pinned.dataset_name, pinned.subset, pinned.split)
     if not same or is_commit(source.revision):

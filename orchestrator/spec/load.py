@@ -1,7 +1,7 @@
 """Loads specs of both kinds: the algorithm's name decides which kind a document is.
 
 A spec that loads can work as far as the file itself can say. Problems of a document come all at once: either every
-field that is not valid, or, where all are, every combination of fields that cannot work.
+field that is not valid, or, if all are, every combination of fields that cannot work.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reade
 
 
 def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
-    """Every run of a file, in order: one, or those of a chain (`orchestrator/spec/stages.py`).
+    """Every run of a file, in order: one, or the runs of a chain (`orchestrator/spec/stages.py`).
 
     Args:
         document: The file.
-        out: Folder of the run, or of the chain; None: the spec's.
+        out: Folder of the run, or of the chain, or None for the spec's.
 
     Raises:
         SpecError: With one line for every problem found.
@@ -121,7 +121,7 @@ def _parse(document: yaml_reader.Document, kind: type[SpecT], find_problems: Cal
 
 
 def _algorithm(data: Any) -> str:
-    """The algorithm that a spec's data name; empty where they name none."""
+    """The algorithm that a spec's data name; empty if they name none."""
     section = data.get("algorithm") if isinstance(data, dict) else None
     name = section.get("name") if isinstance(section, dict) else None
     return name if isinstance(name, str) else ""
@@ -130,9 +130,9 @@ def _algorithm(data: Any) -> str:
 def shared_gpus(document: Document) -> Document:
     """The document with `workers` and `gpus` of an engine on the policy's GPU.
 
-    There is one engine for each policy worker. `gpus` left out, or a whole GPU, is the GPU that the two share: where
-    one of them says how much of it it reserves, the other has the rest, else each has half. How much memory each may
-    use is another question (`gpu_memory_utilization`).
+    There is one engine for each policy worker. `gpus` left out, or a whole GPU, is the GPU that the two share: if one
+    of them sets the part that it reserves, the other has the rest, else each has half. How much memory each may use is
+    another question (`gpu_memory_utilization`).
     """
     roles = document.data.get("roles") if isinstance(document.data, dict) else None
     if not isinstance(roles, dict):
@@ -149,7 +149,7 @@ def shared_gpus(document: Document) -> Document:
 
 
 def _fraction(role: dict[str, Any]) -> float | None:
-    """Part of a GPU that a role reserves, 1 for the whole or for none written; None: something else is written."""
+    """Part of a GPU that a role reserves, 1 for the whole or for none written; None if something else is written."""
     gpus = role.get("gpus", 1.0)
     valid = isinstance(gpus, int | float) and not isinstance(gpus, bool) and 0 < gpus <= 1
     return float(gpus) if valid else None

@@ -26,7 +26,7 @@ def lora_problems(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def adapter_problems(spec: RunSpec) -> Iterator[Finding]:
-    """Settings of adapters that trainers, and vLLM, do not support, and adapters where none can be loaded."""
+    """Settings of adapters that trainers, and vLLM, do not support, and given adapters that cannot be loaded."""
     yield from _given_adapters(spec)
     for name, role in spec.roles.trainers().items():
         if role.lora is None:

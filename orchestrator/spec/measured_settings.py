@@ -10,7 +10,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import Frozen
 
 Settings = Mapping[str, Mapping[str, Any]]
-"""By what they determine: `model`, `engine`, `sampling`, `trainer`."""
+"""Settings by what they determine: `model`, `engine`, `sampling`, `trainer`."""
 
 
 def settings_of(spec: RolloutSpec) -> Settings:

@@ -32,11 +32,11 @@ class Setting:
     """Further names under which people look for it."""
 
     def score(self, path: Sequence[str], fields: Collection[str]) -> int:
-        """How many names at the end of a path are those of the setting; 0: it is another one.
+        """How many names at the end of a path match the setting's, or 0 for another setting.
 
         Args:
             path: Names of a field that a spec does not have.
-            fields: Names of the fields that a spec has, without their sections: one of these alone says too little.
+            fields: Names of the fields that a spec has, without their sections: one of these alone is too little.
         """
         names = (name.removeprefix("--").split(".") for name in (*self.verl, *self.openrlhf, *self.trl))
         most = max((_common_end(path, name) for name in names), default=0)
@@ -56,7 +56,7 @@ def _setting(section: str, row: Mapping[str, Any]) -> Setting:
 
 
 def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
-    """What a spec has instead of another trainer's setting, for an error message; empty where nothing matches.
+    """What a spec has instead of another trainer's setting, for an error message; empty if nothing matches.
 
     Args:
         path: Names of the unknown field and of the sections around it.
@@ -73,7 +73,8 @@ def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
 
 
 def _nearest(path: Sequence[str], known: Collection[str], fields: Collection[str]) -> Setting | None:
-    """The setting with the most names at the end of the path, of equal ones that of the same section, or the first."""
+    """The setting with the most names at the end of the path, of equal ones the one of the same section, or the
+    first."""
     section = "".join(f"{name}." for name in path[:-1])
     best, rank = None, (0, False)
     for row in settings():

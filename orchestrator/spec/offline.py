@@ -51,7 +51,7 @@ class OfflineRoles(Roles):
     """The worker roles."""
 
     policy: Annotated[TrainerRole, NONE, RESHARDED]
-    """Workers that train the model (the reward model too, where that is what is trained)."""
+    """Workers that train the model, which may be a reward model."""
     reference: Annotated[ReferenceRole | None, NONE, OTHER_REFERENCE] = None
     """The frozen reference; needed by dpo, ipo and kto."""
 
@@ -68,7 +68,7 @@ class _Examples(PromptText):
 
     prompt: str | None = "prompt"
     """Column with the prompt: text, or a list of messages with `role` and `content`. null (reward_model, dpo, ipo,
-    orpo, rrhf): the answers are whole conversations, and what they have in common at the beginning is the prompt."""
+    orpo, rrhf): the answers are whole conversations, and their common beginning is the prompt."""
     response: str = "response"
     """Column with the response (sft, kto): text, or a list of messages that begins and ends with the assistant's."""
     messages: str | None = None
@@ -89,7 +89,7 @@ class _Examples(PromptText):
     """Column with a list of scores, one per answer (rrhf: `scores`); with it answers are ranked by score, and answers
     with equal scores are tied."""
     label: str = "label"
-    """Column that says whether the response is good: true or false, 1 or 0 (kto)."""
+    """Column with whether the response is good: true or false, 1 or 0 (kto)."""
     dedupe: bool = False
     """Use an example once, however many rows have its prompt and answers: those after the first are left out. False:
     they are used, and counted at the start."""
@@ -122,7 +122,7 @@ class MixedDatasetsExamples(SourceShare, DatasetsExamples):
 
 
 class MixedHubExamples(MixedHubFiles, HubExamples):
-    """Files of a dataset on the Hugging Face hub, in a mixture, where `name` is that of the source."""
+    """Files of a dataset on the Hugging Face hub, in a mixture; `name` is the source's."""
 
 
 MixedExamples = Annotated[
@@ -153,7 +153,7 @@ class OfflineData(Frozen):
 
     @property
     def mixture(self) -> tuple[MixedExamples, ...]:
-        """The sources of a mixture; empty: there is one source."""
+        """The sources of a mixture; empty if there is one source."""
         return self.train if isinstance(self.train, tuple) else ()
 
     def example_sources(self) -> dict[str, ExampleSource]:
@@ -269,7 +269,7 @@ class OfflineSpec(RunSpec, frozen=True):
 
     @property
     def scoring_temperature(self) -> float:
-        """Temperature that the reference divides its logits by: 1, since nothing is sampled."""
+        """Temperature that the reference divides its logits by: 1, since there is no sampling."""
         return 1.0
 
     def sequence_lengths(self) -> dict[str, int]:

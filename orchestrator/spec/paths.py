@@ -25,7 +25,7 @@ def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[s
 
     Args:
         document: The spec or chain, dumped as plain data.
-        root: Folder that relative paths start at; None: the current directory.
+        root: Folder that relative paths start at, or None for the current directory.
     """
     start = Path.cwd() if root is None else root
 

@@ -51,7 +51,7 @@ _JUDGE = "roles.judge.model"
 _EITHER_KIND = "roles.critic.model"
 """A critic takes the backbone of a language model, or a reward model with its head."""
 _DEFAULT_LABELS = 2
-"""transformers leaves a classifier's labels out of its config.json where there are two."""
+"""transformers leaves a classifier's labels out of its config.json if there are two."""
 LOAD_TIMEOUT_S = 120.0
 """Longest import of the modules of all reward functions."""
 _ENVIRONMENT = "troupe.workers.agents.environments.loading:find_problem"
@@ -90,7 +90,7 @@ def missing_templates(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
 
 
 def model_folder(folder: Path) -> str:
-    """What a folder lacks of a model; empty: nothing."""
+    """What a folder lacks of a model; empty if it is complete."""
     if not folder.is_dir():
         return f"no such folder: {folder}"
     if not (folder / "config.json").is_file():
@@ -140,7 +140,8 @@ def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> I
 
 
 def _steady_positions(config: dict[str, Any]) -> tuple[int, str] | None:
-    """Positions up to which rotary frequencies do not depend on the batch, and their kind; None without a bound.
+    """Number of first positions whose rotary frequencies do not depend on the batch, and their kind, or None without a
+    bound.
 
     transformers computes "dynamic" frequencies from the longest sequence of a batch, and vLLM has none for such
     positions. Of "longrope" transformers takes the short or long factors by the longest sequence of a batch, and vLLM
@@ -164,7 +165,7 @@ def _steady_positions(config: dict[str, Any]) -> tuple[int, str] | None:
 
 
 def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
-    """Classifiers in place of language models, and the reverse.
+    """Classifiers instead of language models, and the reverse.
 
     Args:
         models: The models of a spec by the path of their section; `model` is the trained one.
@@ -200,7 +201,7 @@ def unsupported_head_size(model: Path) -> Iterator[Finding]:
 
 
 def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-    """Quantized weights where they cannot be used, by the path of their field."""
+    """Quantized weights that cannot be used, by the path of their field."""
     for section, model in models.items():
         method = quantization(config_or_empty(Path(model.path)))
         if method and section != _JUDGE:
@@ -230,7 +231,7 @@ def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Find
         folder = Path(model.path)
         try:
             lacking = not model_folder(folder) and lacks_head(folder)
-        except SizeUnknown:  # `broken_weights` says why
+        except SizeUnknown:  # `broken_weights` reports why
             continue
         if lacking and not _architecture(config_or_empty(folder)).endswith(_CLASSIFIERS):
             yield (
@@ -279,19 +280,19 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def has_experts(model: ModelConfig) -> bool:
-    """Whether layers of a model have experts, by its config.json; False where that does not say."""
+    """Whether layers of a model have experts, by its config.json; False if that does not define it."""
     shape = _shape(model)
     return shape is not None and shape.experts > 0
 
 
 def has_latent_attention(model: ModelConfig) -> bool:
-    """Whether a model caches compressed keys and values, by its config.json; False where that does not say."""
+    """Whether a model caches compressed keys and values, by its config.json; False if that does not define it."""
     shape = _shape(model)
     return shape is not None and shape.latent > 0
 
 
 def _shape(model: ModelConfig) -> ModelShape | None:
-    """None: an architecture without the fields of others, or a folder that is not there."""
+    """The model's shape, or None if its config.json lacks the usual fields or its folder does not exist."""
     try:
         return shape_of(read_config(Path(model.path)))
     except (SizeUnknown, FieldUnknown):
@@ -303,7 +304,7 @@ def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[st
 
     Args:
         models: Models by the path of their section.
-        shared: (section, field, sequence parallel size) of every trained model and of the references beside them.
+        shared: (section, field, sequence parallel size) of every trained model and its reference.
     """
     for section, field, size in shared:
         if section not in models or size == 1:
@@ -337,7 +338,7 @@ def _not_a_reward_model(kind: str, config: Mapping[str, Any]) -> str:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """Name of the model's class; empty where the config does not say."""
+    """Name of the model's class; empty if the config has none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
@@ -377,7 +378,7 @@ def missing_packages(features: Iterable[tuple[str, str]]) -> Iterator[Finding]:
 
 
 def unusable_environment(environment: EnvironmentConfig, path: str) -> Iterator[Finding]:
-    """An environment, whose section is at `path`, that cannot be imported or does not take its arguments."""
+    """An environment (section `path`) that cannot be imported or does not take its arguments."""
     try:
         ((field, problem),) = ask(_ENVIRONMENT, {"name": environment.name, "args": environment.args}, LOAD_TIMEOUT_S)
     except ProbeFailed as error:
@@ -396,7 +397,7 @@ _load_built_in = cache(_load_functions)
 
 
 def unusable_functions(functions: Sequence[RewardFunctionConfig], path: str) -> Iterator[Finding]:
-    """Reward functions that cannot be imported, or that do not take their arguments; `path`: that of their list."""
+    """Reward functions that cannot be imported, or that do not take their arguments; `path` is their list's."""
     if not functions:
         return
     request = [{"name": f.name, "args": f.args, "batched": f.batched} for f in functions]

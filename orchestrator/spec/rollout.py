@@ -59,7 +59,7 @@ from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, a
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
 NO_ENVIRONMENT = "none"
-"""In place of an environment's name: samples of the source are single responses."""
+"""Replaces an environment's name: samples of the source are single responses."""
 _KEPT_BYTES = 1024
 """Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
 _NEW_PROCESS_S = 10.0
@@ -74,20 +74,20 @@ class GroupSettings:
 
     samples: int
     source: str = ""
-    """Name of the source in a mixture; empty: there is one source."""
+    """Name of the source in a mixture; empty if there is one source."""
     max_tokens: int | None = None
-    """Longest response, in tokens; None: `sampling.max_tokens`."""
+    """Longest response, in tokens, or None for `sampling.max_tokens`."""
     rewards: str = ""
-    """Key of the source's reward functions in the configuration of reward workers; empty: those of the role."""
+    """Key of the source's reward functions in the configuration of reward workers; empty for the role's."""
     environment: str | None = None
-    """Name of the environment that a sample is an episode in, empty for one without a name; None: a sample is one
+    """Name of the environment that a sample is an episode in, empty for one without a name, or None if a sample is one
     response to its prompt."""
     solved_at: float | None = None
-    """A sample with at least this reward counts as solved; None: the reward does not say."""
+    """A sample with at least this reward counts as solved; None if the reward does not define it."""
     mask_truncated: bool = False
     """Whether responses that were cut carry no loss."""
     signal_in: str | None = None
-    """Reward component that must differ within a group (dynamic sampling); None: the reward."""
+    """Reward component that must differ within a group (dynamic sampling), or None for the reward."""
 
 
 def environment_role(name: str) -> str:
@@ -123,7 +123,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def group_size(self) -> int:
-        """Samples per prompt, where its source sets no other number."""
+        """Samples per prompt, unless its source sets another number."""
         return section.group_size(self.algorithm)
 
     @property
@@ -155,9 +155,9 @@ class RolloutSpec(RunSpec, frozen=True):
         )
 
     def _solved_in_training(self, rewards: Sequence[RewardFunctionConfig] | None) -> float | None:
-        """From which value of the reward, or of the curriculum's component, a sample is solved; None: it is not said.
+        """Least value of the reward, or of the curriculum's component, of a solved sample, or None if undefined.
 
-        `rewards`: the functions of its source; None: those of the role.
+        `rewards`: the functions of its source, or None for the role's.
         """
         curriculum = self.data.curriculum
         if curriculum is not None and curriculum.solved_at is not None:
@@ -168,7 +168,7 @@ class RolloutSpec(RunSpec, frozen=True):
         return right_from(self.roles.reward.functions if rewards is None else rewards, component)
 
     def _environment_of(self, name: str | None) -> str | None:
-        """The environment of samples by its name in their source; None: they are single responses."""
+        """The environment of samples by its name in their source, or None if they are single responses."""
         if name == NO_ENVIRONMENT:
             return None
         return "" if name is None and "" in self.roles.environments() else name
@@ -185,7 +185,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples in a step's batch, when none fails; the most where sources differ in their group sizes."""
+        """Samples in a step's batch, when none fails; the most if sources differ in their group sizes."""
         return self.schedule.prompts_per_step * max(self.group_sizes)
 
     @property
@@ -290,7 +290,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def solved_at(self) -> float | None:
-        """Reward of the role from which a sample counts as solved; None: neither evaluation nor reward say."""
+        """Least reward (of the role) of a solved sample, or None if neither evaluation nor reward define it."""
         if self.evaluation is not None and self.evaluation.solved_at is not None:
             return self.evaluation.solved_at
         reward = self.roles.reward
@@ -318,14 +318,14 @@ class RolloutSpec(RunSpec, frozen=True):
         return found
 
     def reward_functions(self) -> dict[str, tuple[RewardFunctionConfig, ...]]:
-        """Every list of reward functions by its path, that of the role first."""
+        """Every list of reward functions by its path, the role's first."""
         own = {f"data.train.{n}.rewards": source.rewards for n, source in enumerate(self.data.mixture)}
         own |= {one.rewards_section: one.functions for one in self.held_out_sets() if one.own_rewards}
         lists = {"roles.reward.functions": self.roles.reward.functions, **own}
         return {path: functions for path, functions in lists.items() if functions is not None}
 
     def reward_digest(self) -> str:
-        """See `RunSpec.reward_digest`; how long functions may take and where they run is no part of it."""
+        """See `RunSpec.reward_digest`; excludes the functions' time limits and the place where they run."""
         reward, judge = self.roles.reward, self.roles.judge
         content: dict[str, Any] = {
             path: [decisive(one, "reward") for one in functions]
@@ -563,7 +563,8 @@ class RolloutSpec(RunSpec, frozen=True):
         return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
 
     def room_for(self, section: str) -> PromptRoom:
-        """See `RunSpec.room_for`; beside the longest response of the section's samples, or a turn of their episodes.
+        """See `RunSpec.room_for`; after reserving the longest response of the section's samples, or a turn of their
+        episodes.
 
         A turn may have what the conversation leaves of the model's length, and needs one token.
         """
@@ -591,7 +592,7 @@ class RolloutSpec(RunSpec, frozen=True):
     def batch_bytes(self) -> int:
         """See `RunSpec.batch_bytes`; with every prompt and response at its longest.
 
-        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, where sampling is truncated, the tokens
+        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, if sampling is truncated, the tokens
         that were left, once for every step in progress; the scores (old, reference, values) and TRAIN exist once
         (`workers/contract/messages.py`).
         """

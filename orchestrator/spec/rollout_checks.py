@@ -120,7 +120,7 @@ def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def _signals(spec: RolloutSpec) -> Iterator[Finding]:
-    """Components that dynamic sampling is to compare, and that are not there, or are not compared."""
+    """Components for dynamic sampling to compare that are missing, or are not compared."""
     config, sources = spec.algorithm, spec.data.mixture
     filtered = custom.group_filter(config) is not None
     shared = [number for number, source in enumerate(sources) if source.dynamic_sampling_on is None]

@@ -1,6 +1,6 @@
 """The sections of a spec: what a user may write, field by field.
 
-Where a section reaches a worker unchanged it is built on the worker's own model (`workers/contract/config.py`), so that
+A section that reaches a worker unchanged is built on the worker's own model (`workers/contract/config.py`), so that
 a field is described, typed and bounded once.
 """
 
@@ -158,8 +158,8 @@ class RolloutRole(EngineRole):
     """Add and remove engines by how long the trainer waits for samples; null: only `troupe scale` does."""
     sleep: Sleep | None = None
     """What an engine on the policy's GPU releases while the policy trains: `none`, its `kv_cache`, or also its
-    `weights`, which then come back with every new version. Meanwhile the optimizer has the memory; it is in host memory
-    while the engine samples. null: `kv_cache` where they share a GPU, else `none`."""
+    `weights`, which then come back with every new version. The optimizer uses the released memory, and is in host
+    memory while the engine samples. null: `kv_cache` if they share a GPU, else `none`."""
 
 
 class TrainerRole(TrainerConfig, RoleResources):
@@ -176,7 +176,7 @@ class TrainerRole(TrainerConfig, RoleResources):
         return max(1, self.workers // self.sequence_parallel_size)
 
     def rising(self, name: str, updates: int) -> list[str]:
-        """A warning where a run of so many updates ends before the learning rate has reached its peak."""
+        """A warning if a run of `updates` updates ends before the learning rate has reached its peak."""
         if not 0 < updates <= self.warmup_updates:
             return []
         return [
@@ -189,7 +189,7 @@ class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""
 
     share_prompts: bool = True
-    """Train the samples of a group behind one copy of their prompt where they are packed and it saves work; the result
+    """Train the samples of a group behind one copy of their prompt if they are packed and it saves work; the result
     is the same to float tolerance."""
 
 
@@ -249,7 +249,7 @@ class JudgeRole(EngineRole):
     model: Annotated[ModelConfig, EVALUATED_BY_SET, REWARDED]
     """The model, with a chat template."""
     max_tokens: Annotated[int, EVALUATED_BY_SET, REWARDED] = Field(default=512, ge=1)
-    """Longest answer, in tokens. It must fit `max_model_len` beside the question."""
+    """Longest answer, in tokens. Question and answer must fit `max_model_len`."""
     temperature: Annotated[GreedyOrTemperature, EVALUATED_BY_SET, REWARDED] = 0.0
     """Softmax temperature; 0: greedy."""
     structured: Annotated[StructuredConfig | None, EVALUATED_BY_SET, REWARDED] = None
@@ -260,7 +260,7 @@ class Roles(Frozen):
     """The worker roles: a field for each."""
 
     def present(self) -> dict[str, RoleResources]:
-        """The roles this spec has, by name: by `environment.NAME` those of a map."""
+        """The roles this spec has, by name; environments of a map by `environment.NAME`."""
         found: dict[str, RoleResources] = {}
         for name, role in self:
             sections: Any = {f"{name}.{key}": one for key, one in role.items()} if isinstance(role, dict) else {}
@@ -268,7 +268,7 @@ class Roles(Frozen):
         return found
 
     def scaled(self) -> dict[str, ScaledRole]:
-        """The roles whose number of workers can change, by name: those that are not colocated with another."""
+        """The roles whose number of workers can change, by name: roles that are not colocated with another."""
         roles = self.present().items()
         return {name: role for name, role in roles if isinstance(role, ScaledRole) and role.colocate_with is None}
 
@@ -285,9 +285,9 @@ class RolesConfig(Roles):
     policy: Annotated[PolicyRole, NONE, RESHARDED]
     """Workers that train the policy."""
     critic: Annotated[CriticRole | None, NONE, RESHARDED, _OTHER_TRAINERS] = None
-    """Workers that train the critic; only where the algorithm has one."""
+    """Workers that train the critic; only if the algorithm has one."""
     reference: Annotated[ScaledReferenceRole | None, NONE, OTHER_REFERENCE, SAMPLED] = None
-    """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
+    """The frozen reference; needed if `algorithm.kl.coef` is above 0."""
     reward: Annotated[RewardRole, Consequences(resume=ALLOWED), SAMPLED]
     """Workers that score responses."""
     environment: Annotated[
@@ -301,9 +301,9 @@ class RolesConfig(Roles):
         SAMPLED,
         EVALUATED_IF_SET,
     ] = None
-    """The environment that the policy acts in over several turns, or several by name (`{tools: {...}, games: {...}}`),
-    of which each source of `data.train` and each set of `data.eval` names its own; null: a sample is one response to
-    its prompt."""
+    """The environment that the policy acts in over several turns, or a map of named environments (`{tools: {...},
+    games: {...}}`): sources in `data.train` and sets in `data.eval` select one by name; null: a sample is one response
+    to its prompt."""
     judge: Annotated[JudgeRole | None, Consequences(resume=ALLOWED), SAMPLED, EVALUATED_BY_SET] = None
     """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
     used."""
@@ -356,7 +356,7 @@ class PromptText(Frozen):
     """How a row's text becomes a prompt."""
 
     system: str = ""
-    """System message put before the prompt; empty: none. A row that has a system message keeps it."""
+    """System message put before the prompt, unless empty. A row that has a system message keeps it."""
     template: str = "{prompt}"
     """The user message; `{prompt}` stands for the row's text."""
     max_chars: int = Field(default=20_000, ge=1)
@@ -387,7 +387,7 @@ class DatasetsFolder(_Located):
     kind: Literal["datasets"]
     """A folder written by `save_to_disk` of the `datasets` library."""
     split: str | None = None
-    """Split to read, where the folder holds several."""
+    """Split to read, if the folder holds several."""
 
 
 class HubFiles(Frozen):
@@ -401,7 +401,7 @@ class HubFiles(Frozen):
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit; null: main. A run is pinned to the commit."""
     subset: str | None = Field(default=None, min_length=1)
-    """Folder of the dataset with the files, where it has several."""
+    """Folder of the dataset with the files, if it has several."""
     split: str = Field(default="train", min_length=1)
     """Read the files with this word in their path, such as `data/train-00000-of-00001.parquet`."""
     files: tuple[str, ...] = ()
@@ -494,7 +494,7 @@ class SourceName(Frozen):
 
 
 class NamedHubFiles(SourceName, HubFiles):
-    """Files of a dataset on the Hugging Face hub, as one of several sources, where `name` is that of the source."""
+    """Files of a dataset on the Hugging Face hub, as one of several sources; `name` is the source's."""
 
     dataset: str = Field(pattern=HUB_NAME)
     """Name of the dataset, `org/name`."""
@@ -514,7 +514,7 @@ class NamedDatasetsTexts(SourceName, DatasetsTexts):
 
 
 class NamedHubTexts(NamedHubFiles, HubTexts):
-    """Files of a dataset on the Hugging Face hub, as one of several sources, where `name` is that of the source."""
+    """Files of a dataset on the Hugging Face hub, as one of several sources; `name` is the source's."""
 
 
 NamedTexts = Annotated[
@@ -559,16 +559,16 @@ class HeldOut(Frozen):
     sampling: EvalSampling | None = None
     """How responses are sampled; null: as `evaluation.sampling`."""
     rewards: tuple[RewardFunctionConfig, ...] | None = Field(default=None, min_length=1)
-    """Reward functions, whose weighted sum is the reward of a sample of this set; null: those of `roles.reward`, and
-    its reward model."""
+    """Reward functions, whose weighted sum is the reward of a sample of this set; null: the functions of
+    `roles.reward`, and its reward model."""
     solved_at: float | None = None
-    """As `evaluation.solved_at`, for this set; null: by the rule that stands there, applied to the set's rewards."""
+    """As `evaluation.solved_at`, for this set; null: by the rule there, applied to the set's rewards."""
     environment: str | None = None
-    """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
+    """Name of the environment that samples are episodes in, if `roles.environment` has several; null there, or
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
     it."""
     level: str = "level"
-    """Key of the metadata (`metadata`) by whose values the results are also reported, where rows have it; tasks of
+    """Key of the metadata (`metadata`) by whose values the results are also reported, if rows have it; tasks of
     reasoning_gym have `recipe`."""
 
 
@@ -600,32 +600,33 @@ class SourceShare(SourceName):
     weight: Annotated[float, _NEXT_PROMPT] = Field(default=1.0, gt=0.0)
     """Prompts or examples that are drawn from this source, relative to the other sources."""
     repeats: Annotated[int, _NEXT_PROMPT] = Field(default=0, ge=0)
-    """Most passes over the source; the others then share what is left. 0: no limit."""
+    """Most passes over the source; the others then share the rest. 0: no limit."""
 
 
 class MixedPrompts(SourceShare):
-    """One of several sources of prompts, with its settings. A setting left out is that of the run."""
+    """One of several sources of prompts, with its settings. A setting left out has the run's value."""
 
     rewards: Annotated[tuple[RewardFunctionConfig, ...] | None, OTHER_REWARDS, REWARDED, SAMPLED] = Field(
         default=None, min_length=1
     )
-    """Reward functions of this source, in place of the functions and the model of `roles.reward`; null: those."""
+    """Reward functions of this source, instead of the functions and the model of `roles.reward`, which null keeps."""
     solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved, in the source's pass rate and in the curriculum; null:
     `data.curriculum.solved_at`, and without it by the rule of `evaluation.solved_at`, applied to the source's rewards;
-    where these do not say it there is no pass rate, and a curriculum needs it."""
+    if these do not define it, there is no pass rate, and a curriculum needs it."""
     group_size: Annotated[int | None, AS_SAMPLED, SAMPLED] = Field(default=None, ge=1)
     """Samples per prompt; null: `algorithm.group_size`."""
     max_tokens: Annotated[int | None, _NEXT_PROMPT, SAMPLED] = Field(default=None, ge=1)
     """Longest response (of an episode: longest turn), in tokens, at most `sampling.max_tokens`; null: that."""
     environment: Annotated[str | None, AS_SAMPLED, SAMPLED] = None
-    """Name of the environment that samples are episodes in, where `roles.environment` has several; null there, or
+    """Name of the environment that samples are episodes in, if `roles.environment` has several; null there, or
     `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
     it."""
     mask_truncated: Annotated[bool | None, SAMPLED] = None
-    """As `algorithm.mask_truncated`, for this source; null: that."""
+    """Overrides `algorithm.mask_truncated` for this source, unless null."""
     dynamic_sampling_on: Annotated[str | None, SAMPLED] = None
-    """As `algorithm.dynamic_sampling_on`, for this source, whose rewards may have other components; null: that."""
+    """Overrides `algorithm.dynamic_sampling_on` for this source, whose rewards may have other components, unless
+    null."""
 
 
 class MixedFile(MixedPrompts, FileSource):
@@ -637,11 +638,11 @@ class MixedDatasets(MixedPrompts, DatasetsSource):
 
 
 class MixedHubFiles(SourceShare, NamedHubFiles):
-    """Files of a dataset on the Hugging Face hub, in a mixture, where `name` is that of the source."""
+    """Files of a dataset on the Hugging Face hub, in a mixture; `name` is the source's."""
 
 
 class MixedHub(MixedPrompts, MixedHubFiles, HubSource):
-    """Files of a dataset on the Hugging Face hub, in a mixture, where `name` is that of the source."""
+    """Files of a dataset on the Hugging Face hub, in a mixture; `name` is the source's."""
 
 
 class MixedReasoningGym(MixedPrompts, ReasoningGymSource):
@@ -670,8 +671,8 @@ class CurriculumConfig(Frozen):
 
     solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved; null: `evaluation.solved_at`, or by the rule that stands
-    there. Of a component the rule is: 1 for a function that says right or wrong, such as `exact_match`. Where neither
-    says it, this is required."""
+    there. For a component the rule is: 1 for a function of right or wrong, such as `exact_match`. Required if neither
+    defines it."""
     component: Annotated[str | None, _COUNTED_BEFORE] = None
     """Reward component that `solved_at` is compared with (its label, or `reward_model`), without its weight; null: the
     reward."""
@@ -720,7 +721,7 @@ class DataConfig(Frozen):
         _NEW_TEXTS,
     ] = None
     """Plain texts that every update of the policy also trains on (`algorithm.ptx_coef`): one source, or a list of named
-    sources, of each of which a step trains on its `texts_per_step`."""
+    sources; a step trains on `texts_per_step` of each."""
     curriculum: Annotated[CurriculumConfig | None, NONE] = None
     """Draw prompts by how often they were solved; null: every pass over the data draws each of them once."""
 
@@ -734,7 +735,7 @@ class DataConfig(Frozen):
 
     @property
     def mixture(self) -> tuple[MixedSource, ...]:
-        """The sources of a mixture; empty: there is one source."""
+        """The sources of a mixture; empty if there is one source."""
         return self.train if isinstance(self.train, tuple) else ()
 
     def train_sources(self) -> dict[str, DataSource]:
@@ -777,7 +778,7 @@ class EvaluationConfig(BaseEvaluation):
     """How responses are sampled."""
     solved_at: Annotated[float | None, EVALUATED] = None
     """A sample with at least this reward counts as solved: `eval/accuracy` is the share of such samples, and pass@k
-    counts them. null: the weight of the only reward component with a weight, where that is `exact_match`,
+    counts them. null: the weight of the only reward component with a weight, if that is `exact_match`,
     `last_number`, `numeric`, `regex`, `reasoning_gym` or `python_tests`; for any other reward there is neither
     metric."""
 
@@ -787,8 +788,8 @@ class WeightSyncConfig(Frozen):
 
     backend: Literal["auto", TransferBackend] = Field(default="auto", description=describe_backends())
     delta: Literal["auto", "off"] = "auto"
-    """`auto`: with a back-end that writes a file, other nodes get only what changed since the version that they have,
-    where that is less; what they make of it is verified as a whole. `off`: they always get all weights."""
+    """`auto`: with a back-end that writes a file, other nodes get a delta to the version that they have if it is
+    smaller; the reconstructed weights are verified as a whole. `off`: they always get all weights."""
     url: Annotated[str | None, Consequences(path="store")] = None
     """Where the back-end store keeps weights: `s3://bucket/folder`, `gs://bucket/folder`,
     `abfs://container@account.dfs.core.windows.net/folder`, or `file:///folder` on a disk that all nodes mount.
@@ -800,7 +801,7 @@ class AuditConfig(Frozen):
     """Compares the log-probs of sampled tokens in the engines and in the trainer with plain float32 transformers."""
 
     at_start: bool = False
-    """Compare before the first step, and refuse the run where rounding does not explain the gap."""
+    """Compare before the first step, and refuse the run if rounding does not explain the gap."""
     tokens: int = Field(default=256, ge=64)
     """Sampled tokens that are compared, at least."""
     response_tokens: int = Field(default=64, ge=1)
@@ -829,14 +830,14 @@ class CheckpointConfig(Frozen):
     """Write checkpoints while training continues, which waits only until each trainer has copied its state to host
     memory (`troupe plan` counts it). The last one of a run is written before it ends."""
     path: Annotated[str | None, Consequences(path="store")] = None
-    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) to which checkpoints are copied
-    in the background, those of each run to a folder of its name. A run resumes from there where its folder has none as
-    new."""
+    """URL of an object store (s3, gs, abfs or file, with pyarrow's options as a query) for copies of checkpoints, made
+    in the background, in a folder with the run's name. A run resumes from there if its folder has no equally new
+    one."""
     best: BestConfig | None = None
     """Keep the best checkpoint as well (`troupe export --best`); null: only the newest ones are kept."""
     patience: int | None = Field(default=None, ge=1)
-    """End the run after so many evaluations in a row whose `best.metric` is not better than the best before, that of
-    the model before training included; null: the run has all of its steps."""
+    """End the run after so many evaluations in a row whose `best.metric` is not better than the best before, including
+    the model's before training; null: the run has all of its steps."""
 
 
 class RolloutCheckpointConfig(CheckpointConfig):
@@ -868,13 +869,13 @@ class BaseFailures(Frozen):
     nonfinite_steps: int = Field(default=3, ge=1)
     """Consecutive updates of a role with a gradient that is not finite before the run stops."""
     failed_saves: int = Field(default=3, ge=0)
-    """Checkpoints in a row that may fail (disk full, read-only) before the run ends; training continues meanwhile."""
+    """Checkpoints in a row that may fail (disk full, read-only) before the run ends; training continues until then."""
     run_restarts: int = Field(default=5, ge=0)
     """Restarts of the whole run by `troupe run --supervise` without a new checkpoint in between."""
     stopped_s: float = Field(default=5.0, ge=1.0)
-    """Seconds after which a worker counts as lost whose process is stopped (SIGSTOP, a frozen container)."""
+    """Seconds after which a worker with a stopped process (SIGSTOP, a frozen container) counts as lost."""
     hung_s: float = Field(default=120.0, gt=0.0)
-    """Seconds after which a call that computes on policy, critic or reference counts as hung where it has also taken 10
+    """Seconds after which a call that computes on policy, critic or reference counts as hung if it has also taken 10
     times as long as the longest such call before, of at least 5; until then the timeouts of `schedule` apply."""
     steps_per_restart: int = Field(default=100, ge=0)
     """Steps without a loss of the role after which one of the restarts below counts no more; 0: all count for the whole
@@ -931,8 +932,8 @@ class ProfileConfig(Frozen):
     steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     """Steps whose first update of each trained model is recorded."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
-    """Ranks that record it. Where ranks share their micro-batches (`sequence_parallel_size`), groups of ranks, of which
-    the first one records it."""
+    """Ranks that record it. If ranks share their micro-batches (`sequence_parallel_size`), groups of ranks, whose first
+    rank records it."""
 
 
 class BaseOutput(Frozen):
@@ -944,7 +945,7 @@ class BaseOutput(Frozen):
     """Where metrics go besides `metrics.jsonl`: `tensorboard` (event files in the run folder), `wandb`, `mlflow`
     (packages of these names, configured by their own environment variables)."""
     project: str = Field(default="troupe", min_length=1)
-    """Project (wandb) or experiment (mlflow) to which the run belongs."""
+    """Project (wandb) or experiment (mlflow) of the run."""
     prometheus: PrometheusConfig | None = None
     """Serve the metrics of the latest step to Prometheus, from the controller's node."""
     profile: ProfileConfig | None = None

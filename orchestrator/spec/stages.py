@@ -1,4 +1,4 @@
-"""Chains of runs: stages in order, each of which can use the models of earlier stages.
+"""Chains of runs: stages in order; each can use the models of earlier stages.
 
 A chain is a file with a section `stages`. The other sections are shared: every stage is their content, with the stage's
 own section merged over it. A model's path may be `stage:NAME`, the final model of the earlier stage NAME.
@@ -33,7 +33,7 @@ class PlannedRun:
     """One run of a file."""
 
     stage: str
-    """Name of the stage; empty where the file is a plain spec."""
+    """Name of the stage; empty if the file is a plain spec."""
     spec: RunSpec
     source: Source
     out: Path
@@ -50,7 +50,7 @@ class PlannedRun:
         return [self.problem(path, message) for path, message in self.spec.missing() if path not in self.borrowed]
 
     def problem(self, path: str, message: str) -> Problem:
-        """A problem with a field, by its dotted path in the run's spec, where the file has it."""
+        """A problem with a field, by its dotted path in the run's spec, at its place in the file."""
         return _prefixed(self.source.problem(path, message), self.stage)
 
 
@@ -76,7 +76,7 @@ def plan_chain(document: yaml_reader.Document, out: Path | None, parse: Parse) -
 
     Args:
         document: The file.
-        out: Folder of the chain; None: the spec's.
+        out: Folder of the chain, or None for the spec's.
         parse: Validates the document of one run.
 
     Raises:
@@ -128,7 +128,7 @@ def _sections(document: yaml_reader.Document) -> tuple[str, Mapping[str, Any]]:
 
 
 def _section(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of a stage as it was written; empty where it is none."""
+    """A section of a stage as it was written; empty if it is none."""
     return data[key] if isinstance(data.get(key), dict) else {}
 
 
@@ -262,7 +262,7 @@ def _no_such(name: str, path: FieldPath, earlier: list[str]) -> str:
 def _unfit(
     spec: RunSpec, borrowed: Mapping[FieldPath, str], earlier: Mapping[str, PlannedRun]
 ) -> Iterator[tuple[FieldPath, str]]:
-    """Models of the wrong kind: a reward model in place of a language model, or the reverse, or other adapters."""
+    """Models of the wrong kind: a reward model instead of a language model, or the reverse, or other adapters."""
     trains_reward_model = spec.trains == "reward_model"
     for path, name in borrowed.items():
         is_reward_model = earlier[name].spec.trains == "reward_model" if name in earlier else False

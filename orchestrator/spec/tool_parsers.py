@@ -19,7 +19,7 @@ _ABSTRACT = "NotImplementedError"
 
 
 def parser_problem(name: str) -> str:
-    """Why the installed vLLM cannot read a turn with the parser of this name; empty: it can, or is not installed."""
+    """Why the installed vLLM cannot read a turn with the parser of this name; empty if it can, or is not installed."""
     parsers = _parsers()
     if not parsers:
         return ""
@@ -41,7 +41,7 @@ def _parsers() -> dict[str, tuple[str, str]]:
 
 
 def _reads_text(module: str, name: str) -> bool | None:
-    """Whether a class has the method, not only its abstract form; None: the source does not tell."""
+    """Whether a class has the method, not only its abstract form, or None if the source does not tell."""
     for node in _statements(module):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), None)

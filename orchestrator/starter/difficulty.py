@@ -23,7 +23,7 @@ PROMPTS, SAMPLES = 8, 8
 _TRIAL = "troupe.workers.rewards.difficulty:sample_levels"
 _LEVELS = 5
 _MOST_PARAMETERS = 2_000_000_000
-"""Of a model that is tried without a GPU."""
+"""Most parameters of a model that is tried without a GPU."""
 _ROOM = 1.5
 """Memory of a GPU that a trial takes, in sizes of the weights: these, the cache of 64 short sequences, activations."""
 _TIMEOUT_S = 600.0
@@ -35,7 +35,7 @@ def has_levels(choices: Choices) -> bool:
 
 
 def why_not_tried(model: str, gpu_bytes: int) -> str:
-    """Why a model cannot be sampled from on this machine; empty where it can.
+    """Why a model cannot be sampled from on this machine; empty if it can.
 
     Args:
         model: Its folder.
@@ -82,7 +82,7 @@ def find_difficulty(choices: Choices) -> Difficulty:
 
 
 def trained_tasks(task: str, settings: Mapping[str, Any]) -> int:
-    """Tasks to train on: half of the different ones where there are few, because a task is not evaluated on as well."""
+    """Tasks to train on: half of the different ones if there are few, because a task is not evaluated on as well."""
     made = importlib.import_module("reasoning_gym").create_dataset(task, size=TASKS, seed=0, **settings)
     different = len({entry["question"] for entry in made})
     return TASKS if different > TASKS // 2 else max(1, different // 2)
@@ -102,7 +102,7 @@ def best_level(levels: Sequence[dict[str, Any]], right: Sequence[Sequence[int]])
 
 
 def task_levels(task: str) -> list[dict[str, Any]]:
-    """Settings of a task by its curriculum, the easiest first; one empty level where it has none."""
+    """Settings of a task by its curriculum, the easiest first; one empty level if it has none."""
     factory = importlib.import_module("reasoning_gym.factory")
     if not factory.has_curriculum(task):
         return [{}]

@@ -15,7 +15,7 @@ TURNS = 4
 _SCORED = frozenset({"retry", "tools", "single_turn"})
 """Environments that compare with the answer of the data."""
 _CONFIGURED = frozenset({"agent", "openenv", "verifiers"})
-"""Environments that need arguments which only the user knows."""
+"""Environments that need arguments from the user."""
 _EPISODES = 64
 """Episodes under way in one worker."""
 

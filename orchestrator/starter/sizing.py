@@ -30,7 +30,7 @@ _GENTLE = frozenset({"dpo", "ipo", "kto"})
 """Offline algorithms whose papers use a small learning rate."""
 _MOST_SEQUENCES = 256
 _ADAPTER_RATE = 10
-"""Learning rate of adapters, as a multiple of that of all weights."""
+"""Learning rate of adapters, as a multiple of the rate of all weights."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan
     """The spec for these choices that fits the machine, as plain data, and its plan.
 
     Raises:
-        DoesNotFit: No candidate fits; the message is that of the last one.
+        DoesNotFit: No candidate fits; with the message of the last one.
         UsageError: There are too few GPUs for the algorithm's roles.
         SpecError: The choices name something that does not exist, or is not valid.
     """
@@ -76,7 +76,7 @@ def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan
 
 
 def _best(choices: Choices, data: Data) -> tuple[Sizing | None, Plan | None]:
-    """The settings that fit, with adapters where all weights do not fit; else the last ones; None: no layout."""
+    """The settings that fit, with adapters if all weights do not fit; else the last ones, or None without a layout."""
     whole = _first(choices, data, candidates(choices, longest(choices, data)))
     if whole[1] is None or not whole[1].misfit:
         return whole
@@ -85,7 +85,7 @@ def _best(choices: Choices, data: Data) -> tuple[Sizing | None, Plan | None]:
 
 
 def _first(choices: Choices, data: Data, tried: Iterator[Sizing]) -> tuple[Sizing | None, Plan | None]:
-    """The first settings that fit and leave memory free, else the first that fit, else the last; None: none."""
+    """The first settings that fit and leave memory free, else the first that fit, else the last, or None."""
     tight: tuple[Sizing, Plan] | None = None
     settings, found = None, None
     for settings in tried:
@@ -98,7 +98,7 @@ def _first(choices: Choices, data: Data, tried: Iterator[Sizing]) -> tuple[Sizin
 
 
 def _larger_gpus(choices: Choices, data: Data) -> str:
-    """The smallest type of GPU of which as many are enough, as the end of a sentence; empty where there is none."""
+    """The smallest type of GPU that fits in the same number, as the end of a sentence; empty if there is none."""
     for kind in sorted(GPU_GIB, key=GPU_GIB.__getitem__):
         if choices.gpu_type and GPU_GIB[kind] > GPU_GIB[choices.gpu_type]:
             _, found = _best(replace(choices, gpu_type=kind), data)
@@ -108,7 +108,7 @@ def _larger_gpus(choices: Choices, data: Data) -> str:
 
 
 def nodes(choices: Choices) -> list[Node] | None:
-    """The node that the choices describe; None: this machine's CPUs."""
+    """The node that the choices describe, or None for this machine's CPUs."""
     if not choices.gpus:
         return None
     return described_nodes(cluster(choices), choices.cpus)
@@ -125,7 +125,7 @@ def longest(choices: Choices, data: Data) -> int:
         return data.prompt_tokens + data.response_tokens
     if not choices.environment:
         return data.prompt_tokens + response_tokens(choices)
-    # The environment may answer each turn with as much again. An episode ends where the model's positions do.
+    # The environment may answer each turn with as much again. An episode ends with the model's positions.
     tokens = data.prompt_tokens + 2 * TURNS * response_tokens(choices)
     positions = config_or_empty(Path(choices.model)).get("max_position_embeddings")
     return min(tokens, positions) if isinstance(positions, int) else tokens
@@ -240,7 +240,7 @@ def _cores(choices: Choices, settings: Sizing) -> dict[str, Any]:
 
 
 def _parameters(choices: Choices) -> float:
-    """Parameters of the model; infinity where they are not known."""
+    """Parameters of the model; infinity if unknown."""
     try:
         return read_size(Path(choices.model)).parameters
     except SizeUnknown:
@@ -248,7 +248,7 @@ def _parameters(choices: Choices) -> float:
 
 
 def learning_rate(choices: Choices) -> dict[str, Any]:
-    """The policy's learning rate and, where it falls, its schedule."""
+    """The policy's learning rate and, if it falls, its schedule."""
     size = _parameters(choices)
     if not choices.offline:
         if size < _TINY:

@@ -38,7 +38,7 @@ class Table:
     section: Section
     """The source as a section of the spec, without its columns."""
     rows: Sequence[Mapping[str, Any]]
-    """By column; the fields of a struct are columns with dotted names."""
+    """The first rows by column; the fields of a struct are columns with dotted names."""
 
 
 def find_tables(data: str) -> tuple[Table, Table | None, str]:
@@ -80,7 +80,7 @@ def _files(data: str) -> tuple[Table, Table | None, str]:
 
 
 def _siblings(data: str) -> Iterator[str]:
-    """The same path with the name of a held-out part instead of `train`, where such files exist."""
+    """The same path with the name of a held-out part instead of `train`, if such files exist."""
     path = Path(data)
     for word in HELD_OUT:
         for part in (path.name, path.parent.name):
@@ -105,7 +105,7 @@ def _folder(data: str) -> tuple[Table, Table | None, str]:
 
 
 def _on_hub(name: str, subset: str | None) -> tuple[Table, Table | None, str]:
-    """A dataset on the hub, of which the first file of each split is downloaded."""
+    """A dataset on the hub; downloads the first file of each split."""
     from troupe.orchestrator.hub.resolve import NoFiles, with_first_file
     from troupe.orchestrator.spec.sections import HubFiles
 
@@ -135,7 +135,7 @@ def _table(section: Section) -> Table:
 
 
 def _rows(source: TableSource, name: str) -> list[dict[str, Any]]:
-    """The first rows of a source. Raises UsageError where one cannot be read, or there is none."""
+    """The first rows of a source. Raises UsageError if one cannot be read, or there is none."""
     rows: list[dict[str, Any]] = []
     try:
         for row in islice(read_table(source, None, "data.train"), _ROWS):

@@ -31,7 +31,7 @@ class OpenCall(NamedTuple):
     since: float
     """Seconds since 1970."""
     timeout_s: float
-    """Bound on the call; 0 where it has none."""
+    """Bound on the call; 0 if it has none."""
     detail: str
     """What the call is about: a prompt_uid, `version 7`; may be empty."""
 
@@ -53,7 +53,7 @@ class CallLog:
         return call
 
     def end(self, call: int, status: str = OK, detail: str = "") -> None:
-        """Records the end of a call. `detail`: what only its result says; empty keeps that of `begin`."""
+        """Records the end of a call. `detail`: what only its result contains; if empty, `begin`'s is kept."""
         worker, method, since, _, known = self._open.pop(call)
         if status != OK or method not in _PROBES:
             self._ended.append((worker, method, since, self._clock(), status, detail or known))
@@ -71,10 +71,10 @@ class CallLog:
 
     def open_calls(self) -> list[OpenCall]:
         """The calls that have not ended, the oldest first. May be called from any thread."""
-        return [OpenCall(*call) for call in list(self._open.values())]  # a copy: calls begin and end meanwhile
+        return [OpenCall(*call) for call in list(self._open.values())]  # a copy: calls begin and end concurrently
 
     def drain(self) -> list[Span]:
-        """The calls that have ended since the last `drain`, in the order in which they ended.
+        """The calls that have ended since the last `drain`, in order of their ends.
 
         Of more than `_MOST_SPANS`, the last ones.
         """

@@ -62,7 +62,7 @@ class Progress:
     """Steps that have ended."""
     total: int
     phase: str
-    """Empty before the first."""
+    """The current phase; empty before the first."""
     done: int
     """Parts of the phase that have ended."""
     parts: int
@@ -94,7 +94,7 @@ class RunVerdicts(Protocol):
 
 
 class Console:
-    """Shows one run. Every method may be called before `start`; nothing is shown twice."""
+    """Shows one run. Every method may be called before `start`; shows everything once."""
 
     def __init__(self, stream: TextIO | None = None, quiet_s: float = QUIET_S) -> None:
         """Write to `stream`, or to standard output. Without a terminal, no silence is much longer than `quiet_s`."""
@@ -168,7 +168,8 @@ class Console:
                 self._terminal.print(Text(text))
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Close the live display and print a summary of the run: these lines, that of its steps, and the verdicts."""
+        """Close the live display and print a summary of the run: these lines, the line of its steps, and the
+        verdicts."""
         self.close()
         verdicts = self._verdicts.at_end(complete=True) if self._verdicts is not None else EndLines([], [])
         summarized = {
@@ -209,7 +210,7 @@ class Console:
                 handler.setStream(stream)
 
     def _line(self, text: str) -> None:
-        # Not through rich, which wraps long lines at a width even where there is no terminal.
+        # Not through rich, which wraps long lines at a width even without a terminal.
         with self._writing, suppress(*UNWRITABLE):
             self._stream.write(text + "\n")
             self._stream.flush()
@@ -229,7 +230,7 @@ class Console:
                 self._printed = time.monotonic()
 
     def _progress(self) -> str:
-        """The current phase, what it has done, and for how long; empty before the first."""
+        """The current phase, what it has done, and for how long; empty before the first phase."""
         name, done, total, waiting_for = self._phase
         rest = f": waiting for {waiting_for}" if waiting_for else ""
         return f"{name} {done}/{total} ({time.monotonic() - self._phase_started:.0f} s){rest}" if name else ""

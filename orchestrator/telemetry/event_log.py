@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happens in a run, beside its metrics."""
+"""`events.jsonl`: what happens in a run, besides its metrics."""
 
 from __future__ import annotations
 

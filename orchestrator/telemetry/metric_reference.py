@@ -38,7 +38,7 @@ class Metric:
     unit: str
     meaning: str
     healthy: str
-    """What to expect of a run that goes well; `-` where any value may be right."""
+    """What to expect of a run that goes well; `-` if any value may be right."""
 
     def matches(self, name: str) -> bool:
         """Whether a metric of this name belongs to the row."""
@@ -58,6 +58,6 @@ def metric_sections() -> dict[str, tuple[Metric, ...]]:
 
 
 def metric_named(name: str) -> Metric | None:
-    """The row that describes a metric; None where the table has none."""
+    """The row that describes a metric, or None if the table has none."""
     rows = (row for section in metric_sections().values() for row in section)
     return next((row for row in rows if row.matches(name)), None)

@@ -31,7 +31,7 @@ class PhaseTimers:
         self._started = clock()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.failed = ""
-        """Phase that has raised; empty: none has."""
+        """Phase that has raised; empty if none has."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -107,9 +107,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step's updates: means over those that have them, and the largest of what ends in `_max`.
+    """The metrics of a step's updates: means over the updates that have them, and the largest of what ends in `_max`.
 
-    A gradient norm that is not finite, that of a skipped update, counts only where no update has another one.
+    A non-finite gradient norm (of a skipped update) counts only if no update has a finite one.
     """
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     return {name: _merged(name, [metrics[name] for metrics in updates if name in metrics]) for name in names}

@@ -22,7 +22,7 @@ class PeakMemory:
             self._roles[role] = Peak(max(before.host, answer.peak.host), max(before.gpu, answer.peak.gpu))
 
     def of(self, role: str) -> Peak:
-        """Of the largest worker of a role; 0 where none has reported."""
+        """Peak of the largest worker of a role; 0 if none has reported."""
         return self._roles.get(role, Peak(0))
 
     def metrics(self) -> dict[str, float]:

@@ -40,7 +40,7 @@ class RunRecorder:
         Args:
             calls: Where workers' calls and the controller's phases are recorded.
             events: The events of the run.
-            folder: The run folder; None: no timeline is written.
+            folder: The run folder, or None to write no timeline.
             resume_at: Steps that the run has completed.
             keep_gib: GiB that samples and timelines may take; the oldest steps are deleted. 0: no bound.
         """

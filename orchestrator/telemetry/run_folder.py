@@ -32,7 +32,7 @@ class RunFolder:
     """The records of one run. A method reads its file when it is called; only the spec is kept."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises UsageError where the path is no folder of a run."""
+        """Raises UsageError if the path is no folder of a run."""
         self.path = Path(path)
         if not (self.path / SPEC).is_file() and not (self.path / METRICS).is_file():
             reason = "it has no spec.yaml and no metrics.jsonl" if self.path.is_dir() else "there is no such folder"
@@ -40,7 +40,7 @@ class RunFolder:
 
     @cached_property
     def spec(self) -> dict[str, Any]:
-        """The resolved spec, with every default; empty where the folder has none."""
+        """The resolved spec, with every default; empty if the folder has none."""
         file = self.path / SPEC
         try:
             loaded = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -52,18 +52,19 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The run's name, that of its folder where the spec has none."""
+        """The run's name, or its folder's if the spec has none."""
         return str(self.spec.get("name") or self.path.name)
 
     def metrics(self) -> list[dict[str, Any]]:
         """One mapping for each step, in order; step 0 is the evaluation at the start. null is nan or infinity.
 
-        Evaluations that ended later (`evaluation.beside`) have own lines in the file; here they are in their steps'.
+        Evaluations that ended later (`evaluation.beside`) have own lines in the file; here they are part of their
+        steps' lines.
         """
         return with_evaluations(_lines(self.path / METRICS))[0]
 
     def late_evaluations(self) -> list[int]:
-        """Steps of the evaluations that have lines behind those of later steps, in order of the lines."""
+        """Steps of the evaluations whose lines follow later steps' lines, in order of the lines."""
         return with_evaluations(_lines(self.path / METRICS))[1]
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
@@ -71,7 +72,7 @@ class RunFolder:
         return [event for event in _lines(self.path / EVENTS) if not kinds or event.get("event") in kinds]
 
     def steps(self) -> list[int]:
-        """Steps with metrics, in order; 0 included where the run was evaluated at its start."""
+        """Steps with metrics, in order; 0 included if the run was evaluated at its start."""
         return sorted({step for line in self.metrics() if isinstance(step := line.get("step"), int)})
 
     def sample_files(self) -> dict[int, Path]:
@@ -96,13 +97,13 @@ class RunFolder:
         return conform(_read(files[step], schema.names), schema, step=step)
 
     def timeline(self, step: int | None = None) -> pa.Table:
-        """The spans that ended during a step (None: of all steps) as a TIMELINE table; empty where none is recorded."""
+        """The spans that ended during a step (default all steps) as a TIMELINE table; empty if none is recorded."""
         return self.timeline_of(step, step)
 
     def timeline_of(self, first: int | None, last: int | None) -> pa.Table:
-        """The spans that ended during the steps `first` to `last` as a TIMELINE table; empty where none is recorded.
+        """The spans that ended during the steps `first` to `last` as a TIMELINE table; empty if none is recorded.
 
-        Both steps are included; None: from the start, to the end. Files of other steps are not opened.
+        Both steps are included; None stands for the start or the end. Files of other steps are not opened.
         """
         low, high = first or 0, math.inf if last is None else last
         chosen = [file for step, file in self.timeline_files().items() if low <= step <= high]
@@ -110,9 +111,9 @@ class RunFolder:
         return pa.concat_tables(tables) if tables else TIMELINE.empty_table()
 
     def crossing(self, step: int, end: float) -> pa.Table:
-        """The workers' calls that were open when a step ended, which are in the file of the next one.
+        """The workers' calls that were open when a step ended, from the file of the next one.
 
-        Empty where that file is not there yet or cannot be read.
+        Empty if that file is not there yet or cannot be read.
         """
         try:
             later = self.timeline(step + 1)
@@ -124,7 +125,7 @@ class RunFolder:
 def with_evaluations(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
     """Lines of `metrics.jsonl` with late evaluations in the lines of their steps, and the steps of these evaluations.
 
-    A late evaluation is a line of nothing but `eval/` metrics behind that of its step, or of a later one.
+    A late evaluation is a line of only `eval/` metrics behind the line of its step, or of a later one.
     """
     found: list[dict[str, Any]] = []
     late: list[int] = []
@@ -137,7 +138,7 @@ def with_evaluations(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, An
         place = next((i for i in reversed(range(len(found))) if found[i].get("step") == step), None)
         if place is not None:
             found[place] = found[place] | line | {"time": found[place].get("time")}
-        elif step == 0:  # that of the model before training, which has no other metrics
+        elif step == 0:  # the model's before training, which has no other metrics
             found.insert(0, line)
         else:
             found.append(line)
@@ -173,7 +174,7 @@ def _range(steps: Iterable[int]) -> str:
 
 
 def _read(path: Path, names: Sequence[str]) -> pa.Table:
-    """Those of the columns that the file has."""
+    """The columns of `names` that the file has."""
     try:
         with pq.ParquetFile(path) as file:
             present = set(file.schema_arrow.names)

@@ -18,14 +18,14 @@ LEARNED = (
 _RECENT = 8
 """Steps that speed and bound are taken from."""
 _MOST = 4096
-"""Steps of which the learned value is kept."""
+"""Number of steps whose learned value is kept."""
 _CLEAR = 2.0
-"""Standard errors by which two means differ before one calls it a change."""
+"""A difference of two means counts as a change from this many standard errors on."""
 _GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")
 
 
 class RunSummary:
-    """What a console says about the steps that it has shown. May be read from a thread while a step is added."""
+    """Summary of the steps that a console has shown. May be read from a thread while a step is added."""
 
     def __init__(self, total: int) -> None:
         """`total` steps are planned."""
@@ -58,7 +58,7 @@ class RunSummary:
         return ""
 
     def shares(self) -> tuple[float, float]:
-        """Parts of a recent step that the trainer waits for samples, and that it trains."""
+        """Parts of a recent step in which the trainer waits for samples, and in which it trains."""
         steps = fmean(self._recent_values("seconds/step") or [0.0])
         if steps <= 0:
             return 0.0, 0.0

@@ -43,7 +43,7 @@ class Span(NamedTuple):
     worker: str
     """Role and index, as in `rollout-0`."""
     method: str
-    """Of the worker; a phase of the controller if the worker is the driver."""
+    """Method of the worker, or a phase of the controller if the worker is the driver."""
     start: float
     """Seconds since 1970."""
     end: float

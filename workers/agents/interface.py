@@ -1,7 +1,7 @@
 """What the rest of `workers/` uses of environments, episodes, judges and sandbox. It imports no other module of them.
 
-A name is imported when it is first used, so that a process imports no more than it uses: that of a reward function
-starts without pydantic.
+A name is imported when it is first used, so that a process imports no more than it uses: a reward function's starts
+without pydantic.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def best_of_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """float64 [n]: n / (number of groups) for the best sample of every group (the first of equals), 0 for the others.
 
     RAFT (arXiv 2304.06767) fine-tunes on the best of K; with this weight, the mean over all samples of the negative
-    log-likelihood is the mean over the best ones, also where groups differ in size. Arguments as in `group_advantages`.
+    log-likelihood is the mean over the best ones, also if groups differ in size. Arguments as in `group_advantages`.
     """
     result = torch.zeros(len(rewards), dtype=torch.double)
     present = groups.unique()

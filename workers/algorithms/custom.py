@@ -45,7 +45,7 @@ class LossTokens:
     """bool [T]."""
     sequence: torch.Tensor
     """int64 [T]: number of each token's sequence in the micro-batch, which holds whole sequences. A sequence is a
-    sample, also where an episode has several rows."""
+    sample, also if an episode has several rows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class GroupRewards:
 
 @dataclass(frozen=True)
 class CustomAlgorithm:
-    """Functions in place of parts of the shipped algorithm `base`; what is None stays as it is there."""
+    """Functions that replace parts of the shipped algorithm `base`; None keeps its part."""
 
     base: str = "grpo"
     """Name of the shipped algorithm whose roles, options and defaults apply."""
@@ -77,14 +77,14 @@ class CustomAlgorithm:
     """From a batch of N samples with T tokens to float64 [T]. `whiten` and `advantage_clip` apply to the result. With a
     critic, its targets are advantage plus value."""
     loss: Callable[[LossTokens], TokenLoss] | None = None
-    """Loss of every token of a micro-batch, also where all advantages of a row are 0. It may only depend on the token's
+    """Loss of every token of a micro-batch, also if all advantages of a row are 0. It may only depend on the token's
     own sequence."""
     keep_group: Callable[[GroupRewards], bool] | None = None
     """Whether to train on a group; others are replaced while `dynamic_sampling` allows it."""
     summary: str = ""
     """One sentence for `troupe algorithms`."""
     stops_gradient: bool = False
-    """Set it where `loss` detaches something on purpose: its gradient is then not compared with finite differences."""
+    """Set it if `loss` detaches something on purpose: its gradient is then not compared with finite differences."""
 
 
 def load_custom(config: CustomConfig) -> CustomAlgorithm:

@@ -28,7 +28,7 @@ _ARMS = 5
 _STEP = 1e-6
 _TOLERANCE = 1e-9
 _SLOPE_TOLERANCE = 1e-5
-"""Of central differences with `_STEP` in float64, relative to the gradient's largest entry."""
+"""Tolerance of central differences with `_STEP` in float64, relative to the gradient's largest entry."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Check:
 
     name: str
     problem: str = ""
-    """What is wrong; empty: nothing."""
+    """What is wrong; empty if nothing is."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def random_tokens(seed: int, drift: float = 0.3) -> LossTokens:
 
 
 def _with_zeros(tokens: LossTokens, mask: torch.Tensor) -> LossTokens:
-    """As the trainer passes them: 0 where the mask is False."""
+    """As the trainer passes them: masked tokens are 0."""
     columns = {name: value for name, value in _columns(tokens).items() if value.is_floating_point()}
     return replace(tokens, **{name: torch.where(mask, value, 0.0) for name, value in columns.items()})
 

@@ -173,7 +173,7 @@ class _Shaped:
     greedy_rewards: torch.Tensor | None
     """float64 [N], scaled and clipped in the same way."""
     own_rewards: torch.Tensor | None
-    """float64 [T]: what a token alone is credited with (the KL penalty without `kl_to_go`); None: nothing."""
+    """float64 [T]: what a token alone is credited with (the KL penalty without `kl_to_go`), or None."""
     state: AdvantageState
     metrics: Mapping[str, float]
 

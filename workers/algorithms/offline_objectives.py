@@ -2,7 +2,7 @@
 
 A loss is a sum over examples (or tokens) divided by the totals of the whole update, so that the sum over micro-batches
 and ranks is the update's loss however it is split. They are computed in float64: their inputs have one number per
-token or response, and cost nothing beside the model.
+token or response, and cost nothing next to the model.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Scored:
 
     @property
     def best(self) -> torch.Tensor:
-        """bool [B]: True for the best responses of every example; several where they are tied."""
+        """bool [B]: True for the best responses of every example; several if they are tied."""
         return self.groups.best(self.score)
 
     @property
@@ -179,7 +179,7 @@ def _by_token(scored: Scored, config: RewardLossConfig) -> torch.Tensor:
     chosen, rejected = (ids.rows(rows[:, member]) for member in (0, 1))
     compared = diverged(chosen, rejected) & scored.better[:, :1, 1]
     leads = rewards[rows[:, 0]] - rewards[rows[:, 1]] - _margin(scored)[:, None]
-    # Every place is a separate comparison, of which the matrices hold the one entry (chosen, rejected).
+    # Every place is a separate comparison: the matrices hold its one entry (chosen, rejected).
     loss = PREFERENCE_LOSSES[config.preference]
     losses = loss(leads[..., None, None], compared[..., None, None], config.label_smoothing)
     return losses.sum(1) / compared.sum(1).clamp(min=1)

@@ -58,7 +58,7 @@ def token_weights(
     its tokens, the gradient of its log-prob (REINFORCE). constant: 1 / (total_sequences * max_tokens) (Dr. GRPO, arXiv
     2503.20783). only_token_mean: 1 / loss tokens of the sequence (DCPO, arXiv 2509.02333, sec. 3.3).
 
-    A sequence is a sample with all of its rows. The totals are those of the whole update over all ranks.
+    A sequence is a sample with all of its rows. The totals are over the whole update and all ranks.
 
     Args:
         loss_mask: bool [T].
@@ -107,12 +107,12 @@ def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: st
 
     With d = logprobs - ref_logprobs and tokens drawn from the policy (Schulman, "Approximating KL divergence", 2020):
 
-    k1 = d: unbiased in value. Its own derivative averages to zero and would have no effect as a loss; here its
-      gradient is that of k2.
-    k2 = d^2 / 2: biased in value; its gradient d * grad(logprobs) is, on average, exactly that of
-      KL(policy || reference).
-    k3 = exp(-d) - 1 + d: unbiased in value and never negative, the term of the GRPO paper (arXiv 2402.03300).
-      Its gradient is, on average, that of KL(reference || policy): the same to second order while the two are close.
+    k1 = d: unbiased in value. Its own derivative averages to zero and would have no effect as a loss; here its gradient
+    is k2's. k2 = d^2 / 2: biased in value; its gradient d * grad(logprobs) is, on average, exactly the gradient of
+    KL(policy || reference). k3 = exp(-d) - 1 + d: unbiased in value and never negative, the term of the GRPO paper
+    (arXiv 2402.03300).
+      Its gradient is, on average, the gradient of KL(reference || policy): the same to second order while the two are
+      close.
 
     All statements hold on policy; after several updates on one batch they are approximations. Raises ValueError for an
     unknown estimator.
@@ -203,7 +203,7 @@ def clipped_surrogate(
     """(loss, clipped) per token: the clipped objective of PPO (arXiv 1707.06347), negated.
 
     max(-A r, -A clip(r, lower, upper)), and, with `dual_clip` c and A < 0, at most -c A (arXiv 1912.09729).
-    `clipped` is True where the token gives no gradient because of a bound.
+    `clipped` is True for tokens without a gradient because of a bound.
     """
     lower, upper = (torch.as_tensor(bound, dtype=ratio.dtype, device=ratio.device) for bound in bounds)
     plain = -advantages * ratio
@@ -232,7 +232,7 @@ class PolicyTokens:
     sequence: torch.Tensor
     """int64: number of each token's sequence in the micro-batch. The rows of one sample are one sequence."""
     old_logprobs: torch.Tensor | None = None
-    """None in the first update on a batch, where the old policy is the current one."""
+    """None in the first update on a batch, when the old policy is the current one."""
     ref_logprobs: torch.Tensor | None = None
 
     def masked(self) -> PolicyTokens:
@@ -244,7 +244,7 @@ class PolicyTokens:
 
 Surrogate = Callable[[torch.Tensor, torch.Tensor, PolicyTokens, PolicyLossConfig], TokenLoss]
 """From the ratio, the old log-probs and the masked tokens to the policy-gradient part of the loss of each token, before
-importance weights. Its metric `clip_fraction` is True where a bound changes the gradient."""
+importance weights. Its metric `clip_fraction` is True at tokens whose gradient a bound changes."""
 
 
 def _clip(ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLoss:
@@ -256,7 +256,7 @@ def _clip(ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens,
 def _unclipped(
     ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
 ) -> TokenLoss:
-    # While the ratio is 1 the gradient is that of -A log pi. After further updates on the batch the ratio corrects for
+    # At ratio 1 the gradient equals that of -A log pi. After further updates on the batch the ratio corrects for
     # tokens that the old policy sampled; -A log pi would then have the gradient of another policy's objective.
     return TokenLoss(-tokens.advantages * ratio, {"clip_fraction": torch.zeros_like(ratio)})
 
@@ -308,7 +308,7 @@ class _LossTerms:
 def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float = 0.0) -> LossOutput:
     """sum_t weight_t (importance_t surrogate_t + kl_old_coef kl_old_t + kl_coef kl_t - entropy_coef entropy_t).
 
-    The surrogate is that of the objective (`PolicyLossConfig.objective`). `likelihood` has no ratio and no importance
+    The surrogate is the objective's (`PolicyLossConfig.objective`). `likelihood` has no ratio and no importance
     weight: it is sum_t weight_t (-advantage_t log pi_t) and what is added to it.
 
     Args:
@@ -340,7 +340,7 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
 
 
 def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float) -> _LossTerms:
-    """The part that compares the policy with the one that sampled."""
+    """The part that compares the policy with the sampling one."""
     mask, weights, logprobs = tokens.loss_mask, tokens.weights, tokens.logprobs
     old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
     ratio = bounded_exp(policy_log_ratio(logprobs, old_logprobs, mask.float(), tokens.sequence, config.ratio))

@@ -47,7 +47,7 @@ class Groups:
         return max(2, int(self.member.max()) + 1) if len(self.member) else 2
 
     def grid(self, values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """[G, K] from per-row values [B]; `fill` where an example has fewer responses."""
+        """[G, K] from per-row values [B]; `fill` if an example has fewer responses."""
         out = values.new_full((self.count, self.width), fill)
         return out.index_put((self.group, self.member), values)
 
@@ -88,21 +88,21 @@ def plackett_luce(leads: torch.Tensor, better: torch.Tensor) -> torch.Tensor:
     """[...] of [..., K, K]: -sum_i log(exp(s_i) / (exp(s_i) + sum of exp(s_j) over j worse than i)).
 
     Plackett 1975, Luce 1959; as a preference model: DPO, arXiv 2305.18290, eq. 18. Two responses give Bradley-Terry
-    (InstructGPT, arXiv 2203.02155, eq. 1), with a margin where `leads` are less it (Llama 2, arXiv 2307.09288, eq. 2).
+    (InstructGPT, arXiv 2203.02155, eq. 1), with a margin if `leads` are less it (Llama 2, arXiv 2307.09288, eq. 2).
 
     Tied responses are absent from each other's denominators. By Luce's choice axiom every factor is still the model's
     probability of what was observed: that i is chosen first among itself and all worse responses. Their product is the
-    likelihood where no two responses or only the worst ones are tied, and otherwise a composite likelihood (Lindsay
-    1988) in place of the sum over all orders of the tied ones (Kalbfleisch and Prentice 1973), which takes exponential
-    time. Unlike Breslow's and Efron's approximations of that sum it does not pull the scores of tied responses
-    together: an example in which all are tied has loss and gradient 0.
+    likelihood if no two responses or only the worst ones are tied, and otherwise a composite likelihood (Lindsay 1988)
+    instead of the sum over all orders of the tied ones (Kalbfleisch and Prentice 1973), which takes exponential time.
+    Unlike Breslow's and Efron's approximations of that sum it does not pull the scores of tied responses together: an
+    example in which all are tied has loss and gradient 0.
     """
     behind = torch.where(better, -leads, _NOTHING).logsumexp(-1)
     return -F.logsigmoid(-behind).sum(-1)
 
 
 def logistic(leads: torch.Tensor, better: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """[...] of [..., K, K]: (1 - e) times the Plackett-Luce loss plus e times that of the reversed ranking.
+    """[...] of [..., K, K]: (1 - e) times the Plackett-Luce loss plus e times the reversed ranking's.
 
     Two responses give -(1 - e) log sigmoid(h) - e log sigmoid(-h), h the lead of the better one: Mitchell 2023, "A note
     on DPO with noisy preferences", eq. 3; label smoothing of reward models: arXiv 2401.06080.
@@ -156,7 +156,7 @@ class Aligned:
 
 
 def align(values: torch.Tensor, sequence: torch.Tensor, rows: int) -> Aligned:
-    """The flat values [T] of `rows` responses, all of which have tokens, in the order of `sequence`."""
+    """The flat values [T] of `rows` responses, all with tokens, in the order of `sequence`."""
     lengths = torch.bincount(sequence, minlength=rows)[:, None]
     place = torch.arange(int(lengths.max()) if rows else 0, device=values.device)
     starts = lengths.cumsum(0) - lengths
@@ -225,7 +225,7 @@ def rrhf_ranking(leads: torch.Tensor, better: torch.Tensor) -> torch.Tensor:
 
 
 def accuracy(margins: torch.Tensor) -> torch.Tensor:
-    """1 where the margin is above 0, 0 where it is below, 0.5 for a tie."""
+    """1 for a margin above 0, 0 below, 0.5 for a tie."""
     return 0.5 * (margins.sign() + 1.0)
 
 

@@ -33,12 +33,12 @@ class SampledTokens:
     """bool [N]: samples without loss. Other samples are compared with them, but whitening leaves their tokens out."""
 
     sources: tuple[str, ...] = ()
-    """[N] name of the source of each sample's prompt, within which batch-wide statistics are computed; empty: they are
-    computed over all samples."""
+    """[N] name of the source of each sample's prompt, within which batch-wide statistics are computed; if empty, they
+    are computed over all samples."""
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name of the source, bool [N]: its samples) for each part with separate statistics; one without a name
-        where they are computed over all samples."""
+        """(name of the source, bool [N]: its samples) for each part with separate statistics; one without a name if
+        they are computed over all samples."""
         if not self.sources:
             yield "", torch.ones(len(self.rewards), dtype=torch.bool)
         for name in dict.fromkeys(self.sources):

@@ -42,7 +42,7 @@ def prepare(
 
     Args:
         config: Estimator of the advantages.
-        request: Samples to keep, those of them to mask, and the state of the estimator.
+        request: Samples to keep, which of them to mask, and the state of the estimator.
         tables: ROLLOUTS, REWARDS and token_scores tables in any order and partition, distinguished by their columns.
 
     Returns:
@@ -119,7 +119,7 @@ class _Join:
         return table.take(pa.array(taken, pa.int64()))
 
     def _found(self, kind: str) -> tuple[pa.Table, dict[tuple[str, int], list[int]]]:
-        """All rows of the kind, and the numbers of those of each kept sample, in order of the samples."""
+        """All rows of the kind, and the numbers of each kept sample's rows, in order of the samples."""
         if kind not in self._kinds:
             raise ValueError(f"no table of {kind} was given")
         table = pa.concat_tables(self._kinds[kind])
@@ -139,8 +139,8 @@ class _Join:
 class _Batch:
     """The kept samples as tensors: flat per token, per row, and per sample.
 
-    The rows of a sample, its segments, follow each other, so that the tokens that the policy sampled are those of one
-    sequence: estimators know samples and no rows.
+    The rows of a sample, its segments, follow each other, so that the tokens that the policy sampled form one sequence:
+    estimators know samples and no rows.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class _Batch:
         )
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """float64 over all response tokens: `values` on those that the policy sampled, 0 on the others."""
+        """float64 over all response tokens: `values` on tokens that the policy sampled, 0 on the others."""
         result = torch.zeros(len(self.loss_mask), dtype=torch.double)
         result[self.loss_mask] = values
         return result
@@ -235,12 +235,12 @@ class _Batch:
 
     @property
     def by_policy(self) -> torch.Tensor:
-        """bool over all response tokens: those that the policy sampled."""
+        """bool over all response tokens: True if the policy sampled it."""
         return self.loss_mask & ~self.candidates[self.sequence]
 
     @property
     def shared_prompts(self) -> list[int]:
-        """Number of the prompt of every row: equal where rows of one group have the same prompt."""
+        """Number of the prompt of every row: equal if rows of one group have the same prompt."""
         return prompt_numbers([self.uids[sample] for sample in self.sample.tolist()], self.prompts)
 
     @property

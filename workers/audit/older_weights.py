@@ -34,7 +34,7 @@ class OlderWeights:
             self._groups[TIED_EMBEDDING] = [*self._groups[embedding], *self._groups[head]]
 
     def changed(self) -> list[str]:
-        """The groups whose weights differ between the versions, the whole model last; none where all are equal."""
+        """The groups whose weights differ between the versions, the whole model last; none if all are equal."""
         changed = [
             group
             for group, names in self._groups.items()

@@ -35,7 +35,7 @@ _RANGE = 4.0
 _TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 _TOP_K = (1, 5, 10, 20, 40, 50, 100)
 _BORDER = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-"""Nats by which the engine's rounding may lift a token into those that are sampled, by the run's data type."""
+"""Nats by which the engine's rounding may lift a token into the sampled ones, by the run's data type."""
 _HEADS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHOWN_TOKENS = 8
 _SHOWN_PROMPTS = 3
@@ -52,7 +52,7 @@ class _RolloutRow:
     sampled: torch.Tensor
     """bool [response tokens]: which of them the policy sampled."""
     words: tuple[bytes, ...] | None = None
-    """The tokens that the sampler left to each response token (`contract/kept_tokens.py`); None: all of them."""
+    """The tokens that the sampler left to each response token (`contract/kept_tokens.py`), or None for all of them."""
 
     @property
     def targets(self) -> torch.Tensor:
@@ -60,11 +60,11 @@ class _RolloutRow:
         return self.ids[0, self.start :][self.sampled][:, None]
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
-        """Of one state for each token [1, L, ...], those that predict the sampled tokens [T, ...]."""
+        """Selects from one state per token [1, L, ...] the states that predict the sampled tokens [T, ...]."""
         return states[0, self.start - 1 : -1][self.sampled]
 
     def left(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] of the sampled tokens, with -inf where the sampler left a token out."""
+        """Logits [T, V] of the sampled tokens, with -inf at tokens that the sampler left out."""
         if self.words is None:
             return logits
         chosen = [words for words, sampled in zip(self.words, self.sampled.tolist(), strict=True) if sampled]
@@ -153,7 +153,7 @@ def _load(request: ScoreRequest, folder: str, dtype: torch.dtype, attention: str
 
 
 def _load_audited(request: ScoreRequest, dtype: torch.dtype, attention: str | None = "eager") -> PreTrainedModel:
-    """The model that sampler and trainer must have. An adapter stays beside the weights, by peft."""
+    """The model that sampler and trainer must have. An adapter stays separate from the weights, by peft."""
     model = _load(request, request.weights, dtype, attention)
     return model if request.adapter is None else _with_adapter(model, request.adapter)
 
@@ -238,13 +238,13 @@ def _temperatures(request: ScoreRequest) -> Floats:
 def _truncated(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, border: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Log-probs where only the most probable tokens are sampled: top-p and top-k.
+    """Log-probs if only the most probable tokens are sampled: top-p and top-k.
 
     Args:
         logits: float [T, V].
         targets: int64 [T, 1].
         temperature: The run's own.
-        border: Nats by which a sampled token may be less probable than the last of those tokens.
+        border: Nats by which a sampled token may be less probable than the last of these tokens.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
     ordered = torch.from_numpy(-np.sort(-logprobs.numpy(), -1))  # torch's sort takes ten times as long
@@ -319,7 +319,7 @@ def _pass(model: PreTrainedModel, rows: list[_RolloutRow], temperature: float, s
 
 
 def _positions(row: _RolloutRow, shift: str) -> torch.Tensor | None:
-    """int64 [L]: the positions of a row's tokens under a hypothesis; None: the model's own."""
+    """int64 [L]: the positions of a row's tokens under a hypothesis, or None for the model's own."""
     if not shift:
         return None
     positions = torch.arange(row.ids.shape[1])
@@ -332,7 +332,7 @@ def _positions(row: _RolloutRow, shift: str) -> torch.Tensor | None:
 
 
 def _compare_prompts(request: ScoreRequest, rollouts: list[dict[str, Any]]) -> tuple[int, tuple[PromptDifference, ...]]:
-    """Compare the recorded tokens of every prompt with those of transformers' chat template."""
+    """Compares the recorded tokens of every prompt with the tokens of transformers' chat template."""
     if not request.compare_prompts:
         return 0, ()
     tokenizer: Any = load_chat_tokenizer(request.model)

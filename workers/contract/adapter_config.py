@@ -30,7 +30,7 @@ _BASE_AS_IT_WAS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def unsupported_setting(config: Mapping[str, Any]) -> str:
-    """What of a configuration is not supported, as text; empty: nothing."""
+    """What of a configuration is not supported, as text; empty if all is."""
     if config.get("peft_type") != "LORA":
         return f"its peft_type is {config.get('peft_type')}: only LORA is supported"
     if missing := [name for name in ("r", "lora_alpha", "target_modules") if not config.get(name)]:
@@ -47,7 +47,7 @@ def unsupported_setting(config: Mapping[str, Any]) -> str:
 
 
 def difference(config: Mapping[str, Any], lora: LoraConfig) -> tuple[str, str]:
-    """(field of `lora`, how it differs from what an adapter was trained with); empty where nothing does."""
+    """(field of `lora`, how it differs from what an adapter was trained with); empty if nothing does."""
     settings = (("rank", "r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"))
     for field, name in settings:
         own, found = dict(lora)[field], config.get(name, False)

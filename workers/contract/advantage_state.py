@@ -14,14 +14,14 @@ from pydantic import Field
 from troupe.workers.contract.config import Frozen
 
 _MOST_ADAPTED = 2.0**30
-"""Factor that a coefficient which adapts may be away from the one that it started from."""
+"""Largest factor between an adaptive coefficient and its start value."""
 
 
 def adapted_coef(coef: float, start: float) -> float:
-    """A coefficient that follows a divergence, within a factor of 2^30 of the one that it started from.
+    """A coefficient that follows a divergence, within a factor of 2^30 of its start value.
 
-    Without these limits, after many steps on one side of the target, it would be 0, where no factor brings it back, or
-    infinite.
+    Without these limits, after many steps on one side of the target, it would be 0, from where no factor brings it
+    back, or infinite.
     """
     return min(max(coef, start / _MOST_ADAPTED), start * _MOST_ADAPTED)
 
@@ -70,30 +70,30 @@ class AdvantageState(Frozen):
     """Everything that is kept from one batch to the next."""
 
     kl_coef: float | None = None
-    """The adaptive KL coefficient; None before the first batch and where `kl_target` is not set."""
+    """The adaptive KL coefficient; None before the first batch or if `kl_target` is not set."""
     kl_start: float | None = None
-    """What it started from; None where `kl_coef` is None, and in the state of an earlier version."""
+    """Start value; None if `kl_coef` is None, and in the state of an earlier version."""
     rewards: Moments = Moments()
     """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()
     """Sequence returns of all batches: scaled, clipped, with their KL penalty."""
     sources: Mapping[str, SourceMoments] = Field(default_factory=dict)
-    """These statistics of each source, where they are computed within sources; then those above are not used."""
+    """These statistics of each source, if they are computed within sources; then the ones above are not used."""
     prompts: Mapping[int, PromptHistory] = Field(default_factory=dict)
-    """By row of the prompt pool."""
+    """Histories by row of the prompt pool."""
 
     def kl_coef_from(self, start: float) -> float:
         """The adaptive KL coefficient of the next batch.
 
         Args:
-            start: What it starts from, here and where it started from another one: a resumed run may have a new one.
+            start: Start value, also if the state had started from another one: a resumed run may have a new one.
         """
         if self.kl_coef is None or self.kl_start not in (None, start):
             return start
         return adapted_coef(self.kl_coef, start)
 
     def moments(self, source: str) -> SourceMoments:
-        """The statistics of a source; empty: those of all samples."""
+        """The statistics of a source, or of all samples if empty."""
         if not source:
             return SourceMoments(rewards=self.rewards, returns=self.returns)
         return self.sources.get(source, SourceMoments())

@@ -13,7 +13,7 @@ PRIVATE = 0o600
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """Yield the path of a new empty file beside `path`, which replaces it if the block succeeds.
+    """Yield the path of a new empty file in the folder of `path`, which replaces it if the block succeeds.
 
     If the block fails, the new file is removed and the old one stays.
 

@@ -17,9 +17,9 @@ from troupe.workers.contract.config import ModelConfig
 Floats = npt.NDArray[np.float64]
 
 WHOLE_MODEL = "the whole model"
-"""What `weights:` is about where every weight is the previous version's."""
+"""What `weights:` is about if every weight is the previous version's."""
 TIED_EMBEDDING = "the tied embedding"
-"""What `weights:` is about where the embedding and the head that is tied to it are the previous version's."""
+"""What `weights:` is about if the embedding and the head tied to it are the previous version's."""
 
 MISSING, DOUBLED, STALE = "missing", "doubled", "stale"
 """What `adapter:` is about: no adapter, one that counts twice, the one before."""
@@ -34,10 +34,10 @@ class ScoreRequest:
     weights: str
     """Folder with the weights that sampler and trainer must have."""
     previous: str | None
-    """Folder with the weights that the engine served before; None: it was given no others."""
+    """Folder with the weights that the engine served before, or None if it was given no others."""
     temperature: float
     thorough: bool
-    """Also hypotheses that need separate passes: other positions, older weights, module by module, and other
+    """Whether to try hypotheses that need separate passes: other positions, older weights, module by module, and other
     adapters."""
     compare_prompts: bool
     """Whether the prompts are chats as the data has them, so that their tokens can be compared."""
@@ -46,16 +46,16 @@ class ScoreRequest:
     adapter: str | None = None
     """Folder of the adapter on `weights` that sampler and trainer must have."""
     previous_adapter: str | None = None
-    """Folder of the adapter that the engine served before; None: it had none with an effect."""
+    """Folder of the adapter that the engine served before, or None if it had none with an effect."""
 
 
 @dataclass(frozen=True)
 class PromptDifference:
-    """A prompt whose tokens are not those of transformers."""
+    """A prompt whose tokens differ from transformers'."""
 
     prompt_uid: str
     position: int
-    """Of the first token that differs."""
+    """Position of the first token that differs."""
     expected: str
     """Text of transformers' tokens from there on, cut."""
     found: str

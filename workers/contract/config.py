@@ -1,7 +1,7 @@
 """Worker configuration: frozen, validated models that the spec is also made of.
 
-The spec (`orchestrator/spec/rollout.py`) embeds these models where a section is passed to a worker unchanged, so that
-every field is described and checked in one place.
+The spec (`orchestrator/spec/rollout.py`) embeds these models in the sections that are passed to a worker unchanged, so
+that every field is described and checked in one place.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     consequences: ClassVar[Consequences | None] = None
-    """What follows from a field that the class defines and that does not say it itself."""
+    """Consequences of the class's fields without their own."""
 
 
 def first_problem(error: ValidationError) -> str:
@@ -125,7 +125,7 @@ class ModelConfig(Frozen):
 
     @property
     def computes_float32_logits(self) -> bool:
-        """Whether the output head computes in another type than the other layers."""
+        """Whether the output head computes in a different type from the other layers."""
         return self.float32_head and self.dtype == "bfloat16"
 
 
@@ -152,8 +152,8 @@ class StructuredConfig(Frozen):
 class SamplingConfig(Frozen):
     """Sampling for training.
 
-    With `top_p`, `top_k` or `min_p`, the tokens that were left to each sampled token are recorded, and the trainer's
-    log-probs are among the same tokens, so that the policy that is trained is the one that samples."""
+    With `top_p`, `top_k` or `min_p`, the tokens left to each sampled token are recorded. The trainer's log-probs are
+    among the same tokens, so that the trained policy is the sampling one."""
 
     temperature: Annotated[float, NOT_EVALUATED] = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Softmax temperature. The trainer divides its logits by the same value. vLLM has none between 0 and 0.01."""
@@ -161,7 +161,7 @@ class SamplingConfig(Frozen):
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability, after the
     temperature, min-p and top-k; 1: from all."""
     top_k: Annotated[int, NOT_EVALUATED] = Field(default=0, ge=0)
-    """Sample from the k most probable tokens (more where probabilities are equal); 0: from all."""
+    """Sample from the k most probable tokens (more if probabilities are equal); 0: from all."""
     min_p: Annotated[float, NOT_EVALUATED] = Field(default=0.0, ge=0.0, lt=1.0)
     """Sample from the tokens whose probability is at least this share of the most probable one's; 0: from all."""
     max_tokens: Annotated[int, EVALUATED] = Field(default=256, ge=1)
@@ -176,7 +176,7 @@ class SamplingConfig(Frozen):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never sampled, besides those that a form does not permit."""
+        """Whether some tokens are never sampled, besides the ones that a form forbids."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
@@ -193,7 +193,7 @@ class EvalSampling(Frozen):
     """Longest response, in tokens; null: `sampling.max_tokens`."""
     samples: int = Field(default=1, ge=1)
     """Samples per prompt; with more than one, pass@k is reported for k up to this number, and the vote of all of them
-    (maj@k), where the reward says which samples are solved (`solved_at`)."""
+    (maj@k), if the reward defines which samples are solved (`solved_at`)."""
 
 
 class EngineConfig(Frozen):
@@ -212,7 +212,7 @@ class EngineConfig(Frozen):
     """Reuse the KV cache of common prefixes (the samples of one group share their prompt)."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
     """Fraction of the GPU's memory that the engine may use (GPU only). null: 0.85; on the policy's GPU
-    (`colocate_with: policy`) what the policy leaves it, less a tenth of the GPU where that is possible."""
+    (`colocate_with: policy`) what the policy leaves it, less a tenth of the GPU if possible."""
     kv_cache_gib: float = Field(default=1.0, gt=0.0)
     """KV cache size in GiB (CPU only; on a GPU it follows from `gpu_memory_utilization`)."""
     threads: int = Field(default=0, ge=0)
@@ -276,11 +276,11 @@ class TrainerConfig(OptimizerConfig):
     of them with a part of the heads (Ulysses). Activations are divided by it, for contexts that one worker cannot hold.
     It must divide `workers` and the model's attention heads, and needs `packing`. 1: no worker shares a micro-batch."""
     packing: bool = True
-    """Concatenate the sequences of a micro-batch into one row, without padding, where the model takes that; the result
+    """Concatenate the sequences of a micro-batch into one row, without padding, if the model takes that; the result
     is the same to float tolerance. False: pad them to one length."""
     kernels: Literal["torch", "liger"] = "torch"
-    """Kernels of norms, rotary positions and gated MLPs. `liger` (GPU only): those of the package liger-kernel, which
-    use less memory; at the start they are compared with the model's own."""
+    """Kernels of norms, rotary positions and gated MLPs. `liger` (GPU only): the kernels of the package liger-kernel,
+    which use less memory; at the start they are compared with the model's own."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
     ema_decay: Annotated[float, _NO_AVERAGE] = Field(default=0.0, ge=0.0, lt=1.0)
@@ -367,14 +367,14 @@ class RewardFunctionConfig(Frozen):
     args: Annotated[dict[str, Any], COUNTED] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     label: Annotated[str, COUNTED] = ""
-    """Name in the metrics; empty: the function's own name."""
+    """Name in the metrics; if empty, the function's own name."""
     env: Annotated[tuple[str, ...], EVALUATED, NOT_REWARDED] = ()
     """Environment variables with secrets (`..._TOKEN`, `..._API_KEY`, `PASSWORD`, ...) that the function may read; it
     gets none but these."""
     process: Annotated[bool, COUNTED] = False
-    """True: the function returns steps, and each is rewarded where it ends (process supervision); a
-    function that returns a number makes the sample fail. False: one number counts for the whole response; for a
-    function that returns steps it is their outcome (by default their mean)."""
+    """True: the function returns steps, and each is rewarded at its end (process supervision); a function that returns
+    a number makes the sample fail. False: one number counts for the whole response; for a function that returns steps
+    it is their outcome (by default their mean)."""
 
     @property
     def component(self) -> str:
@@ -403,7 +403,7 @@ class RewardConfig(Frozen):
 
 
 class ScoringConfig(RewardConfig):
-    """Configuration of one reward worker: the rewards of the role, and those of data that have their own."""
+    """Configuration of one reward worker: the rewards of the role, and of data that have their own."""
 
     sets: dict[str, tuple[RewardFunctionConfig, ...]] = Field(default_factory=dict)
     """Reward functions by the path of the section that they belong to (`data.eval.math500`), used instead of the
@@ -454,7 +454,7 @@ class EpisodeConfig(Frozen):
     episode_timeout_s: Annotated[float, NOT_EVALUATED] = Field(default=300.0, gt=0.0)
     """Longest episode, the policy's turns included; a longer one fails the sample."""
     max_observation_chars: Annotated[int, EVALUATED_IF_SET] = Field(default=20_000, ge=1)
-    """A longer message of the environment is cut, and says so. What it shows of the data's prompt does not count."""
+    """A longer message of the environment is cut, with a note. What it shows of the data's prompt does not count."""
     truncated_turns: Annotated[Literal["end", "continue"], EVALUATED] = "end"
     """After a turn that was cut at `sampling.max_tokens`. `end`: the environment gets it, and the episode ends with
     the finish reason `length`; `continue`: the episode continues after an end of turn that the policy did not
@@ -483,7 +483,7 @@ class EnvironmentConfig(EpisodeConfig):
 class ImportanceConfig(Frozen):
     """Correction for the difference between sampler and trainer: w = exp(old_logprobs - rollout_logprobs).
 
-    With it the objective is that of decoupled PPO (arXiv 2110.00641): `old_logprobs` belong to the proximal policy that
+    With it the objective is decoupled PPO's (arXiv 2110.00641): `old_logprobs` belong to the proximal policy that
     the ratio is clipped around, `rollout_logprobs` to the behaviour policy that sampled."""
 
     mode: Literal["none", "truncate", "mask"] = "truncate"
@@ -528,9 +528,9 @@ class PolicyLossConfig(Frozen):
     """Widen the bounds for improbable tokens, from `clip_low`, `clip_high` and the old probability (DCPO, arXiv
     2509.02333, sec. 3.1)."""
     max_ratio: float | None = Field(default=None, gt=1.0)
-    """With `dynamic_clip`: maximum of the upper bound."""
+    """Maximum of the upper bound, with `dynamic_clip`."""
     dual_clip: float | None = Field(default=None, gt=1.0)
-    """Where the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
+    """If the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL-to-reference term in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -541,7 +541,7 @@ class PolicyLossConfig(Frozen):
     """`token_mean`: every token of the mini-batch has the same weight; `sequence_mean`: every sequence has the same
     weight, shared by its tokens; `sequence_sum`: the sum over a sequence's tokens, averaged over sequences; `constant`:
     the sum over tokens divided by sequences times `max_tokens` (Dr. GRPO); `only_token_mean`: the sum of the sequences'
-    means, not divided (DCPO). A sequence is a sample, also where an episode has several rows."""
+    means, not divided (DCPO). A sequence is a sample, also if an episode has several rows."""
     importance: ImportanceConfig = ImportanceConfig()
     """Correction for the difference between sampler and trainer."""
 
@@ -588,7 +588,7 @@ class AdvantageConfig(Frozen):
     """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of the
     group, the mean of the other samples of the group, or the reward of the greedy response to the same prompt."""
     reward_to_go: bool = True
-    """returns: credit a token with the rewards from its position on; false: with those of the whole response."""
+    """returns: credit a token with the rewards from its position on; false: with the rewards of the whole response."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per token (returns, gae, n_step)."""
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
@@ -632,9 +632,9 @@ class RolloutConfig(Frozen):
     sleep: Sleep = "none"
     """What the engine releases while it rests."""
     kv_cache_bytes: int | None = None
-    """KV cache of each GPU, where others share it; None: what vLLM finds free (`gpu_memory_utilization`)."""
+    """KV cache of each GPU, if others share it, or None for what vLLM finds free (`gpu_memory_utilization`)."""
     lora: LoraConfig | None = None
-    """The policy's adapters, which the engine loads beside the model; None: it loads all weights."""
+    """The policy's adapters, which the engine loads on top of the model, or None if it loads all weights."""
 
     @property
     def process(self) -> EngineProcess:
@@ -654,7 +654,7 @@ class PolicyConfig(Frozen):
     run_id: str
     """Run id, part of the name of the shared-memory weight file."""
     reference_model: ModelConfig | None
-    """A frozen reference to load beside the policy (colocated)."""
+    """A frozen reference to load with the policy (colocated)."""
     total_updates: int
     """Optimizer updates the learning-rate schedule spans."""
     seed: int
@@ -665,11 +665,11 @@ class PolicyConfig(Frozen):
     ptx_coef: float = 0.0
     """Weight of the texts' negative log-likelihood (PPO-ptx)."""
     share_prompts: bool = False
-    """Train the samples of a group behind one copy of their prompt, where the model supports it."""
+    """Train the samples of a group behind one copy of their prompt, if the model supports it."""
     records_tokens: bool = False
     """Keep log-probs and entropies of the updates until they are taken."""
     lora: LoraConfig | None = None
-    """Train adapters; None: train all weights."""
+    """Train adapters, or all weights if None."""
 
 
 class CriticConfig(Frozen):
@@ -682,7 +682,7 @@ class CriticConfig(Frozen):
     seed: int
     device: Device
     lora: LoraConfig | None = None
-    """Train adapters and the value head; None: train all weights."""
+    """Train adapters and the value head, or all weights if None."""
 
 
 class ReferenceConfig(Frozen):

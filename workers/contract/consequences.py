@@ -19,11 +19,11 @@ class Counts(IntEnum):
 
     NO = auto()
     AT_DEFAULT = auto()
-    """No: its default is, whatever its value, so that digests of earlier versions that had it stay."""
+    """Its default counts, whatever its value, so that digests of earlier versions with the field stay."""
     BY_SET = auto()
-    """For the held-out sets that use it (`RolloutSpec.evaluated_by`)."""
+    """It counts for the held-out sets that use it (`RolloutSpec.evaluated_by`)."""
     IF_SET = auto()
-    """Unless it has its default. For new fields, so that digests of earlier versions stay."""
+    """It counts unless it has its default. For new fields, so that digests of earlier versions stay."""
     YES = auto()
 
 
@@ -50,7 +50,7 @@ class Consequences:
 
     resume: Resume | None = None
     itself: Resume | None = None
-    """The same for a section that is added, removed or replaced as a whole; None: as for its fields."""
+    """The same for a section that is added, removed or replaced as a whole, or None for the same as for its fields."""
     evaluation: Counts | None = None
     """Whether evaluations before and after can no longer be compared (`RunSpec.evaluation_digest`)."""
     reward: Counts | None = None
@@ -60,24 +60,24 @@ class Consequences:
     live: bool = False
     """Whether it can change while the run is active. A section then changes as a whole."""
     path: PathKind | None = None
-    """What kind of path it holds; None: it holds none."""
+    """What kind of path it holds, or None if it holds none."""
     of: Mapping[str, Consequences] = field(default_factory=dict, hash=False)
     """Consequences of fields of this section that are others here than elsewhere, by name."""
 
 
 def refused(why: str) -> Consequences:
-    """Of a field that may not change when a run resumes."""
+    """Consequences of a field that may not change when a run resumes."""
     return Consequences(resume=Resume(refused=why))
 
 
 def noted(note: str) -> Consequences:
-    """Of a field that may change when a run resumes, which then says what it means."""
+    """Consequences of a field that may change when a run resumes, with a note for the user."""
     return Consequences(resume=Resume(note=note))
 
 
 ALLOWED = Resume()
 NONE = Consequences(resume=ALLOWED, evaluation=Counts.NO, reward=Counts.NO, samples=False)
-"""Of a field or section from which nothing follows."""
+"""For a field or section without consequences."""
 LIVE = Consequences(live=True)
 SAMPLED = Consequences(samples=True)
 NOT_SAMPLED = Consequences(samples=False)

@@ -45,11 +45,11 @@ class Observation:
     messages: Sequence[Message] = ()
     """Messages to add to the conversation."""
     reward: float | None = None
-    """Reward of the policy's last turn; None: none. It counts from the last token that the policy sampled."""
+    """Reward of the policy's last turn, or None. It counts from the last token that the policy sampled."""
     done: bool = False
     """Whether the episode ends here. The messages of the last observation are recorded and not shown to the policy."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Tools that the chat template offers, as JSON schemas of functions; read where a conversation begins."""
+    """Tools that the chat template offers, as JSON schemas of functions; read at the beginning of a conversation."""
     restart: bool = False
     """Whether `messages` are a separate conversation, instead of continuing the one so far. The sample then has
     one more row, with its own prompt."""
@@ -66,12 +66,12 @@ class Observation:
     also: Sequence[Observation] = ()
     """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
     `messages`, `tools`, `stop`, `max_tokens`, `structured`, `logprobs` and `refusable`. The message of the next step
-    has their responses as `also`, in this order (fewer where the turns have run out), and the sample has a row for
+    has their responses as `also`, in this order (fewer if the turns have run out), and the sample has a row for
     each."""
     refusable: bool = False
-    """Whether `messages` are a request that may be refused. Where the prompt has no room in the model, or the form
+    """Whether `messages` are a request that may be refused. If the prompt has no room in the model, or the form
     cannot be used, the message of the next step then has `refused` (`code` and `message`), and the environment
-    continues with a separate conversation; other episodes end there. Where more requests wait than turns are left, the
+    continues with a separate conversation; other episodes end there. If more requests wait than turns are left, the
     episode ends at once."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""
@@ -170,7 +170,8 @@ def _message(number: int, message: Any) -> Message:
 
 
 def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
-    """Tools as JSON schemas of functions, the only kind that chat templates and parsers have; None: none are given.
+    """Tools as JSON schemas of functions, the only kind that chat templates and parsers have, or None if none are
+    given.
 
     Raises:
         TypeError, ValueError: they are something else; the message names the field.
@@ -195,7 +196,7 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
 
 
 def read_form(form: Any) -> dict[str, Any] | None:
-    """The form of a turn; None: any text. Raises ValueError for something else."""
+    """The form of a turn, or None for any text. Raises ValueError for something else."""
     if form is None:
         return None
     # Not at the import of this module: an environment's process starts in a third of the time without pydantic.

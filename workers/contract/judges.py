@@ -20,7 +20,7 @@ class JudgeAnswer:
 
     text: str = ""
     failure: str = ""
-    """Why there is no answer; empty: there is one."""
+    """Why there is no answer; empty if there is one."""
     said: str = ""
     """Part of what came instead of an answer."""
 

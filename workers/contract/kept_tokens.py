@@ -75,7 +75,7 @@ def kept_of(words: Words, vocabulary: int) -> Kept:
 
 
 def keeps(words: Words | Sequence[int], token: int) -> bool:
-    """Whether a token is among those that were left."""
+    """Whether the sampler left this token."""
     if not len(words):
         return True
     if words[0] == BITMAP:

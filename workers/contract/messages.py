@@ -27,12 +27,13 @@ IDENTITY = (
     pa.field("attempt", pa.int32(), nullable=False),
 )
 SEGMENT = pa.field("segment", pa.int32(), nullable=False)
-"""Number of a row among the rows of its sample. An episode has several where the chat template rewrote its history:
+"""Number of a row among the rows of its sample. An episode has several if the chat template rewrote its history:
 then each row is exactly what the engine saw."""
 
 KEPT_TOKENS = pa.field("kept_tokens", pa.list_(pa.large_binary()))
-"""For each response token those that the sampler left to it, among which its log-prob is (`contract/kept_tokens.py`);
-null: all tokens of the row were sampled from the whole vocabulary, or by another policy."""
+"""For each response token the tokens that the sampler left to it; its log-prob is among these
+(`contract/kept_tokens.py`); null: all tokens of the row were sampled from the whole vocabulary, or by another
+policy."""
 
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
@@ -73,7 +74,7 @@ ROLLOUTS = pa.schema(
         pa.field("episode_status", pa.string(), nullable=False),  # "ok" or why the episode has failed
         pa.field("response", pa.string(), nullable=False),  # text of the last turn
         pa.field("messages", pa.string(), nullable=False),  # JSON: the prompt
-        pa.field("conversation", pa.string(), nullable=False),  # JSON: all messages of an episode; empty: no episode
+        pa.field("conversation", pa.string(), nullable=False),  # JSON: all messages of an episode, or ""
         pa.field("turn_rewards", pa.list_(_REWARD_SPAN), nullable=False),  # from the environment, in the last segment
         pa.field("answer", pa.string(), nullable=False),
         pa.field("metadata", pa.string(), nullable=False),
@@ -92,7 +93,7 @@ REWARDS = pa.schema(
         pa.field("status", pa.string(), nullable=False),  # "ok" or why there is no reward
         pa.field("reward", pa.float64()),  # null unless status is ok
         pa.field("components", pa.list_(_COMPONENT), nullable=False),  # unweighted, by label
-        pa.field("reward_spans", pa.list_(_REWARD_SPAN), nullable=False),  # process rewards; empty: outcome only
+        pa.field("reward_spans", pa.list_(_REWARD_SPAN), nullable=False),  # process rewards; empty if outcome only
     ],
     metadata=SCHEMA_METADATA,
 )
@@ -183,7 +184,7 @@ class WorkerGone(RuntimeError):
 
     @property
     def fault(self) -> str:
-        """What ended it: the same text for the same cause; empty where it is not known."""
+        """What ended it: the same text for the same cause; empty if unknown."""
         return ""
 
 
@@ -216,20 +217,20 @@ class GroupRequest:
     seed: int
     greedy: bool = False
     top_p: float = 1.0
-    """With a separate temperature."""
+    """Only with a separate temperature."""
     top_k: int = 0
-    """With a separate temperature; 0: all tokens."""
+    """Only with a separate temperature; 0: all tokens."""
     temperature: float | None = None
-    """None: sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
+    """If None, sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False
     """Whether the prompt's answers from other sources are added to the samples."""
     max_tokens: int | None = None
-    """Longest response, in tokens; of an episode, longest turn where it is shorter than that of training. None: as in
+    """Longest response, in tokens; of an episode, longest turn if it is shorter than in training. If None, as in
     training."""
     forms: bool = True
     """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
     environment: str | None = None
-    """Name of the environment that a sample is an episode in, empty for one without a name; None: a sample is one
+    """Name of the environment that a sample is an episode in, empty for one without a name, or None if a sample is one
     response to its prompt."""
     finished: tuple[SampleSummary, ...] = ()
     """Samples that are not sampled again: an earlier run has finished them (`RolloutEngine.generate`)."""
@@ -250,7 +251,7 @@ class EpisodeSummary:
     engine_prompt_tokens: int
     """Tokens of the prompts of all turns: what an engine without a prefix cache computes before it samples."""
     cached_tokens: int
-    """Those of them that the engine read from its cache."""
+    """The part of `engine_prompt_tokens` that the engine read from its cache."""
     environment_s: float
     """Time spent waiting for the environment."""
     cut_observations: int = 0
@@ -275,9 +276,9 @@ class SampleSummary:
     status: str = OK
     """`ok`, or why the sample failed before it was scored."""
     segments: tuple[int, ...] = ()
-    """Tokens of each row of the sample, prompt included; empty: it has one row."""
+    """Tokens of each row of the sample, prompt included; empty if it has one row."""
     episode: EpisodeSummary | None = None
-    """None: the sample is one response to its prompt."""
+    """None if the sample is one response to its prompt."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -337,13 +338,13 @@ class GroupSummary:
     samples: tuple[SampleSummary, ...]
     generate_s: float
     refused: str = ""
-    """Why the prompt cannot be used (too long, empty, ...); then there are no samples. Empty: it can be used."""
+    """Why the prompt cannot be used (too long, empty, ...); then there are no samples. Empty if it can be used."""
     cached_tokens: int = 0
     """Prompt tokens, over all samples, that the engine read from its cache instead of computing them."""
     finished_ahead: int = 0
     """Finished samples of the engine's other, unfinished groups: their slots are free."""
     candidates: tuple[SampleSummary, ...] = ()
-    """Answers from other sources; their indices follow those of the samples."""
+    """Answers from other sources; their indices follow the samples'."""
 
 
 @dataclass(frozen=True)
@@ -367,17 +368,17 @@ class RewardSummary(Answer):
     rewards: tuple[float | None, ...]
     components: dict[str, tuple[float | None, ...]]
     answers: tuple[int | None, ...] = ()
-    """Number of the answer of each sample, where a vote was asked for: the same number, the same answer; `NO_ANSWER`:
-    it states none; None: that could not be found out. Empty: no vote was asked for."""
+    """Number of the answer of each sample, if a vote was requested: the same number, the same answer; `NO_ANSWER` if it
+    states none, or None if that could not be found out. Empty if no vote was requested."""
     steps_differ: bool = False
-    """Whether the process rewards of the group differ from each other; False where there are none."""
+    """Whether the process rewards of the group differ from each other; False if there are none."""
     faults: tuple[Fault, ...] = ()
     """Why samples have no reward."""
     seconds: float = 0.0
     """Time that the worker spent on the group."""
 
     def part(self, start: int, end: int | None = None) -> RewardSummary:
-        """The entries of the samples `start` to `end`, exclusive; None: to the last."""
+        """The entries of the samples `start` to `end`, exclusive (to the last if None)."""
         chosen = slice(start, end)
         components = {name: values[chosen] for name, values in self.components.items()}
         return replace(self, statuses=self.statuses[chosen], rewards=self.rewards[chosen], components=components)
@@ -408,24 +409,24 @@ class PrepareRequest:
     candidates: tuple[tuple[str, int], ...] = ()
     """Samples of `keep` that come from other sources than the policy (best_of_group)."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of the data of each prompt_uid, within which batch-wide statistics are computed; empty: they are computed
-    over the whole batch."""
+    """Source of the data of each prompt_uid, within which batch-wide statistics are computed; if empty, they are
+    computed over the whole batch."""
 
 
 @dataclass(frozen=True)
 class TrainRow:
-    """Scalars of one row of a TRAIN table, from which micro-batches are planned."""
+    """Scalars of one row of a TRAIN table, for planning micro-batches."""
 
     tokens: int
     """Prompt plus response."""
     loss_tokens: int
     has_signal: bool
-    """False where all advantages are zero, and so is the policy-gradient term."""
+    """False if all advantages are zero, and so is the policy-gradient term."""
     prompt_tokens: int = 0
     group: int = 0
     """Number of the row's group; rows of one group have the same prompt."""
     sample: int | None = None
-    """Number of the row's sample; None: the row is a separate sample."""
+    """Number of the row's sample, or None if the row is a separate sample."""
 
 
 @dataclass(frozen=True)
@@ -456,7 +457,7 @@ class RankPlan:
     shared: bool = False
     """Packed: place adjacent rows of a micro-batch that have the same prompt behind one copy of it."""
     trace: str = ""
-    """File that the rank writes a profile of the update to; empty: none."""
+    """File that the rank writes a profile of the update to, unless empty."""
     texts: RankPlan | None = None
     """Policy: pieces of text trained on in the same update (PPO-ptx), as rows of the TEXTS table."""
 
@@ -547,10 +548,10 @@ class WeightsSent:
 
     version: int
     digest: str
-    """Of names, types, shapes and the checksums that the sender computed."""
+    """Digest of names, types, shapes and the sender's checksums."""
     nbytes: int
     acks: tuple[WeightAck, ...]
-    """Of every engine."""
+    """The acknowledgement of every engine."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConf
 Preference = Literal["logistic", "fidelity"]
 """Loss of a preference, of how far the model puts the better response ahead."""
 RewardLevel = Literal["sequence", "token"]
-"""Where the scores that a reward model's loss compares are read."""
+"""The places of the scores that a reward model's loss compares."""
 
 
 class SftLossConfig(Frozen):
@@ -29,7 +29,7 @@ class RewardLossConfig(Frozen):
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """Probability that the order of the responses is reversed."""
     level: RewardLevel = "sequence"
-    """Compare the scores of the last tokens, or those of all tokens from the first difference on (pairs)."""
+    """Compare the scores of the last tokens, or of all tokens from the first difference on (pairs)."""
     center_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the squared sum of the scores of an example."""
     lm_coef: float = Field(default=0.0, ge=0.0)
@@ -111,10 +111,10 @@ class OfflineConfig(Frozen):
     loss: OfflineLossConfig
     examples: ExampleConfig
     reference_model: ModelConfig | None
-    """A frozen reference to load beside the model (colocated)."""
+    """A frozen reference to load with the model (colocated)."""
     total_updates: int
     """Optimizer updates the learning-rate schedule spans."""
     seed: int
     device: Device
     lora: LoraConfig | None = None
-    """Train adapters; None: train all weights."""
+    """Train adapters, or all weights if None."""

@@ -14,7 +14,7 @@ EXAMPLE_TEXTS = pa.schema(
         pa.field("messages", pa.string(), nullable=False),  # JSON, as in PROMPTS
         pa.field("responses", pa.list_(pa.string()), nullable=False),  # best first; JSON, the turns after them
         pa.field("scores", pa.list_(pa.float64()), nullable=False),  # one per response; none: the order is strict
-        pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 where the data has none
+        pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 if the data has none
         pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True otherwise
         pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
         pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
@@ -71,7 +71,7 @@ class ExampleSummary:
     problems: tuple[str, ...]
     """`file:row: reason` of the first refused examples."""
     sources: Mapping[str, int] = field(default_factory=dict)
-    """Of a mixture: examples in the table by the name of their source, which follow each other."""
+    """Number of consecutive examples of each source of a mixture, by the source's name."""
 
 
 @dataclass(frozen=True)

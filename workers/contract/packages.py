@@ -45,7 +45,7 @@ def require(module: str, feature: str) -> None:
 
 
 def missing_for(error: ImportError) -> str:
-    """What an import that failed needs, as `missing` says it; empty if it lacks no package of an extra."""
+    """What an import that failed needs, in the form of `missing`; empty if it lacks no package of an extra."""
     module = (error.name or "").partition(".")[0]
     known = any(module in modules for modules in EXTRAS.values())
     return missing(module) if known else ""

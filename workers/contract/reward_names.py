@@ -9,7 +9,7 @@ JUDGE_REWARD = "judge"
 """Name of the reward component that a language model gives."""
 
 NO_ANSWER = -1.0
-"""In a vote: the response states no answer."""
+"""Number in a vote of a response that states no answer."""
 
 REWARD_FUNCTIONS = (
     ENVIRONMENT_REWARD,
@@ -25,10 +25,10 @@ REWARD_FUNCTIONS = (
     "equations",
     "python_tests",
 )
-"""Names of the built-in reward functions. `workers/rewards/loading.py` says where each is implemented."""
+"""Names of the built-in reward functions. `workers/rewards/loading.py` has each one's module."""
 
 STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""
 
 RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym", "python_tests")
-"""Built-in reward functions whose value is 1 where the response is right, and less where it is not."""
+"""Built-in reward functions whose value is 1 if the response is right, and less if it is not."""

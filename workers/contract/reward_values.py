@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable
 
 TOLERANCE = 1e-9
-"""Largest difference by which rewards are equal: of numbers above 1, as a share of them."""
+"""Largest difference of equal rewards: of numbers above 1, as a share of them."""
 
 
 def total(values: Iterable[float]) -> float:
-    """The sum of rewards, rounded once; not finite where one of them is not or where they are too large."""
+    """The sum of rewards, rounded once; not finite if one of them is not or if they are too large."""
     given = tuple(values)
     try:
         return math.fsum(given)
@@ -22,7 +22,7 @@ def total(values: Iterable[float]) -> float:
 
 
 def is_solved(value: float, solved_at: float) -> bool:
-    """Whether a reward is at least the one from which a sample counts as solved."""
+    """Whether a reward is at least `solved_at`, to rounding."""
     return value >= solved_at - TOLERANCE * max(1.0, abs(solved_at))
 
 

@@ -147,7 +147,7 @@ class EnvironmentServer(Watched, Protocol):
         ...
 
     def end_all(self, caller: str) -> Reply[int]:
-        """Closes all episodes of a caller that is gone, also those that wait for a seat; returns how many."""
+        """Closes all episodes of a caller that is gone, also the ones waiting for a seat; returns how many."""
         ...
 
 
@@ -161,9 +161,9 @@ class RolloutEngine(Replica, Protocol):
     def generate(
         self, request: GroupRequest, prompts: TableRef, finished: TableRef | None = None
     ) -> Reply[tuple[GroupSummary, TableRef]]:
-        """Samples one group, or what is left of it; returns its summary and a ROLLOUTS table.
+        """Samples one group, or the rest of it; returns its summary and a ROLLOUTS table.
 
-        `finished` has the rows of `request.finished`, the samples that exist; None: there are none.
+        `finished` has the rows of `request.finished`, the samples that exist; None if there are none.
         """
         ...
 
@@ -180,7 +180,7 @@ class RolloutEngine(Replica, Protocol):
         ...
 
     def change_weights(self, update: WeightUpdate, delta: TableRef) -> Reply[bool]:
-        """Turns the version that this worker wrote before into `update`; False where it lacks the delta's base."""
+        """Turns the version that this worker wrote before into `update`; False if it lacks the delta's base."""
         ...
 
     def reset_prefix_cache(self) -> Reply[bool]:
@@ -192,7 +192,7 @@ class RolloutEngine(Replica, Protocol):
         ...
 
     def wake(self) -> Reply[None]:
-        """Takes that memory back without new weights, where the engine has kept its own."""
+        """Takes that memory back without new weights, if the engine has kept its own."""
         ...
 
     def transfer_init(self, init_info: dict[str, Any]) -> Reply[None]:
@@ -224,8 +224,8 @@ class Reward(Replica, Protocol):
 
         Args:
             rollouts: The group's ROLLOUTS table.
-            rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
-            vote: Whether the summary says which samples give the same answer.
+            rewards: Which reward functions, by name in `ScoringConfig.sets`; if empty, the role's.
+            vote: Whether the summary includes which samples give the same answer.
         """
         ...
 
@@ -240,7 +240,7 @@ class Reward(Replica, Protocol):
     def keep_groups(
         self, folder: str, request: KeepRequest, *tables: TableRef
     ) -> Reply[tuple[dict[str, KeptTable], ...]]:
-        """Writes groups that a later run takes over; where each of those that fit is, by kind of table."""
+        """Writes groups that a later run takes over; returns the place of each that fits, by kind of table."""
         ...
 
     def read_group(self, folder: str, kept: KeptTable) -> Reply[tuple[int, TableRef]]:
@@ -264,7 +264,7 @@ class Trainer(Worker, Protocol):
     """One rank of a group of workers that train a model. All methods are collective unless they say otherwise."""
 
     def rendezvous(self) -> Reply[tuple[str, int]]:
-        """Address and port at which the ranks of the group meet; asked of rank 0. Not collective."""
+        """Address and port at which the ranks of the group meet; called on rank 0. Not collective."""
         ...
 
     def start(self, rendezvous: Rendezvous) -> Reply[WorkerHealth]:
@@ -354,7 +354,7 @@ class Policy(Trainer, Protocol):
         ...
 
     def token_records(self) -> Reply[tuple[int, TableRef]]:
-        """(rows, TOKEN_RECORDS table) of this rank's updates since the last call, where they are kept. Not
+        """(rows, TOKEN_RECORDS table) of this rank's updates since the last call, if they are kept. Not
         collective."""
         ...
 

@@ -21,7 +21,7 @@ TRAINED = (
     pa.field("logprobs", _FLOATS),  # of the policy in the step's last update that had the row
     pa.field("entropy", _FLOATS),  # of the policy in that update
 )
-"""What was trained: over response tokens, null where it was not computed."""
+"""What was trained: over response tokens, null if it was not computed."""
 
 SAMPLES = pa.schema(
     [

@@ -1,4 +1,4 @@
-"""The tags by which models mark their thoughts, as text and as special tokens."""
+"""The tags that models mark their thoughts with, as text and as special tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 _NAME = r"(?:seed:|mm:)?(?:think|thinking|thought|reasoning)(?::[\w.-]+)?"
 STARTS = re.compile(rf"<{_NAME}>|\[THINK\]|<\|START_THINKING\|>|\u25c1think\u25b7|<\|channel>|<\|channel\|>\s*analysis")
-"""Begins a thought: tags, those of Mistral, Cohere, Kimi and Gemma 4, and the channel of gpt-oss."""
+"""Begins a thought: tags, the forms of Mistral, Cohere, Kimi and Gemma 4, and the channel of gpt-oss."""
 ENDS = re.compile(
     rf"</{_NAME}>|\[/THINK\]|<\|END_THINKING\|>|\u25c1/think\u25b7|<channel\|>"
     r"|<\|channel\|>\s*(?:final|commentary)(?:(?!<\|message\|>|<\|channel\|>).)*<\|message\|>",
@@ -14,7 +14,7 @@ ENDS = re.compile(
 )
 """Ends a thought. In the form of gpt-oss this is the head of the next channel."""
 _PARTS = ("<|channel|>", "<|message|>")
-"""Special tokens of which gpt-oss makes its tags."""
+"""Special tokens that gpt-oss builds its tags from."""
 
 
 def is_tag(token: str) -> bool:

@@ -10,7 +10,7 @@ _SECRET = re.compile(r"secret|token|key|password|credential|^sig$", re.IGNORECAS
 _NO_USER = "gs://anonymous@"
 """How a URL asks Google Cloud Storage for no credentials."""
 _AZURE = ("abfs://", "abfss://")
-"""In such URLs the container or the account stands where others have a user."""
+"""In such URLs the container or the account replaces the user."""
 _NO_SECRET = "credential_kind"
 """An option of Azure that names where credentials come from."""
 
@@ -19,7 +19,7 @@ def has_credentials(url: str) -> bool:
     """Whether a URL holds a user, a password or an option that is a credential."""
     try:
         parts = urlsplit(url)
-    except ValueError:  # it is no URL: whoever opens it says so
+    except ValueError:  # it is no URL: opening it reports that
         return "@" in url
     names = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - {_NO_SECRET}
     if any(_SECRET.search(name) for name in names):

@@ -33,9 +33,9 @@ class WeightBackend:
     devices: frozenset[_Device] = frozenset({"cpu", "cuda"})
     """Where rollout and policy can be."""
     shared_gpu: bool | None = None
-    """Whether rollout has to be on the policy's GPUs; None: it can be anywhere."""
+    """Whether rollout has to be on the policy's GPUs, or None if it can be anywhere."""
     automatic: _Device | None = None
-    """The device on which `auto` chooses this back-end, where `shared_gpu` allows it."""
+    """The device on which `auto` chooses this back-end, if `shared_gpu` allows it."""
     engine_buckets: int = 0
     """Buckets of weights that each process of an engine holds during a transfer."""
     sender_buckets: int = 0
@@ -118,7 +118,7 @@ def automatic_backend(device: _Device, shared_gpu: bool) -> WeightBackend:
 
 
 def backend_problem(backend: TransferBackend, device: _Device, shared_gpu: bool) -> str | None:
-    """Why a back-end cannot be used, as text; None: it can be.
+    """Why a back-end cannot be used, as text, or None if it can be.
 
     Args:
         backend: Name of the row.

@@ -61,6 +61,6 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def turn_seed(seed: int, index: int, turn: int) -> int:
-    """Seed of one turn of sample `index` of a group; that of the first turn is the sample's."""
+    """Seed of one turn of sample `index` of a group; the first turn's is the sample's."""
     own = sample_seed(seed, index)
     return own if turn == 0 else sample_seed(own, turn)

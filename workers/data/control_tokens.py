@@ -1,4 +1,4 @@
-"""Tokens that say who speaks and what ends a turn, and that the tokenizer does not mark as special.
+"""Tokens for speakers and ends of turns that the tokenizer does not mark as special.
 
 DeepSeek's `<｜User｜>` is such a token: the chat template writes it around turns.
 """
@@ -27,7 +27,7 @@ _CONVERSATIONS = (
     ("user", "assistant", "user"),
     ("user", "assistant", "tool"),
 )
-"""Roles of conversations that are rendered; a template refuses those that it does not know."""
+"""Roles of conversations that are rendered; a template refuses unknown ones."""
 _OF_A_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 _OF_A_TURN = re.compile(rf"{_OF_A_THOUGHT.pattern}|tool|call|func|arg", re.IGNORECASE)
 """Tags inside a turn, which data and environments write as well: they stay tokens, unless nothing else opens one."""
@@ -50,7 +50,7 @@ def unmarked_control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
         behind = rendering.rpartition(MARK)[2]
         inner = set(filter(_MARKUP.fullmatch, found.findall(behind)))
         if last == "tool" and not marked.search(behind) and all(map(_OF_A_TURN.search, inner)):
-            # Nothing but a tag of the tool's result says that the assistant speaks from here (DeepSeek).
+            # Only a tag of the tool's result marks that the assistant speaks from here (DeepSeek).
             opening |= {text for text in inner if not _OF_A_THOUGHT.search(text)}
     return around | opening | (ends & unmarked)
 
@@ -79,7 +79,7 @@ def _ids(config: Mapping[str, Any]) -> list[int]:
 
 
 def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterable[tuple[str, str]]:
-    """(what the template writes around texts, role of the last message), of all conversations that it knows."""
+    """(what the template writes around texts, role of the last message), of all conversations that it accepts."""
     for roles in _CONVERSATIONS:
         messages = [{"role": role, "content": MARK} for role in roles]
         try:

@@ -62,11 +62,11 @@ def encode_turns(
 ) -> tuple[list[int], list[bool]]:
     """Token ids of the turns that follow `messages`, and a loss mask: True for the assistant's.
 
-    The prompt's ids are those of a rollout. Prompt and turns together are the chat template's rendering of the whole
-    conversation up to the end of the last turn: what the template writes into the assistant's turns (an empty thought)
-    is part of them, and what it writes between them is there without a loss. Where the template writes no end, the
-    last turn ends with the end-of-sequence token. Text behind the end of the last turn (such as a line break) is left
-    out: sampling stops before it.
+    The prompt's ids are the same as in a rollout. Prompt and turns together are the chat template's rendering of the
+    whole conversation up to the end of the last turn: what the template writes into the assistant's turns (an empty
+    thought) is part of them, and what it writes between them is there without a loss. If the template writes no end,
+    the last turn ends with the end-of-sequence token. Text behind the end of the last turn (such as a line break) is
+    left out: sampling stops before it.
 
     A turn whose first tokens the tokenizer would merge with what is before them is tokenized alone, as a policy that
     samples it sees it.
@@ -108,7 +108,7 @@ def encode_turns(
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
     """Token ids of a whole conversation, up to where `encode_turns` ends: a reward model reads its score there.
 
-    A conversation that ends with another message than the assistant's, or whose last text the template leaves out, ends
+    A conversation that does not end with a message of the assistant, or whose last text the template leaves out, ends
     as the template writes it.
 
     Raises:
@@ -174,7 +174,7 @@ def _rendered(rendering: Callable[[], str]) -> str:
 
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, before: str, before_ids: Sequence[int], text: str) -> list[int]:
-    """Tokens of a text that follows another; it is tokenized alone where the two would merge."""
+    """Tokens of a text that follows another; it is tokenized alone if the two would merge."""
     whole = token_ids(tokenizer, before + text)
     if whole[: len(before_ids)] == list(before_ids):
         return whole[len(before_ids) :]
@@ -182,7 +182,7 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, before: str, before_ids: S
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, behind: str) -> str:
-    """The beginning of the text behind a turn, up to the token that ends it; empty: the template writes none."""
+    """The beginning of the text behind a turn, up to the token that ends it; empty if the template writes none."""
     ends = turn_ends(tokenizer)
     texts = sorted({*ends.written, *ends.texts}, key=len, reverse=True)
     found = re.search("|".join(map(re.escape, texts)), behind) if texts else None

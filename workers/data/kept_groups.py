@@ -104,7 +104,7 @@ def _rows_by_group(request: KeepRequest, tables: Sequence[pa.Table]) -> Mapping[
         segments = table.column(SEGMENT.name).to_pylist() if SEGMENT.name in table.column_names else [0] * len(table)
         numbers: dict[tuple[str, int], dict[tuple[int, int], int]] = {}
         for row, ((uid, sample, attempt), segment) in enumerate(zip(identities(table), segments, strict=True)):
-            # Two tables may have the same rows: that of a group, and that of all groups of its engine.
+            # Two tables may have the same rows: a group's, and the one of all groups of its engine.
             numbers.setdefault((uid, attempt), {}).setdefault((sample, segment), row)
         for key in request.groups:
             if key in numbers:

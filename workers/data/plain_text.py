@@ -1,12 +1,12 @@
 """Texts of prompts, environments and tools stay text: what reads like a special token in them does not become one.
 
 A chat template writes special tokens as text, and the rendering is tokenized as a whole. A `CUT` inside every special
-token that stands in a message keeps it apart from those of the template: the rendering is tokenized in pieces, which
+token that stands in a message keeps it apart from the template's: the rendering is tokenized in pieces, which
 end there. Jinja, the tokenizer and the comparisons of renderings see the same text otherwise.
 
 A tokenizer may also make a special token of a text that does not have it: normalization turns `＜|end|＞` into
-`<|end|>`, or a piece of the vocabulary is one. So the special tokens of a piece are compared with those that stand in
-it. Where they differ, the texts between them are tokenized apart, in parts that have none.
+`<|end|>`, or a piece of the vocabulary is one. So the special tokens of a piece are compared with the ones that stand
+in it. If they differ, the texts between them are tokenized apart, in parts that have none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Special:
     """What could become one together with the text behind it."""
     longest: int
     tokens: Mapping[str, AddedToken]
-    """By their text, those that have an id and are more than the tokenizer's mark of unknown text."""
+    """By their text, tokens that have an id and are more than the tokenizer's mark of unknown text."""
     ids: Mapping[int, str]
     """Their texts by their ids."""
 
@@ -154,7 +154,7 @@ def _spaces_end(text: str, start: int) -> int:
 
 
 def _plain(tokenizer: PreTrainedTokenizerBase, encode: _Encode, text: str) -> list[int]:
-    """Token ids of a text without special tokens: in halves where the tokenizer makes one of it.
+    """Token ids of a text without special tokens: in halves if the tokenizer makes one of it.
 
     What it makes of a single character is left out.
     """
@@ -166,9 +166,9 @@ def _plain(tokenizer: PreTrainedTokenizerBase, encode: _Encode, text: str) -> li
 
 
 def _cut(special: _Special, text: str) -> str:
-    """The text with a cut behind the first character of every special token, also of those that overlap.
+    """The text with a cut behind the first character of every special token, also of overlapping ones.
 
-    There is a cut behind the text, too, where what follows it could complete a special token.
+    There is also a cut behind the text if what follows it could complete a special token.
     """
     place = 0
     while found := special.pattern.search(text, place):

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     """Facts about the tokenizer and the prompts.
 
-    First come the end of a turn that the model's folder does not name (empty: none) and the text that ends a turn
-    where no token does (empty: one does), then the numbers of prompts and of answers with special tokens that are read
-    as text, then the length of each prompt in tokens, or why it has none.
+    First come the end of a turn that the model's folder does not name (or "") and the text that ends a turn if no token
+    does (else ""), then the numbers of prompts and of answers with special tokens that are read as text, then the
+    length of each prompt in tokens, or why it has none.
 
     Args:
         request: `model`, a ModelConfig as a dictionary, `messages` of every prompt and `answers` of the data (JSON),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _SpecialIds:
     size: int
-    """Of the tokenizer, to which tokens can be added."""
+    """Size of the tokenizer, which tokens can be added to."""
     tags: frozenset[int]
     others: frozenset[int]
 

@@ -43,7 +43,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_chat_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer`. Raises ValueError for a tokenizer without a chat template, too."""
+    """As `load_tokenizer`. Also raises ValueError for a tokenizer without a chat template."""
     tokenizer = load_tokenizer(model)
     if tokenizer.chat_template is None:
         remedy = "set model.chat_template to a Jinja file, or to none for prompts that are plain text"
@@ -52,9 +52,9 @@ def load_chat_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
-    """Copy what stands beside a model's weights and configuration, with `model.chat_template`, as an export has it.
+    """Copies a model's files besides weights and configuration, with `model.chat_template`, as an export has them.
 
-    An export without a template says that the model was trained without one: other tools and later runs do not render
+    An export without a template means that the model was trained without one: other tools and later runs do not render
     conversations for it then.
     """
     for file in Path(model.path).iterdir():
@@ -88,7 +88,7 @@ def render(
     open_turn: bool,
     tools: list[Any] | None = None,
 ) -> str:
-    """Text of a conversation, with the opening of the assistant's turn where `open_turn`, and the `tools` it offers.
+    """Text of a conversation, with the opening of the assistant's turn if `open_turn`, and the `tools` it offers.
 
     The text is for `token_ids` and for comparisons with others: special tokens that stand in the messages are cut
     (`troupe.workers.data.plain_text`).
@@ -115,8 +115,8 @@ def render_as_text(
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of rendered text.
 
-    A chat template writes special tokens itself. Without one, those that the tokenizer puts before a text are added,
-    and those that it puts after a text are not: the text continues.
+    A chat template writes special tokens itself. Without one, the ones that the tokenizer puts before a text are added,
+    and the ones after a text are not: the text continues.
     """
     ids = text_ids(tokenizer, text)
     return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*before_a_text(tokenizer), *ids]
@@ -140,7 +140,7 @@ def within_embedding(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> 
 
 @cache
 def _embedding_rows(folder: str) -> int | None:
-    """Rows of the embedding, by the configuration of a model; None: it does not say."""
+    """Rows of the embedding, by the configuration of a model, or None if it has no such field."""
     try:
         config: Any = json.loads((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -64,7 +64,7 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def join_samples(step: int, tables: Sequence[pa.Table]) -> pa.Table:
-    """Join what was sampled, how it was rewarded and what was trained.
+    """Joins samples, their rewards and their training data.
 
     Args:
         step: The step in which they were trained.
@@ -100,7 +100,7 @@ def _row_keys(table: pa.Table) -> list[tuple[Identity, int]]:
 
 
 def _places(keys: Sequence[tuple[Identity, int]], table: pa.Table) -> pa.Array:
-    """For each key the number of the table's last row with it; null where it has none."""
+    """For each key the number of the table's last row with it; null if it has none."""
     rows = {key: row for row, key in enumerate(_row_keys(table))}
     return pa.array([rows.get(key) for key in keys], pa.int64())
 

@@ -30,15 +30,16 @@ class TurnEnds:
     texts: tuple[str, ...]
     """Their texts."""
     own: int | None
-    """The one that ends a turn that was written, not sampled."""
+    """The end of a written (not sampled) turn."""
     closing: tuple[int, ...]
-    """What the chat template writes behind the last turn of a conversation, up to the end; empty: no special token."""
+    """What the chat template writes behind the last turn of a conversation, up to the end; empty if that has no special
+    token."""
     written: tuple[str, ...]
     """The texts of what it writes behind a turn, the last one or one before others, up to the end."""
     unnamed: str
-    """The end that the chat template writes and that the model's folder does not name; empty: it names it."""
+    """The end that the chat template writes and that the model's folder does not name; empty if it names it."""
     spelled: str
-    """Text that the chat template writes behind a turn where it writes no token; sampling does not stop there."""
+    """Text that the chat template writes behind a turn if it writes no token; sampling does not stop there."""
 
 
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Any, TurnEnds]] = WeakKeyDictionary()
@@ -48,7 +49,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
     """What ends a turn of the assistant.
 
     These are the ends that the model's folder names (the end-of-sequence token of the tokenizer, and `eos_token_id` of
-    its generation configuration, or of its configuration where it has none), and the special token that the chat
+    its generation configuration, or of its configuration if it has none), and the special token that the chat
     template writes behind a turn.
 
     Args:
@@ -68,8 +69,8 @@ def padding_besides(ends: Collection[int], text_config: Any, tokenizer: PreTrain
     the same token, it would read the score one token too early.
 
     Args:
-        ends: Tokens that end a turn, besides those of the configuration.
-        text_config: Of the classifier. Its own padding token is taken where it can be.
+        ends: Tokens that end a turn, besides the configuration's.
+        text_config: Text configuration of the classifier. Its own padding token is used if possible.
         tokenizer: Its tokenizer.
     """
     configured = text_config.eos_token_id
@@ -85,7 +86,7 @@ def padding_besides(ends: Collection[int], text_config: Any, tokenizer: PreTrain
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
-    """The tokens of a turn without those that end it, if they were sampled."""
+    """The tokens of a turn without its end, if that was sampled."""
     ends = turn_ends(tokenizer)
     if not ids or ids[-1] not in ends.ids:
         return list(ids)
@@ -94,7 +95,7 @@ def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def name_end(model: ModelConfig, folder: Path) -> None:
-    """Name the chat template's end of a turn in an exported model, where the folder of `model` does not.
+    """Name the chat template's end of a turn in an exported model, if the folder of `model` does not.
 
     Without it, other tools do not know the end that the model was trained to write, and never stop.
     """
@@ -143,7 +144,7 @@ def _find(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
 
 
 def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, following: list[dict[str, Any]]) -> str:
-    """What the template writes behind a turn of the assistant; empty: nothing, or it fails."""
+    """What the template writes behind a turn of the assistant; empty if it writes nothing, or fails."""
     if tokenizer.chat_template in (None, PLAIN_TEMPLATE):
         return ""
     try:
@@ -156,7 +157,7 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, following: list[dict[str,
 def _closing(tokenizer: PreTrainedTokenizerBase, behind: str, named: Collection[int]) -> list[str]:
     """The special tokens with which the text behind a turn begins: one, or all up to the first end.
 
-    Some templates close a part of the turn before the turn (Cohere's Command R7B). Empty: no such part.
+    Some templates close a part of the turn before the turn (Cohere's Command R7B). Empty without such a part.
     """
     special, run = special_tokens(tokenizer), list[str]()
     while found := special.match(behind):

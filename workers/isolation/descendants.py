@@ -50,7 +50,7 @@ def used_bytes(mark: str, *, at_most: int = 0) -> tuple[int, int]:
     """Memory of all processes with this mark, and their number.
 
     Pages that several of them map, as after a fork, count once. The sum of the resident sets, in which they count for
-    each, is cheaper to read: it is returned where it does not exceed `at_most`.
+    each, is cheaper to read: it is returned if it does not exceed `at_most`.
     """
     resident = [size for pid in marked(mark) if (size := _resident(pid))]
     if sum(resident) <= at_most:
@@ -109,7 +109,7 @@ def _end_as(code: int) -> NoReturn:
 
 
 def _environment(pid: str) -> list[bytes]:
-    """The variables that a process was started with; none where it is gone or another user's."""
+    """The variables that a process was started with; none if it is gone or another user's."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as stream:
             return stream.read().split(b"\0")
@@ -118,7 +118,7 @@ def _environment(pid: str) -> list[bytes]:
 
 
 def _share(pid: int) -> int:
-    """Resident set of a process, in bytes, a page that n processes map as 1/n; 0 where it is gone."""
+    """Resident set of a process, in bytes, a page that n processes map as 1/n; 0 if it is gone."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as stream:
             return next((int(line.split()[1]) * 2**10 for line in stream if line.startswith(b"Pss:")), 0)
@@ -127,7 +127,7 @@ def _share(pid: int) -> int:
 
 
 def _resident(pid: int) -> int:
-    """Resident set of a process, in bytes; 0 where it is gone."""
+    """Resident set of a process, in bytes; 0 if it is gone."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as stream:
             return int(stream.read().split()[1]) * PAGE

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from troupe.workers.telemetry.stacks import VARIABLE, stacks_folder
 
 MARK = "TROUPE_CHILD"
-"""Variable by which all descendants of a process are found, whatever session and parent they have given themselves."""
+"""Variable that identifies all descendants of a process, whatever session and parent they have given themselves."""
 _SECRET = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY)(?:_|$)"
     r"|SECRET|_TOKEN$|PASSWORD|_KEY$|(?:^|_)(?:PAT|CONNECTION_STRING)$",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def without_collections() -> Iterator[None]:
     """In the block Python collects no garbage.
 
-    While an import creates thousands of modules, collections take a third of the time and find next to nothing.
+    While an import creates thousands of modules, collections take a third of the time and find almost nothing.
     """
     collects = gc.isenabled()
     gc.disable()

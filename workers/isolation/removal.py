@@ -28,7 +28,7 @@ def remove_at_death(path: str | Path, *, prefix: bool = False) -> None:
 
 
 def retire(path: str | Path) -> None:
-    """Remove a file whose name will not be used again, and end the process that guards it."""
+    """Removes a file whose name will not be used again, and ends its guard process."""
     Path(path).unlink(missing_ok=True)
     owner_pipe = _owner_pipes.pop(str(path), None)
     if owner_pipe is not None:

@@ -88,7 +88,7 @@ class Adapter:
         """Take the tensors of an adapter as the ones that training starts from.
 
         Raises:
-            ValueError: They are not those that the model's adapters have, or are of a reward model under ZeRO-3.
+            ValueError: They do not match the model's adapters, or are of a reward model under ZeRO-3.
         """
         own = dict(self.named_parameters())
         if adapter.config.get("task_type") == SCORES and any(map(is_partitioned, own.values())):

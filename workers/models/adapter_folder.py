@@ -35,10 +35,10 @@ class AdapterFolder:
     tensors: Mapping[str, torch.Tensor]
     """By their names in the file, `base_model.model.NAME.lora_A.weight`."""
     base: str
-    """Digest of the model below (`troupe.workers.models.base_files`); empty: the file does not say."""
+    """Digest of the model below (`troupe.workers.models.base_files`); empty if the file has none."""
 
     def require_base(self, model: str | Path) -> None:
-        """Raise ValueError where the adapter was trained on another model than that in this folder."""
+        """Raises ValueError if the adapter was trained on a different model from the one in this folder."""
         if self.base and self.base != (found := base_digest(model)):
             raise ValueError(
                 f"{model} is not the model that the adapter {self.path} was trained on: digest {self.base}, now {found}"
@@ -78,7 +78,7 @@ def add_folder(model: PreTrainedModel, folder: str | Path, base: str | Path) -> 
 def add_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> int:
     """Add an adapter to the weights of a model in place, in float32 before rounding once.
 
-    What was trained whole replaces that of the model. Returns the number of layers that had an adapter.
+    What was trained whole replaces the model's. Returns the number of layers that had an adapter.
 
     Raises:
         ValueError: The model lacks a layer, or the adapter a tensor of one.

@@ -1,8 +1,8 @@
 """The attention implementation that a model trains with: the fastest one that computes what the model defines.
 
 transformers runs most models with torch's `scaled_dot_product_attention` (`sdpa`), which takes no caps of the attention
-logits, no sinks and no bias, and ignores those that a model passes. The sampler applies them. The model's own `eager`
-implementation does too, and so both are tried on a small copy of the model before it is loaded.
+logits, no sinks and no bias, and ignores the ones that a model passes. The sampler applies them. The model's own
+`eager` implementation does too, and so both are tried on a small copy of the model before it is loaded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ROUNDING = 5e-5
 """Largest distance of the states of two implementations that rounding explains in float32, as a fraction of their
 length. It gives 1e-6; a cap of 50 on attention logits 1e-3."""
 _LENGTHS = (24, 17)
-"""Of the texts that are tried, in tokens: one is padded, and both are longer than every window of a small copy."""
+"""Lengths of the tried texts, in tokens: one is padded, and both are longer than every window of a small copy."""
 
 
 def choose_attention(path: str, trust_remote_code: bool) -> str | None:
-    """The implementation to load the model of a folder with; None: transformers' default.
+    """The implementation to load the model of a folder with, or None for transformers' default.
 
-    Both are tried on the device where the process trains. A model that cannot be tried gets eager attention, which the
+    Both are tried on the process's training device. A model that cannot be tried gets eager attention, which the
     model's own code defines.
 
     Raises:

@@ -212,7 +212,7 @@ def _states(model: PreTrainedModel, batch: TokenBatch, mask: torch.Tensor | None
 def _amplifies_rounding(model: PreTrainedModel, device: Device) -> bool:
     """Whether a trained model's states are of no use to compare two ways to compute them.
 
-    Where tokens are rare, a change of the embeddings in their last bit can change all of a state. False for a model
+    If tokens are rare, a change of the embeddings in their last bit can change all of a state. False for a model
     that is tried out as a copy in any case: it is partitioned, or will run on another device.
     """
     if model.device.type != device or any(map(is_partitioned, model.parameters())):
@@ -256,7 +256,7 @@ def _embedded(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 def _attention_limits(model: PreTrainedModel) -> set[str]:
     """What keeps some token from attending to all earlier ones: kinds of layers, or fields with a window or chunk.
 
-    A window is no limit where it is as long as the longest sequence of the model.
+    A window is no limit if it is as long as the longest sequence of the model.
     """
     config = model.config.get_text_config()
     if kinds := getattr(config, "layer_types", None):
@@ -312,7 +312,7 @@ def _trained_as(model: PreTrainedModel, tried: PreTrainedModel) -> ModelModule:
 def _noise(module: ModelModule, model: PreTrainedModel) -> float:
     """Largest difference between the states of two passes in the module's mode, or of one to evaluation mode.
 
-    0 where it is rounding: of the size of that between two passes in evaluation mode, because some kernels add in any
+    0 if it is rounding: as large as between two passes in evaluation mode, because some kernels add in any
     order.
     """
     ids = (7 * torch.arange(16, device=model.device) % model.config.get_text_config().vocab_size)[None]

@@ -1,4 +1,4 @@
-"""float32 linear layers on the CPU with oneDNN, where torch's default library is slow.
+"""float32 linear layers on the CPU with oneDNN, if torch's default library is slow.
 
 torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel processors only. oneDNN, which ships with torch
 and is used for bfloat16, uses it on all.
@@ -58,7 +58,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make the model's float32 linear layers use oneDNN on the CPU, where that is faster.
+    """Make the model's float32 linear layers use oneDNN on the CPU, if that is faster.
 
     They keep their names and weights.
     """
@@ -89,17 +89,17 @@ def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt: how much may be free at the end of the heap, and from which size on blocks are
-allocated with mmap, and returned when they are freed."""
+"""Parameters of glibc's mallopt: the most memory free at the end of the heap, and the least size of blocks that are
+allocated with mmap, and returned when freed."""
 _KEPT_END, _LARGE = 2**25, 2**23
 
 
 def return_large() -> None:
-    """Make the C library return the memory of freed tensors of 8 MiB or more at once, and keep that of others (glibc).
+    """Make the C library return the memory of freed tensors of 8 MiB or more at once, and keep smaller ones (glibc).
 
     A kept block is used again as it is; a new one is zeroed page by page by the kernel, which costs more than most
     operations on it. By default the C library returns what is free at the end of its heap sooner, and keeps blocks of
-    up to 32 MiB, which leave gaps. Keeping everything lets a process grow without limit where batches differ in shape
+    up to 32 MiB, which leave gaps. Keeping everything lets a process grow without limit if batches differ in shape
     (docs/explanation/profiles.md).
     """
     with contextlib.suppress(AttributeError):

@@ -1,4 +1,4 @@
-"""Dropout, which no model has here: the log-probs of an update must be those of the sampler."""
+"""Turns dropout off in all models: the log-probs of an update must equal the sampler's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The output head's log-probs on a GPU: Triton kernels that read every tile of logits once, forward and backward.
 
-`heads.token_logprobs` imports them only where tensors are on a GPU. Tests run them in Triton's interpreter.
+`heads.token_logprobs` imports them only if tensors are on a GPU. Tests run them in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def differentiate_rows(
 
 def sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
     """float32 [T] each, over the vocabulary, for logits z of `factor` * input [T, in] @ weight [V, in]^T: the highest
-    z, the sum of exp(z - highest), that of (z - highest) exp(z - highest), and the targets' logits."""
+    z, the sums of exp(z - highest) and of (z - highest) exp(z - highest), and the targets' logits."""
     highest, total, weighted, chosen = torch.zeros(4, len(input), device=input.device).unbind()
     highest.fill_(_LOWEST)
     for start, logits in _tiles(input, weight):
@@ -90,8 +90,8 @@ def gradients(
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile.
 
-    The next tile overwrites the one before. `of_logprob`, `of_entropy`: float32 [T], times `factor`; None: entropies
-    have no gradient.
+    The next tile overwrites the one before. `of_logprob`, `of_entropy`: float32 [T], times `factor`, or None if
+    entropies have no gradient.
     """
     found = weight.new_empty(len(input) * min(GPU_TILE_COLUMNS, len(weight)))
     for start, logits in _tiles(input, weight):

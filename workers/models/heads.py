@@ -21,8 +21,8 @@ _TILE_NUMBERS = 2**21
 """Logits of 1024 tokens that `token_logprobs` holds at a time: 8 MiB, which a cache holds from one operation to the
 next."""
 _FLOAT32_TILE_COLUMNS = 512
-"""Columns of a tile of a float32 weight, of which every product is new memory: for 1024 tokens 2 MiB, which the C
-library has at hand."""
+"""Columns of a tile of a float32 weight. Every product is new memory: for 1024 tokens 2 MiB, which the C library has at
+hand."""
 _LOWEST = -1e30
 """Below every logit, and finite: its product with 0 is 0."""
 
@@ -35,18 +35,18 @@ class Float32Head(nn.Linear):
         """float32 [..., out_features] of [..., in_features].
 
         Every row is summed alone: libraries choose how they sum a product of one column by its number of rows, and the
-        value of a token would differ in its last bit with the tokens beside it.
+        value of a token would differ in its last bit with its neighbours.
         """
         values = (input.float()[..., None, :] * self.weight.float()).sum(-1)
         return values if self.bias is None else values + self.bias.float()
 
 
 class Float32Logits(nn.Linear):
-    """An output head with float32 logits, which never exist all at once where only targets are asked for.
+    """An output head with float32 logits, which never exist all at once if only targets are requested.
 
-    A logit of 16 to 32 has neighbours 0.125 apart in bfloat16, so those of bfloat16 factors are summed and kept in
+    A logit of 16 to 32 has neighbours 0.125 apart in bfloat16, so logits of bfloat16 factors are summed and kept in
     float32. The head's weight is the largest of a model: it is converted in blocks only. Gradients are multiplied in
-    the type of the weight, like those of every other layer.
+    the type of the weight, as in every other layer.
     """
 
     def forward(
@@ -71,7 +71,7 @@ class Float32Logits(nn.Linear):
 
 
 def share_gradient(model: PreTrainedModel) -> None:
-    """Have the gradient of an embedding added, row by row, to that of the head it is tied to.
+    """Adds the gradient of an embedding, row by row, to the gradient of the head it is tied to.
 
     By default it is a tensor of the size of the weight, which is 0 but for the tokens of a micro-batch.
     """
@@ -107,7 +107,7 @@ class _Product(torch.autograd.Function):
 def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """float32 [T, V] = input [T, in] @ weight [V, in]^T of bfloat16 factors, on the CPU.
 
-    The weight exists in float32 in blocks only, each of which is multiplied while the cache holds it.
+    The weight exists in float32 in blocks only; each is multiplied while the cache holds it.
     """
     rows, found = input.float(), torch.empty(len(input), len(weight))
     size = max(1, _BLOCK_NUMBERS // max(rows.shape))
@@ -140,7 +140,7 @@ def token_logprobs(
 
 class _TokenLogprobs(torch.autograd.Function):
     """See `token_logprobs`. For p = softmax(z) and H its entropy, the gradient by logit j of the log-prob of token i is
-    [i = j] - p_j, and that of H is -p_j (log p_j + H)."""
+    [i = j] - p_j, and of H it is -p_j (log p_j + H)."""
 
     @staticmethod
     def forward(
@@ -177,7 +177,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
-    """float32 [T] each, over the vocabulary: the highest logit z, the sum of exp(z - highest), that of (z - highest)
+    """float32 [T] each, over the vocabulary: the highest logit z, the sums of exp(z - highest) and of (z - highest)
     exp(z - highest), and the targets' logits."""
     highest = torch.full((len(input),), _LOWEST)
     total, weighted, chosen = torch.zeros(3, len(input)).unbind()
@@ -206,7 +206,7 @@ def _gradients(
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile.
 
-    `of_logprob`, `of_entropy`: float32 [T], times `factor`; None: entropies have no gradient.
+    `of_logprob`, `of_entropy`: float32 [T], times `factor`, or None if entropies have no gradient.
     """
     for start, logits in _logit_tiles(input, weight, factor):
         logits.sub_(log_sums[:, None])
@@ -223,7 +223,7 @@ def _gradients(
 def _functions(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """`_sums`, `_gradients` and `_product`, or their counterparts of a GPU.
 
-    Triton is imported only where tensors are on one.
+    Triton is imported only if tensors are on one.
     """
     if device.type != "cuda":
         return _sums, _gradients, _product

@@ -12,14 +12,14 @@ from troupe.workers.models.ragged import Ragged
 
 
 def read_kept(column: pa.ChunkedArray, lengths: torch.Tensor) -> Ragged | None:
-    """The words of every response token of a column `kept_tokens`; None: it has none.
+    """The words of every response token of a column `kept_tokens`, or None if it has none.
 
     Args:
-        column: Lists of binaries: one for each response token, or null where a row was sampled from all tokens.
+        column: Lists of binaries: one for each response token, or null if a row was sampled from all tokens.
         lengths: int64: response tokens of each row.
 
     Raises:
-        ValueError: a row has another number of entries than response tokens, or an entry is no sequence of words.
+        ValueError: a row's number of entries is not its number of response tokens, or an entry is no sequence of words.
     """
     if column.null_count == len(column):
         return None

@@ -1,4 +1,4 @@
-"""Liger's Triton kernels (arXiv 2410.10989) in place of a model's own layers: norms, rotary positions, gated MLPs.
+"""Liger's Triton kernels (arXiv 2410.10989) instead of a model's own layers: norms, rotary positions, gated MLPs.
 
 They need a GPU. Before a model trains with them, the states and gradients of a small copy of it are compared with and
 without them on the device.

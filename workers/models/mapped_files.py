@@ -26,7 +26,7 @@ class WeightMappings:
             library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
     def _mappings(self) -> Iterator[tuple[int, int]]:
-        """First address, and the address after the last, of each mapping of the files; none where Linux has no list."""
+        """First address, and the address after the last, of each mapping of the files; none if Linux has no list."""
         if not _MAPS.exists():
             return
         for line in _MAPS.read_text(errors="replace").splitlines():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEAST_LOGIT = -1e9
-"""Of which the probability is 0 in float32, and whose product with any weight is finite."""
+"""A logit with probability 0 in float32, whose product with any weight is finite."""
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:
@@ -179,8 +179,8 @@ def head_chunks(vocabulary: int, micro_batch_tokens: int, device: Device) -> int
 class ModelModule(nn.Module):
     """A module around a Hugging Face model, which computes in training as it does in evaluation.
 
-    Dropout, router jitter and sampled experts would let the log-probs of an update differ from those of the sampler and
-    of the update before. Gradients do not need training mode. Only layers that recompute their activations have it,
+    Dropout, router jitter and sampled experts would let the log-probs of an update differ from the sampler's and the
+    previous update's. Gradients do not need training mode. Only layers that recompute their activations have it,
     because transformers recomputes in no other mode; `check_deterministic` tries the result.
     """
 
@@ -188,7 +188,7 @@ class ModelModule(nn.Module):
     masks_padding = True
     """Whether the model gets the mask of a padded batch; `capabilities.adapt` finds out whether it needs it."""
     sequence: SequenceGroup | None = None
-    """The workers that share each micro-batch; None: this one runs all its tokens."""
+    """The workers that share each micro-batch, or None if this one runs all its tokens."""
 
     def train(self, mode: bool = True) -> Self:
         """Put the module in training mode, and of its model the layers with gradient checkpointing."""
@@ -200,7 +200,7 @@ class ModelModule(nn.Module):
     def inputs(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> dict[str, Any]:
-        """Arguments of the model for the fields of a `TokenBatch`; not every architecture knows `position_ids`.
+        """Arguments of the model for the fields of a `TokenBatch`; not every architecture takes `position_ids`.
 
         Padding is on the right, and a causal model without a mask does not see it: attention then needs no mask at all,
         which the fastest kernels require.
@@ -258,7 +258,7 @@ class CausalLogprobs(ModelModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies), float32 [T]; the arguments are the fields of a `TokenBatch`.
 
-        Both are of the distribution over the tokens in `kept`. `temperature` overrides that of the module.
+        Both are of the distribution over the tokens in `kept`. `temperature` overrides the module's.
         """
         temperature = temperature or self.temperature
         if self.split_head:
@@ -314,7 +314,7 @@ class CausalLogprobs(ModelModule):
     ) -> torch.Tensor:
         """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient.
 
-        The arguments are those of :meth:`forward`; tokens outside `kept` have -inf.
+        The arguments are the same as :meth:`forward`'s; tokens outside `kept` have -inf.
         """
         with torch.no_grad():
             if self.split_head:

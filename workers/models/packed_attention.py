@@ -60,7 +60,8 @@ class VarlenLayout:
     key_ends: torch.Tensor
     """int32 [S + 1], cumulative."""
     keys: torch.Tensor | None
-    """int64: the tokens whose keys and values the segments attend to, in order; None: all, in the order of the row."""
+    """int64: the tokens whose keys and values the segments attend to, in order, or None for all, in the order of the
+    row."""
     longest_query: int
     longest_key: int
 
@@ -181,7 +182,7 @@ def _varlen(
 ) -> torch.Tensor:
     """Flash attention over segments of different length. Its causal mask is aligned to the last key.
 
-    A token attends to itself and the `window` - 1 tokens before it; None: to all before it.
+    A token attends to itself and the `window` - 1 tokens before it (all if None).
     """
     from torch.nn.attention.varlen import varlen_attn  # imports torch.compile
 
@@ -285,7 +286,7 @@ def register() -> None:
 
 
 def install(model: PreTrainedModel) -> bool:
-    """Make the layers of a model use the attention; False where they cannot, and then nothing changes."""
+    """Make the layers of a model use the attention; returns False, and changes nothing, if they cannot."""
     register()
     if model.config.get_text_config()._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False

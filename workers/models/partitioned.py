@@ -55,15 +55,15 @@ def runnable(model: PreTrainedModel, small: bool = False, device: Device | None 
     """A model to try out what this one can do: the model itself, or a small copy of it if it is partitioned or will
     run on another device, where its kernels are others and a large model is fast.
 
-    A copy is of the same class, type and attention, has random weights and is on the device where the model will run;
+    A copy is of the same class, type and attention, has random weights and is on the model's target device;
     windows of its attention are short. If no copy can be built and run, the result is the model itself, or None if that
     is partitioned: the caller then assumes the least.
 
     Args:
         model: The model.
         small: Whether a copy is preferred in any case. A copy amplifies rounding little: in bfloat16 two ways to
-            compute the states of a trained model can differ by more than their length, where its tokens are rare.
-        device: Where the model will run; None: where it is.
+            compute the states of a trained model can differ by more than their length, if its tokens are rare.
+        device: Where the model will run, or None if it stays.
     """
     whole = not any(is_partitioned(parameter) for parameter in model.parameters())
     elsewhere = device is not None and device != model.device.type

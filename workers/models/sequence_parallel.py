@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): the workers of a group share the tokens of each micro-batch.
 
-Each worker runs the model on a part of the packed row. Attention is the only place where a token depends on others:
-there the workers exchange tokens for heads, so that each one attends with a part of the heads over the whole row, and
-exchange back. What a module returns for the tokens of a micro-batch is gathered on every worker of the group. All of
-them then compute the same loss, and each one has the gradients of its tokens: their sum over all ranks is the gradient.
+Each worker runs the model on a part of the packed row. Only in attention does a token depend on others: there the
+workers exchange tokens for heads, so that each one attends with a part of the heads over the whole row, and exchange
+back. What a module returns for the tokens of a micro-batch is gathered on every worker of the group. All of them then
+compute the same loss, and each one has the gradients of its tokens: their sum over all ranks is the gradient.
 
 DeepSpeed's own class for transformers' models cannot read the table of segments of a packed row
 (`packed_attention`), needs the positions as an argument of every layer's attention, and gathers them there.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION = "troupe_ulysses"
-"""Name under which the attention is registered. Without a table of segments it is that of `packed_attention`."""
+"""Name under which the attention is registered. Without a table of segments it is `packed_attention`'s."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Places:
     sequence: SequenceGroup | None = None
 
     def of(self, rows: Ragged) -> Ragged:
-        """Of one row in host memory for each token asked for, those of the chosen ones."""
+        """Selects the chosen tokens' rows of `rows` in host memory, one for each token asked for."""
         return rows if isinstance(self.chosen, slice) else rows.take(self.chosen.cpu())
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of all tokens asked for, [count, ...], from those of the chosen ones. Collective over the group.
+        """The values of all tokens asked for, [count, ...], from the chosen ones' values. Collective over the group.
 
         All workers of the group compute the same loss of the result, and so the gradient of a worker's values is that
         of this worker's loss.
@@ -75,7 +75,7 @@ class OwnTokens:
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
-    """Of the whole row."""
+    """Mask of the whole row."""
     position_ids: torch.Tensor | None
     first: int = 0
     """Number of the first one in the row."""
@@ -130,7 +130,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: [1, heads, own tokens, head size] to [1, own tokens, heads, head size].
 
-    See `packed_attention.attention`. Where the group has more workers than the model has KV heads, each worker gets a
+    See `packed_attention.attention`. If the group has more workers than the model has KV heads, each worker gets a
     copy of the one that its heads use.
     """
     if attention_mask is None or not is_table(attention_mask):
@@ -185,7 +185,7 @@ def _all_to_all(group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All values, of which each rank of a group has some; the gradient of these is that of the rank's own loss."""
+    """All values, gathered from a group's ranks; a rank's values get the gradient of that rank's loss."""
 
     @staticmethod
     def forward(

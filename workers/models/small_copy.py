@@ -27,9 +27,9 @@ _RECURRENT_SIZES = ("mamba_d_head", "mamba_headdim")
 _HYBRIDS = "hybrid_layer_ids"
 """Field with the numbers of layers that have attention."""
 _CAP = 1.0
-"""Of logits, in a copy, so that random weights exceed it."""
+"""Cap of logits in a copy, so that random weights exceed it."""
 _GAIN = 2.0
-"""Standard deviation of a layer's outputs where its inputs have 1: large enough that tokens attend to few others."""
+"""Standard deviation of a layer's outputs for inputs with 1: large enough that tokens attend to few others."""
 
 
 def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -115,7 +115,7 @@ def _cut_heads(config: Any) -> None:
     of_keys = min(of_keys, 2)
     config.num_attention_heads = of_keys * min(groups, 2)
     before, config.hidden_size = config.hidden_size, size * config.num_attention_heads
-    if hasattr(config, "attention_hidden_size"):  # a multiple, where attention reads the embeddings besides
+    if hasattr(config, "attention_hidden_size"):  # a multiple, if attention reads the embeddings besides
         config.attention_hidden_size = config.attention_hidden_size * config.hidden_size // before
     _cut_recurrent_heads(config, before)
     if hasattr(config, "num_key_value_heads"):

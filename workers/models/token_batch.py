@@ -44,7 +44,7 @@ class TokenBatch:
     """One micro-batch of B sequences with T response tokens in total, packed into one row or padded to one width.
 
     A sequence's results do not depend on its neighbours: a packed one attends to its own tokens, and padding is on the
-    right, where a causal model does not look.
+    right, to which a causal model does not attend.
     """
 
     input_ids: torch.Tensor
@@ -62,15 +62,16 @@ class TokenBatch:
     last: torch.Tensor
     """int64 [B]: index into the flattened tokens of the last one of each sequence."""
     loss_mask: torch.Tensor
-    """bool [T]: False where the policy did not sample the token."""
+    """bool [T]: False if the policy did not sample the token."""
     rows: torch.Tensor
     """int64 [B]: row numbers in the table the batch was cut from, in host memory."""
     padding: int = 0
     """Tokens of `input_ids` that are padding."""
     position_ids: torch.Tensor | None = None
-    """Packed: int64 [1, L], restarting with every sequence; those of a response continue its prompt's."""
+    """Packed: int64 [1, L], restarting with every sequence; a response's continue its prompt's."""
     kept: Ragged | None = None
-    """The tokens that the sampler left to each of the T response tokens, in host memory; None: all, to all of them."""
+    """The tokens that the sampler left to each of the T response tokens, in host memory, or None for all tokens, at all
+    of them."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`; what is read in host memory stays there: row numbers, a table of segments and
@@ -112,7 +113,7 @@ class TokenTable:
         """Read the columns.
 
         Raises:
-            ValueError: a prompt is empty, or a column's row lengths differ from those of the responses.
+            ValueError: a prompt is empty, or a column's row lengths differ from the responses'.
         """
         self.table = table
         self.prompts = ragged_view(table.column("prompt_ids"))
@@ -210,7 +211,7 @@ class TokenTable:
         return (self.cut(rows, plan) for rows in plan.micro_batches)
 
     def cut(self, rows: Sequence[int], plan: RankPlan) -> TokenBatch:
-        """The micro-batch of the given rows, packed or padded as the plan says."""
+        """The micro-batch of the given rows, packed or padded according to the plan."""
         return self.packed_batch(rows, plan.shared) if plan.packed else self.batch(rows)
 
     def _kept_of(self, index: torch.Tensor) -> Ragged | None:
@@ -248,8 +249,8 @@ class TokenTable:
     def samples(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(number, loss tokens) of the sample of each response token of `batch`, int64 [T] on its device.
 
-        The rows of a sample have one number, counted in the batch. The loss tokens are those of all rows that it has in
-        the table.
+        The rows of a sample have one number, counted in the batch. The loss tokens are from all rows that it has in the
+        table.
         """
         samples, loss_tokens = self._sample_columns()
         lengths = self.responses.lengths[batch.rows]

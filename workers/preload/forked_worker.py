@@ -1,8 +1,8 @@
-"""The command of a worker's interpreter instead of `python`: it has the worker forked from a server.
+"""The command of a worker's interpreter instead of `python`: asks a server to fork the worker.
 
-Ray's node runs it with Ray's script for workers and its arguments. Where the server is gone, or belongs to another
-user, or the fork is killed before it serves, it runs the script itself: Ray would notice the last after a minute and a
-half. Imports next to nothing: it is in the way of each worker.
+Ray's node runs it with Ray's script for workers and its arguments. Falls back to that script if the server is gone or
+belongs to another user, or if the fork is killed before it serves: Ray would notice the last after a minute and a half.
+Keep imports minimal: this runs before every worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 SERVER_VARIABLE = "TROUPE_WORKER_SERVER"
 """Environment variable with the path of the server's socket (`server.py`)."""
 ENGINE_VARIABLE = "TROUPE_WORKER_ENGINE"
-"""Environment variable with the `EngineProcess` of the worker's engine as JSON; empty: it has none."""
+"""Environment variable with the `EngineProcess` of the worker's engine as JSON; empty if it has none."""
 REPLY = b"forked"
 _IMPORTS_S = 40.0
 """Time for the server to finish its imports."""
@@ -27,7 +27,7 @@ waiting: list[socket.socket] = []
 
 
 def main(arguments: list[str]) -> None:
-    """Have the worker forked, or become it."""
+    """Asks the server to fork the worker, or becomes the worker."""
     node = os.getppid()
     try:
         forked = _fork(arguments)
@@ -39,14 +39,14 @@ def main(arguments: list[str]) -> None:
 
 
 def serves() -> None:
-    """In a fork that has become a worker: let the process end that would become it instead. Elsewhere does nothing."""
+    """Tells the waiting launcher that this fork serves, so that it exits. Does nothing outside a fork."""
     while waiting:
         with waiting.pop() as connection, suppress(OSError):  # it has ended
             connection.sendall(REPLY)
 
 
 def _fork(arguments: list[str]) -> bool:
-    """Whether the server has forked the worker, when its imports are done, and the fork serves. Raises OSError."""
+    """Asks the server to fork the worker; False if it or the fork ends before the fork serves. Raises OSError."""
     request = {"argv": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_IMPORTS_S)

@@ -80,7 +80,7 @@ def serve(listener: str, owner: str, engine: str) -> None:
     with socket.socket(fileno=int(listener)) as accepting:
         while int(owner) not in select.select([accepting, int(owner)], [], [])[0]:
             connection, _ = accepting.accept()
-            with connection, suppress(OSError, ValueError):  # of one that has ended meanwhile, or is stopped
+            with connection, suppress(OSError, ValueError):  # its process has ended since, or is stopped
                 connection.settimeout(_ASK_S)
                 if _user(connection) == os.getuid():
                     _fork(connection)
@@ -94,7 +94,7 @@ def _user(connection: socket.socket) -> int:
 
 
 def _fork(connection: socket.socket) -> None:
-    """Fork the worker that is asked for, and answer, unless nobody waits: then it has started without a fork."""
+    """Forks the requested worker, and answers, unless nobody waits: then it has started without a fork."""
     request = _received(connection)
     try:
         if not _is_waited_for(connection):
@@ -123,7 +123,7 @@ def _is_waited_for(connection: socket.socket) -> bool:
 
 
 def _received(connection: socket.socket) -> _Request:
-    """What is asked for. Raises OSError or ValueError where the request is not whole."""
+    """The request. Raises OSError or ValueError if it is not whole."""
     data, descriptors, _, _ = socket.recv_fds(connection, _CHUNK, len(_STANDARD))
     while chunk := connection.recv(_CHUNK):
         data += chunk

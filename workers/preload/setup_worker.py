@@ -1,7 +1,7 @@
 """What Ray's node runs for each worker of a cluster that a run starts: it sets the environment and becomes the worker.
 
-Ray's own script does the same, but imports a third of Ray first, which takes a fifth of a second for each worker. It
-still does it where this one does not know how. Imports next to nothing: it is in the way of each worker.
+Ray's own script does the same, but imports a third of Ray first, which takes a fifth of a second for each worker. Falls
+back to it for runtime environments it does not support. Keep imports minimal: this runs before every worker.
 """
 
 from __future__ import annotations

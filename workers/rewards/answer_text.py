@@ -14,16 +14,16 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s+(-?[0-9][0-9.,]*[0-9]|-?[0-
 _GROUPING = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|\{,\}|[~'\u2019\u202f\u00a0\u2009])(?=[0-9]{3}(?![0-9]))")
 _DIGIT = re.compile(r"(?![0-9])\d")
 _DASH = re.compile(r"(?<![\w)\]])[\u2010\u2011\u2012\u2013\ufe63](?=\.?[0-9])")
-"""Other dashes directly before a number, where it is not the second one of a range."""
+"""Other dashes directly before a number, unless it is the second one of a range."""
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _UNSEEN = dict.fromkeys([*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF], "")
-"""Characters without a width, and those that change the direction of text."""
+"""Characters without a width, and characters that change the direction of text."""
 _PLAIN = str.maketrans({**_FULL_WIDTH, **_UNSEEN, "\u2212": "-", "\u3002": ". ", "\u3001": ", ", "\u3000": " "})
 
 
 def visible(response: str, *, opens_thought: bool = False) -> str:
-    """The response behind its thought; empty where the thought does not end.
+    """The response behind its thought; empty if the thought does not end.
 
     With `opens_thought` the chat template opens the thought, so that a response without the end of one was cut inside.
     """

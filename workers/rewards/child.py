@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(control: str, owner_pipe: str) -> None:
-    """Serve requests until the socket closes. The arguments are those of `troupe.workers.isolation.child.Child`."""
+    """Serve requests until the socket closes. The arguments are the ones of `troupe.workers.isolation.child.Child`."""
     with connection(int(control), int(owner_pipe)) as parent, parent.makefile("rb") as requests:
         start = requests.readline()
         if not start:
@@ -129,7 +129,7 @@ class FunctionCaller:
         return self._function(sample["response"], sample["answer"], read_metadata(sample), **self._args)
 
     def _settled(self, value: Any) -> Any:
-        """What the function returned, awaited where it is a coroutine."""
+        """What the function returned, awaited if it is a coroutine."""
         return self._wait(value) if inspect.iscoroutine(value) else value
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -16,11 +16,11 @@ from troupe.workers.rewards.answer_text import in_thought
 from troupe.workers.rewards.gym import reasoning_gym as score
 
 _SEED = 20_011
-"""Of the tasks that are tried: they are not those of the run."""
+"""Seed of the tried tasks, which differ from the run's."""
 
 
 def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
-    """For each level in turn, how many samples of each prompt are right.
+    """Number of right samples of each prompt, for each level in turn.
 
     Args:
         request: `model` (its folder), `task` (of reasoning-gym), `levels` (its settings, the easiest first), `prompts`,

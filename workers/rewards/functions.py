@@ -2,7 +2,7 @@
 
 A reward function is called as ``f(response, answer, metadata, **args) -> float | Steps``. ``metadata`` is the prompt's
 JSON object and, under the key ``sample``, facts about the sample: ``{"response_tokens": int, "finish_reason": "stop" |
-"length", "messages": [...]}``. Where several answers are right, they are the list ``metadata["right_answers"]``, and
+"length", "messages": [...]}``. If several answers are right, they are the list ``metadata["right_answers"]``, and
 ``answer`` is the first of them. A function that cannot score a response raises; it does not return 0.
 """
 
@@ -59,7 +59,7 @@ def parse_number(text: str) -> Decimal | None:
 def last_number(response: str, answer: str, metadata: Metadata, *, opens_thought: bool = False) -> float:
     """1 if the last number of the response equals a right answer as a number (5.0 is 5).
 
-    It is the last inside the last <answer> tags, where there are some. Thoughts do not count; a thought that does not
+    It is the last inside the last <answer> tags, if there are some. Thoughts do not count; a thought that does not
     end, or with `opens_thought` (the chat template opens it) a response without the end of one, gives 0.
 
     Raises:

@@ -106,7 +106,7 @@ def _scorer(family: str) -> Callable[[str, Entry], float]:
 def is_credit_for_containing(score: float, given: str, expected: str) -> bool:
     """Whether a score below 1 is the fraction of the answer that the expected text covers.
 
-    Many families fall back to this score, so that "15" scores 0.5 where "5" is correct.
+    Many families fall back to this score, so that "15" scores 0.5 when "5" is correct.
     """
     pairs = ((given, expected), (given.replace(",", ""), expected.replace(",", "")))
     return score < 1.0 and any(right in left and math.isclose(score, len(right) / len(left)) for left, right in pairs)

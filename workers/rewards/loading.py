@@ -88,7 +88,7 @@ def check_machine(name: str) -> None:
     """Verify that this machine can run a reward function: that it permits a sandbox, if the function needs one.
 
     Raises:
-        RewardFunctionError: it does not; the message says what to change.
+        RewardFunctionError: it does not; the message gives the remedy.
     """
     if name not in RUN_MODEL_CODE:
         return
@@ -100,7 +100,7 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
     """What is wrong with each of several reward functions (`name`, `args`, `batched`), in order.
 
     Yields:
-        (field, message) for each function: `name` or `args`; both empty where nothing is wrong.
+        (field, message) for each function: `name` or `args`; both empty without a problem.
     """
     for function in functions:
         if function["name"] == ENVIRONMENT_REWARD:  # a column of the rollouts, no function

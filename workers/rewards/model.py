@@ -103,7 +103,7 @@ class RewardModel:
         return outcomes
 
     def _unusable(self, ids: Sequence[int]) -> str:
-        """Why the model cannot read a sequence; empty: it can."""
+        """Why the model cannot read a sequence; empty if it can."""
         if not 0 < len(ids) <= self.max_tokens:
             return f"error: {len(ids)} tokens; the reward model takes 1 to {self.max_tokens}"
         outside = max(ids) >= self.vocab_size
@@ -114,7 +114,7 @@ class RewardModel:
 
         If this model's tokenizer and chat template give the same prompt ids for the messages, the sampled ids are used;
         otherwise, and for the conversation of an episode, it is rendered again from its text, up to the end of the last
-        turn: examples of which reward models are trained end there too.
+        turn: training examples of reward models end there as well.
 
         Raises:
             ValueError: the vocabulary differs, and there is no chat template to render the conversation.

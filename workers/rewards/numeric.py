@@ -83,7 +83,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     (re.compile(r"\b(?:US|AU|NZ|CA|HK|SG)\\?\$\s?(?=[0-9])"), ""),
     (re.compile(r"(?:^|(?<=\s))~(?=\.?[0-9])"), ""),
     (re.compile(r"\\(?:math(?:bf|rm|it|sf)|text(?:bf|it)|bm)\{\s*(-?[0-9][0-9.,/]*)\s*\}"), r"\1"),
-    # +7 and minus 7, where nothing stands before them that they are added to or taken from
+    # +7 and minus 7, unless they are added to or taken from something before them
     (
         re.compile(
             r"(?:^|(?<=[\n:=${(\[>])|(?<=[:=${(\[] )|(?<=[a-z]{2} ))(\+|minus |negative )(?=\.?[0-9])", re.IGNORECASE
@@ -119,7 +119,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def stated(part: str, tagged: bool) -> Any:
-    """The expression that a response states: the first that `numeric` would compare; None: it states none.
+    """The expression that a response states: the first that `numeric` would compare, or None if it states none.
 
     Args:
         part: The part of the response with its answer.
@@ -147,7 +147,7 @@ def _expressions(text: str, tagged: bool) -> Iterator[Any]:
     prose = _COLON.sub(r"\1 ", _BORDERS.sub(" ", prose))
     if tagged and "$" not in text and "\n" not in text.strip():
         yield parse(f"${text.strip()}$", parsing_timeout=0)
-    # A number in brackets is a reference more often than an answer: it counts where nothing else does.
+    # A number in brackets is a reference more often than an answer: it counts if nothing else does.
     found = parse(prose, parsing_timeout=0)
     yield found
     if all(isinstance(one, str) for one in found):

@@ -26,7 +26,7 @@ _MACHINERY = (
     f"{_SHIPPED}/agents/environments/child.py",
     __file__,
 )
-"""Files whose frames precede those of user code in a traceback."""
+"""Files whose frames precede user code's in a traceback."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -95,7 +95,7 @@ def describe(error: BaseException) -> Reply:
 def user_place(error: BaseException) -> tuple[str, int] | None:
     """File and line of the user's code that raised: the innermost that is in no library, else the function's own.
 
-    None: the function is a shipped one, or it was not reached.
+    None if the function is a shipped one, or if it was not reached.
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(user_traceback(error))]
     if not frames or _within(frames[0][0], (_SHIPPED,)):

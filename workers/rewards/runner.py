@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _ENTRY = "troupe.workers.rewards.child:main"
 _REAP_S = 1.0
-"""Time in which a child that closed its connection ends."""
+"""Longest time from the end of a child's connection to its exit."""
 _GRACE_S = 1.0
 """Seconds that a child gets beyond the timeout to reply for the samples that were in time."""
 
@@ -40,7 +40,7 @@ class Sample:
     messages: str = "[]"
     """JSON list: the prompt."""
     conversation: str = ""
-    """JSON list: all messages of an episode; empty: the sample is one response."""
+    """JSON list: all messages of an episode; empty if the sample is one response."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """(tokens up to the end of the turn, reward) from the environment."""
 
@@ -68,7 +68,7 @@ class RewardResult:
     steps: tuple[Step, ...] = ()
     """Process rewards, by character position in the response; only for a function with `process`."""
     cause: str = field(default="", compare=False)
-    """What failures of the same cause have in common; empty: the status."""
+    """Common text of failures of the same cause; if empty, the status is."""
 
 
 class _OutOfMemory(Exception):
@@ -176,7 +176,7 @@ class RewardProcess:
 
     @staticmethod
     def _all_failed(status: str, samples: int) -> list[RewardResult]:
-        """The same failure for every sample of a request, which says so."""
+        """The same failure for every sample of a request, marked as such."""
         shared = f" (one call for {samples} samples)" if samples > 1 else ""
         return [RewardResult(None, status + shared, cause=status)] * samples
 
@@ -217,7 +217,7 @@ class RewardProcess:
         return self._child.exchange(request, timeout_s, len(request["samples"]) * MAX_REPLY, self._check_memory)
 
     def _check_memory(self) -> None:
-        """Raises _OutOfMemory where the process and all that it has started use more than the limit together."""
+        """Raises _OutOfMemory if the process and its descendants together use more than the limit."""
         if self._child is None or not self._resident:
             return
         most = self._resident + (self.memory_limit_mib << 20)

@@ -1,4 +1,5 @@
-"""The parameters of a user's reward function: Troupe's, verl's by name, and those of others, which are refused."""
+"""The parameters of a user's reward function: Troupe's, verl's by name, and the ones of other libraries, which are
+refused."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _OWN = ({"response", "responses", "completion", "completions"}, {"answer", "answers"}, {"metadata"})
-"""Names that say which of the three arguments a parameter expects."""
+"""Names of parameters for each of the three arguments."""
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _NOT_PASSED = {*_VERL, *(f"{name}s" for name in _VERL), "prompt", "prompts", "query", "queries"}
 """Parameters of the reward functions of verl, TRL and OpenRLHF that expect none of the three."""
@@ -16,7 +17,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class SignatureProblem(ValueError):
-    """A reward function's parameters are not those that it would be called with."""
+    """A reward function's parameters do not match its call."""
 
 
 def adapted(function: Callable[..., Any], args: Mapping[str, Any], batched: bool) -> Callable[..., Any]:
@@ -46,7 +47,7 @@ def adapted(function: Callable[..., Any], args: Mapping[str, Any], batched: bool
 
 
 def _require_order(names: Sequence[str], wanted: str) -> None:
-    """Raises SignatureProblem where a parameter's name says that it expects something else."""
+    """Raises SignatureProblem if a parameter has the name of a different argument."""
     for place, name in enumerate(names):
         elsewhere = any(name in own and place != other for other, own in enumerate(_OWN))
         if name in _NOT_PASSED or elsewhere:
@@ -110,7 +111,7 @@ def _extra_info(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scores(result: Any) -> Any:
-    """What verl takes as the reward: the number, or the `score` of a dict; of a list, that of each entry."""
+    """What verl takes as the reward: the number, or the `score` of a dict; of a list, each entry's."""
     if isinstance(result, list):
         return [_scores(one) for one in result]
     return result["score"] if isinstance(result, dict) else result

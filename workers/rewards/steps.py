@@ -26,12 +26,12 @@ class Steps:
     """(end, reward) of every step, at least one. Ends are increasing character positions from 1 to ``len(response)``.
     An empty response has one step that ends at 0."""
     outcome: float | None = None
-    """Value of the whole response, for the metrics and for a component without `process`. None: the mean of the steps'
-    rewards."""
+    """Value of the whole response, for the metrics and for a component without `process`, or None for the mean of the
+    steps' rewards."""
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float: a real number, a bool, or a numpy or torch value without dimensions. None: it is neither.
+    """The value as a float: a real number, a bool, or a numpy or torch value without dimensions; else None.
 
     Raises:
         OverflowError: an integer that no float can hold.
@@ -68,9 +68,9 @@ def checked_steps(rewards: Iterable[object], length: int) -> tuple[Step, ...]:
 
 
 def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
-    """For each of the increasing character positions in `ends`: number of tokens up to and including the one it is in.
+    """Number of tokens up to and including the one at each of the increasing character positions in `ends`.
 
-    The end of the text counts all tokens: the last step includes those that print nothing (end of sequence).
+    The end of the text counts all tokens: the last step includes tokens that print nothing (end of sequence).
 
     Raises:
         ValueError: the tokens do not decode to the text.

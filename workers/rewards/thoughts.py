@@ -12,7 +12,7 @@ from troupe.workers.rewards.answer_text import has_thought, in_thought
 OPENS_THOUGHT = "opens_thought"
 """Argument of the reward functions that have to know."""
 VOTES = "troupe.workers.rewards.votes:answer_classes"
-"""Function that says which samples of a group give the same answer."""
+"""Function that finds the samples of a group that give the same answer."""
 _FUNCTIONS = ("last_number", "numeric", "python_tests", "reasoning_gym", VOTES)
 _ENVIRONMENTS = {"retry": "last_number", "tools": None}
 """Built-in environments that score answers with a reward function (their arguments `function` and `args`), and the
@@ -21,7 +21,7 @@ _FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 
 def with_opened_thoughts(function: RewardFunctionConfig, policy: ModelConfig | None) -> RewardFunctionConfig:
-    """The function with `opens_thought`, where it has that argument, does not set it and the template opens thoughts.
+    """The function with `opens_thought`, if it has that argument, does not set it and the template opens thoughts.
 
     Raises:
         OSError, ValueError: the policy's tokenizer cannot be loaded.
@@ -49,7 +49,7 @@ def _has_to_know(function: Any, args: Mapping[str, Any]) -> bool:
 def template_opens_thought(model: ModelConfig) -> bool:
     """Whether what the chat template writes before a response opens a thought.
 
-    The tokenizer, whose library takes seconds to import, is loaded only where the template has the tag of a thought.
+    The tokenizer, whose library takes seconds to import, is loaded only if the template has the tag of a thought.
     """
     if model.plain or not any(has_thought(text) for text in _templates(model)):
         return False

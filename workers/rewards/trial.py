@@ -10,7 +10,7 @@ from troupe.workers.rewards.loading import load
 
 
 def count_earned(request: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """How many right answers earn 1 from each of several functions, up to the first from which nearly all do.
+    """How many right answers earn 1 from each of several functions, up to the first that gives nearly all 1.
 
     Args:
         request: `functions` by name, `answers` (the right ones of each prompt), and `enough`, a part of them.

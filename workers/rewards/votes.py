@@ -1,10 +1,10 @@
 """Which samples of a group give the same answer, for the vote of all of them (maj@k).
 
 The answer of a sample is what the last <answer> tags of the visible response (the part behind its thought) hold. It is
-a mathematical one where a right answer of the prompt is: it has a digit or a LaTeX command, and math-verify parses it.
-Then it is the last box of that text, else the expression that `numeric` would read in it, and two are the same where
+a mathematical one if a right answer of the prompt is: it has a digit or a LaTeX command, and math-verify parses it.
+Then it is the last box of that text, else the expression that `numeric` would read in it, and two are the same if
 math-verify finds them equal, in the order of the samples. Otherwise it is the content of the last box, else all of the
-text, and two are the same where they are equal but for case, white space and a final full stop.
+text, and two are the same if they are equal but for case, white space and a final full stop.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def answer_classes(
     """Number of the answer of each response; the same number: the same answer; `NO_ANSWER`: it has none.
 
     Args:
-        responses: Of one prompt.
+        responses: Responses to one prompt.
         answers: The right answer, for each of them.
-        metadata: Of the prompt, for each of them.
+        metadata: Metadata of the prompt, for each of them.
         opens_thought: Whether the chat template opens the thought of a response.
     """
     parts = [answer_part(response, opens_thought=opens_thought) for response in responses]

@@ -99,7 +99,7 @@ class EngineMeter:
         self._most_kv_use = max(self._most_kv_use, stats.kv_cache_usage)
 
     def _iteration_s(self) -> float:
-        """Time of the iteration that ends now; after a pause, that of a mean one at most."""
+        """Time of the iteration that ends now; after a pause, at most the mean time."""
         now = self._clock()
         seconds, self._last = now - self._last, now
         if self._idle and self._iterations:

@@ -15,7 +15,7 @@ def resident_peak(others: Iterable[int] = ()) -> int:
 
 
 class FamilyPeak:
-    """Peak resident memory of a process and of those that were forked below it.
+    """Peak resident memory of a process and its forked descendants.
 
     Pages that several processes hold (libraries, and memory of the parent that a child has not changed) count once, in
     equal parts, as they take a machine's memory once. Shared memory is left out: weights in it belong to no process.
@@ -50,7 +50,7 @@ def _shared(pid: int | str) -> int:
 
 
 def _bytes(pid: int | str, file: str) -> dict[str, int]:
-    """The sizes in a file of /proc; empty where the process has ended or its maps may not be read."""
+    """The sizes in a file of /proc; empty if the process has ended or its maps may not be read."""
     try:
         with open(f"/proc/{pid}/{file}", errors="replace") as lines:  # the name of a process may be cut in a character
             parts = [line.split() for line in lines]

@@ -1,8 +1,8 @@
 """Stacks on request: a process writes the stacks of all its threads to a separate file when it receives SIGUSR1.
 
 The handler is written in C and needs no interpreter lock: it works while a process computes, waits for a lock or hangs
-in a library. Every kind of process installs it once: the driver, the workers, vLLM's processes, and those of reward
-functions and environments. Descendants find the folder in an environment variable.
+in a library. Every kind of process installs it once: the driver, the workers, and processes of vLLM, reward functions
+and environments. Descendants find the folder in an environment variable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIGNAL = signal.SIGUSR1
 LARGEST = 2**20
 """Bytes at which a file of stacks is emptied before the next request."""
 _MOST_FILES = 256
-"""Files in a folder from which on those of ended processes are removed."""
+"""Files of ended processes are removed from a folder with at least this many files."""
 _RAY_LOG = re.compile(r"worker-.*\.err")
 _NAME = re.compile(r"stacks-(\d+)\.txt")
 _open: list[IO[bytes]] = []
@@ -44,8 +44,8 @@ def write_stacks_on_signal(folder: str | Path | None = None) -> None:
     A folder that cannot be written costs the stacks and nothing else.
 
     Args:
-        folder: Folder for the files, passed on to descendants (default: that of the parent, or the one beside the log
-            of a worker of Ray that this process writes to; neither: it writes none).
+        folder: Folder for the files, passed on to descendants (default: the parent's, or the folder of the Ray worker's
+            log that this process writes to; without either, it writes no files).
     """
     place = folder or stacks_folder()
     if not place:
@@ -79,7 +79,7 @@ def stacks_folder() -> str:
 
 
 def _remove_old(folder: Path) -> None:
-    """Removes the files of processes that have ended, where there are many."""
+    """Removes the files of processes that have ended, if there are many."""
     files = [(path, found) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
     if len(files) < _MOST_FILES:
         return

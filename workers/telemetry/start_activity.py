@@ -1,6 +1,6 @@
-"""What a worker does while it starts: its process says it in a file that its node's watch reads.
+"""What a worker does while it starts: its process writes it to a file, and its node's watch reads it.
 
-A worker that loads a model answers no call. The file is beside those of the stacks (`workers/telemetry/stacks.py`).
+A worker that loads a model answers no call. The file is in the folder of the stacks (`workers/telemetry/stacks.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def announce(activity: Activity, pid: int | None = None) -> None:
 
 
 def read_activities(folder: Path, pids: Iterable[int]) -> dict[int, str]:
-    """The activities of these processes; those that announced none are missing."""
+    """The activities of these processes, without processes that announced none."""
     found: dict[int, str] = {}
     for pid in pids:
         with contextlib.suppress(OSError), _file(folder, pid).open(encoding="utf-8", errors="replace") as stream:

@@ -19,7 +19,7 @@ class Parts:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the time of the context to `part`, also where it raises."""
+        """Adds the time of the context to `part`, also if it raises."""
         began = self._clock()
         try:
             yield

@@ -5,11 +5,11 @@ Two tests, on the same hypotheses:
 - The numbers. A hypothesis predicts the log-prob of every token. It explains a side's gap as far as it brings the
   scorer nearer to the side's numbers: share = 1 - mean|side - hypothesis| / mean|side - scorer|. Rounding is not
   correlated with what a wrong temperature, head, layer or position does. Another error may be: many make a distribution
-  flatter, as a temperature does. So a cause is named only where it explains nearly all of the gap, or all but rounding.
-- The samples. Where the sampler's numbers are right, its tokens may still be drawn from something else (top-p that the
+  flatter, as a temperature does. So a cause is named only if it explains nearly all of the gap, or all but rounding.
+- The samples. If the sampler's numbers are right, its tokens may still be drawn from something else (top-p that the
   log-probs do not show). The likelihood ratio of a hypothesis to the scorer, over all sampled tokens, exceeds e^x with
-  a probability of at most e^-x where the scorer is right (Markov's inequality), whatever the hypothesis. That it is
-  likelier than the scorer does not make it true: a cause is named only where the tokens are distributed as it says. The
+  a probability of at most e^-x if the scorer is right (Markov's inequality), whatever the hypothesis. That it is
+  likelier than the scorer does not make it true: a cause is named only if the tokens are distributed as it says. The
   probability of all tokens more probable than the sampled one, which is uniform then, shows it.
 
 How large a gap rounding explains is measured, not assumed: the scorer itself runs in the run's data type.
@@ -42,11 +42,11 @@ _LEAST_SHARE = 0.25
 _CANDIDATE = 0.05
 """Share of the gap below which a cause is no candidate."""
 _CANDIDATES = 3
-"""Causes that are listed where none is named."""
+"""Number of causes listed if none is named."""
 _AS_GOOD = 0.02
 """Causes whose shares differ by less cannot be told apart."""
 _LOG_RATIO = 12.0
-"""Log of the likelihood ratio from which the samples speak: for 100 hypotheses, a false alarm in 1600 audits."""
+"""Smallest log-likelihood ratio that counts as evidence: for 100 hypotheses, a false alarm in 1600 audits."""
 _MOST = 20.0
 """Largest gap of one token that counts: one impossible token must not decide."""
 _STRAY = 0.01
@@ -61,7 +61,7 @@ _TRUNCATIONS = ("top_p", "top_k")
 _TEMPERATURE_STEP = 0.02
 """Relative difference of temperatures that counts as one."""
 _PRESENT = 0.5
-"""Coefficient from which a group of older weights is part of a combination; rounding leaves them near 0 or 1."""
+"""Smallest coefficient of a group of older weights that is part of a combination; rounding leaves them near 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Gap:
     rounding: float
     """Mean gap of the scorer in the run's data type."""
     causes: tuple[Cause, ...]
-    """The likeliest first; those that cannot be told apart follow each other. Empty: rounding explains the gap."""
+    """The likeliest first; indistinguishable ones follow each other. Empty if rounding explains the gap."""
 
     @property
     def passed(self) -> bool:
@@ -199,7 +199,7 @@ def _sampler_gap(found: TokenScores) -> float:
 
 
 def _cache_explains(found: TokenScores, fresh: TokenScores) -> bool:
-    """Whether the gap is there with the warm cache and not with an empty one, where the engine sampled with both."""
+    """Whether the gap is there with the warm cache only; False unless the engine also sampled with an empty one."""
     if not len(fresh.sampler):
         return False
     warm, cold = _sampler_gap(found), _sampler_gap(fresh)
@@ -344,7 +344,7 @@ def _spread(found: TokenScores) -> Floats:
 
 
 def _misfit(places: Floats) -> float:
-    """Kuiper's statistic of places that are uniform on [0, 1] where they fit."""
+    """Kuiper's statistic of places, which are uniform on [0, 1] if they fit."""
     count = len(places)
     ordered, steps = np.sort(places), np.arange(count)
     over, under = (steps + 1) / count - ordered, ordered - steps / count

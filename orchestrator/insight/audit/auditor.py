@@ -48,11 +48,11 @@ class AuditedWeights:
     version: int
     folder: Path
     previous: Path | None = None
-    """Folder with the weights that the engines served before; None: no others."""
+    """Folder with the weights that the engines served before, or None if there were no others."""
     adapter: Path | None = None
-    """Folder of the adapter on the weights; None: no adapter."""
+    """Folder of the adapter on the weights, or None without an adapter."""
     previous_adapter: Path | None = None
-    """Folder of the adapter that the engines served before; None: it had no effect."""
+    """Folder of the adapter that the engines served before, or None if it had no effect."""
 
 
 class Auditor:
@@ -76,7 +76,7 @@ class Auditor:
         self._seconds: dict[str, float] = {}
 
     async def run(self, weights: AuditedWeights) -> AuditReport:
-        """Compares engines, trainer and scorer with `weights`; where a gap is not explained, in depth.
+        """Compares engines, trainer and scorer with `weights`; in depth if a gap is not explained.
 
         Raises:
             TroupeError: No prompt gives a response that can be compared.
@@ -145,7 +145,7 @@ class Auditor:
                     seed=sampling_seed(spec.seed, pick.prompt_uid),
                     max_tokens=longest,
                     environment=self._settings[pick.row].environment,
-                    forms=False,  # log-probs would be those among the permitted tokens, which no scorer knows
+                    forms=False,  # log-probs would be relative to the permitted tokens, which no scorer has
                 )
                 for pick in picks
             ]
@@ -191,7 +191,7 @@ class Auditor:
 
 
 def token_scorer(spec: RolloutSpec, cluster: Cluster, seat: tuple[Placement, Seat]) -> Scorer:
-    """A scorer in a separate process, on the node of the worker in this seat; raises WorkerError where it fails."""
+    """A scorer in a separate process, on the node of the worker in this seat; raises WorkerError if it fails."""
 
     async def score(request: ScoreRequest, *tables: TableRef) -> TokenScores:
         env, timeout_s = worker_env(request.threads or 1, "cpu"), spec.schedule.score_timeout_s

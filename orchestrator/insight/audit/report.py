@@ -53,13 +53,13 @@ class AuditReport:
     version: int
     dtype: str
     gaps: tuple[Gap, ...]
-    """Of every engine, and of the trainer."""
+    """The gap of every engine and of the trainer."""
     between: float
     """Mean |sampler - trainer| in nats."""
     prompts: int
     prompt_differences: tuple[PromptDifference, ...]
     seconds: dict[str, float]
-    """By phase."""
+    """Duration by phase."""
 
     @property
     def passed(self) -> bool:

@@ -62,13 +62,13 @@ class SamplingBatches:
             pool: The engines.
             next_prompt: The prompts of all batches, in order.
             prompts: The table that they are rows of.
-            settings: How groups are sampled, by the row of their prompt; None: all alike.
+            settings: How groups are sampled, by the row of their prompt, or None if all alike.
         """
         self._scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), next_prompt, prompts, settings=settings)
         self._batch = 0
 
     async def run(self) -> SampledBatch:
-        """Samples the groups of the next batch. Raises TroupeError where they cannot be sampled."""
+        """Samples the groups of the next batch. Raises TroupeError if they cannot be sampled."""
         began = time.monotonic()
         if self._batch == 0:
             self._scheduler.start()

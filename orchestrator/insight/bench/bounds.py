@@ -14,9 +14,9 @@ from troupe.orchestrator.spec.rollout import environment_role
 
 MAX_NUM_SEQS = "roles.rollout.max_num_seqs"
 _FULL = 0.9
-"""Share of a limit from which it counts as reached."""
+"""A limit counts as reached at this share of it."""
 _WAITS = 0.5
-"""Sequences that wait in an engine, on average, from which there is a queue."""
+"""Mean number of sequences waiting in an engine that counts as a queue."""
 _IDLE = 0.75
 """An engine that computes for less than this share of the time is idle too often."""
 _UNEVEN = 0.8
@@ -26,7 +26,7 @@ _DRAINS = 0.6
 _GAIN = 1.03
 """Least gain in throughput that counts as one."""
 _AS_FAST = 0.95
-"""Share of the throughput of bare `AsyncLLM` from which Troupe is as fast."""
+"""Troupe counts as equally fast at this share of the throughput of bare `AsyncLLM`."""
 _MOST_GPU_MEMORY = 0.92
 
 
@@ -52,18 +52,18 @@ class Bound:
     why: str
     """The measurements that show it, as a sentence."""
     lines: tuple[str, ...] = ()
-    """Lines for the spec (`roles.rollout.max_num_seqs: 128`); empty: there is nothing to set."""
+    """Lines for the spec (`roles.rollout.max_num_seqs: 128`), or empty if there is nothing to set."""
     note: str = ""
     """What the spec cannot say."""
 
 
 def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bound | None:
-    """The bottleneck of a result; None where it was not measured.
+    """The bottleneck of a result, or None if it was not measured.
 
     Args:
         result: The result.
         results: All of the sweep: a change that another point has tried without gain is not advised.
-        cores: CPU cores of the machine; None: a cluster, whose free resources are not known.
+        cores: CPU cores of the machine, or None for a cluster, whose free resources are unknown.
     """
     if result.measures is None:
         return None
@@ -78,7 +78,7 @@ def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bo
 
 
 def best_of(results: Sequence[Result]) -> Result | None:
-    """The result with the most tokens per second; None where nothing was measured."""
+    """The result with the most tokens per second; or None if nothing was measured."""
     measured = [result for result in results if result.measures is not None]
     return max(measured, key=lambda result: result.measures.tokens_per_s if result.measures else 0.0, default=None)
 
@@ -211,8 +211,8 @@ def _decode(point: Point, measures: Measures) -> Bound:
 
 
 def _compute(result: Result, results: Sequence[Result], cores: int | None, why: str) -> Bound:
-    """The engines compute all the time: more of them help where the machine has room, and where no point shows that
-    they do not."""
+    """The engines compute all the time: more of them help if the machine has room, unless a point shows that they do
+    not."""
     point = result.point
     more = f"{WORKERS}: {2 * point.workers}"
     if tried := _without_gain(result, results, WORKERS):
@@ -226,8 +226,8 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
 
 
 def _without_gain(result: Result, results: Sequence[Result], field: str) -> str:
-    """Says which value of this field gained nothing over which smaller one: that of this point, and one that differs
-    in it alone. Empty where there is no such other point."""
+    """Names this point's value of a field and the smaller value over which it gained nothing, from a point that differs
+    in this field alone. Empty if there is no such point."""
     mine = result.point.settings
     if result.measures is None or field not in mine:
         return ""

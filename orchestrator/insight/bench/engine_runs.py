@@ -44,7 +44,7 @@ class BenchRequest:
     batches: int
     """Measured batches of each point."""
     address: str | None
-    """Ray cluster to join; None: start one on this machine."""
+    """Ray cluster to join, or None to start one on this machine."""
     baseline: bool
     """Whether bare `AsyncLLM` samples the same prompts on the same engines, in batches that alternate with Troupe's."""
 
@@ -54,12 +54,12 @@ OnResults = Callable[[Sequence[Result]], None]
 
 
 def bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:
-    """Measures all points; one that cannot be measured has a problem in place of measures.
+    """Measures all points; one that cannot be measured has a problem instead of measures.
 
     Args:
         request: What to measure.
         console: Shows the progress.
-        on_results: Takes the results. The last call has those of all points.
+        on_results: Receives the results. The last call has the results of all points.
 
     Raises:
         TroupeError: No cluster, no data, or the user stopped the command.

@@ -73,7 +73,7 @@ def grid(load: Callable[[list[str]], RunSpec], sweeps: Sequence[Sweep], prompts:
     Args:
         load: Loads the spec with these overrides. Raises SpecError.
         sweeps: The fields and their values.
-        prompts: Prompts of every point; None: `schedule.prompts_per_step`.
+        prompts: Prompts of every point, or None for `schedule.prompts_per_step`.
 
     Raises:
         SpecError: A combination is not valid, or a field has nothing to do with rollouts.
@@ -97,7 +97,7 @@ def grid(load: Callable[[list[str]], RunSpec], sweeps: Sequence[Sweep], prompts:
 
 
 def launches(points: Sequence[Point]) -> list[list[Point]]:
-    """The points in groups that can use the same engines, which are started once for each group."""
+    """The points in groups with the same engines, which are started once for each group."""
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(engine_key(point.spec), []).append(point)
@@ -124,7 +124,7 @@ def measured_spec(spec: RolloutSpec, batches: int, failures: Mapping[str, Any] |
     Args:
         spec: The spec of the engines.
         batches: Number of batches.
-        failures: Other values of fields of the section; None: an engine that is lost ends the measurement.
+        failures: Other values of the section's fields. If None, a lost engine ends the measurement.
     """
     algorithm = AlgorithmConfig(name="reinforce", group_size=spec.group_size, dynamic_sampling=0)
     schedule = spec.schedule.model_copy(update={"max_staleness": 0, "steps": batches})

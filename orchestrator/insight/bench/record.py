@@ -23,10 +23,10 @@ def record_of(
     """The whole benchmark.
 
     Args:
-        results: Of every point, in order.
-        cores: CPU cores of the machine; None: a cluster, whose free resources are not known.
-        train: The trainers alone, at the fastest point; None: not measured.
-        weights: Updates of the weights by back-end, at the fastest point; empty: not measured.
+        results: The result of every point, in order.
+        cores: CPU cores of the machine, or None for a cluster, whose free resources are unknown.
+        train: The trainers alone, at the fastest point, or None if not measured.
+        weights: Updates of the weights by back-end, at the fastest point; empty if not measured.
     """
     spec, best = results[0].point.spec, best_of(results)
     settings = None if best is None else settings_of(best.point.spec)

@@ -25,7 +25,7 @@ class MeasuredBatch:
     engines: tuple[EngineReading, ...] = ()
     """Empty for the baseline."""
     groups: tuple[GroupLengths, ...] = ()
-    """Those that were sampled; empty for the baseline."""
+    """The sampled groups; empty for the baseline."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,7 +42,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of these values; zeros without any."""
+        """The spread of these values; zeros without any."""
         if not values:
             return Spread(0.0, 0.0)
         p50, p99 = np.percentile(np.asarray(values), [50, 99]).tolist()
@@ -65,7 +65,7 @@ class Measures:
 
     batches: int
     sequences: int
-    """Of one batch."""
+    """Sequences of one batch."""
     tokens_per_s: float
     """Sampled tokens per second of all engines: the median of the batches."""
     slowest_batch: float
@@ -85,13 +85,13 @@ class Measures:
     least_busy: float
     """The same of the engine that computes least."""
     latency_s: Spread
-    """Of a sequence, from its arrival in the engine to its last token."""
+    """Seconds from a sequence's arrival in the engine to its last token."""
     first_token_s: Spread
-    """Of a sequence, from its arrival in the engine to its first token."""
+    """Seconds from a sequence's arrival in the engine to its first token."""
     queued_s: Spread
-    """Of a sequence, in the engine."""
+    """Seconds that a sequence is queued in the engine."""
     prompt_tokens: float
-    """Of a sequence, on average."""
+    """Mean per sequence."""
     response_tokens: float
     cached: float
     """Share of the prompt tokens that were in the prefix cache."""
@@ -99,7 +99,7 @@ class Measures:
     """Share of the KV cache in use, on average."""
     most_kv_use: float
     preemptions: int
-    """Of all batches."""
+    """Preemptions in all batches."""
     running: float
     """Sequences that an engine decodes together, on average."""
     most_running: int
@@ -107,11 +107,11 @@ class Measures:
     """Sequences that wait in an engine, on average."""
     engines: tuple[EngineShare, ...]
     bare_tokens_per_s: float | None = None
-    """Of bare `AsyncLLM` on the same engines, prompts and seeds; None: not measured."""
+    """Rate of bare `AsyncLLM` on the same engines, prompts and seeds, or None if not measured."""
     against_bare: float | None = None
-    """Tokens per second over those of bare `AsyncLLM`: the median of the batches."""
+    """Tokens per second relative to bare `AsyncLLM`: the median of the batches."""
     efficiency: float | None = None
-    """Tokens per second and engine over those of the point with the fewest engines; None: it is not one of several."""
+    """Tokens per second and engine, relative to the point with the fewest engines, or None if engines are not swept."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,15 @@ class Result:
 
     point: Point
     measures: Measures | None
-    """None where it could not be measured."""
+    """None if it could not be measured."""
     problem: str = ""
     """Why it could not be measured."""
     groups: tuple[GroupLengths, ...] = ()
-    """Of its last batch."""
+    """The groups of its last batch."""
     peak: Peak = _NO_PEAK
     """Memory of the largest engine of its launch so far."""
     gpu_type: str = ""
-    """Type of the engines' GPUs; empty: they have none, or it is not known."""
+    """Type of the engines' GPUs; empty if they have none or it is unknown."""
 
 
 def measures_of(point: Point, batches: Sequence[MeasuredBatch], bare: Sequence[MeasuredBatch]) -> Measures:
@@ -178,7 +178,7 @@ def measures_of(point: Point, batches: Sequence[MeasuredBatch], bare: Sequence[M
 
 
 def with_efficiency(results: Sequence[Result]) -> list[Result]:
-    """The results with the scaling efficiency of those that differ in the number of engines alone."""
+    """The results with the scaling efficiency of results that differ only in the number of engines."""
     families: dict[str, list[Result]] = {}
     for result in results:
         if result.measures is not None and WORKERS in result.point.settings:

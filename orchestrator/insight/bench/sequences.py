@@ -12,7 +12,7 @@ import pyarrow as pa
 from troupe.workers.contract.messages import TRAIN, GroupSummary, TrainRow, TrainSummary
 
 _LOGPROB = -8.0
-"""Of every token, roughly what a model gives random ones."""
+"""Log-prob of every token, roughly what a model gives random tokens."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class GroupLengths:
 
     @staticmethod
     def of(summary: GroupSummary) -> GroupLengths:
-        """Those of a sampled group, as it is trained on; of an episode every row is a sequence."""
+        """The lengths of a sampled group, as it is trained on; of an episode every row is a sequence."""
         prompt = summary.samples[0].prompt_tokens
         rows = (length for sample in summary.samples for length in sample.row_lengths)
         return GroupLengths(prompt, tuple(max(1, length - prompt) for length in rows))
 
     @property
     def tokens(self) -> int:
-        """Of all sequences, each with its prompt."""
+        """Tokens of all sequences, each with its prompt."""
         return len(self.responses) * self.prompt + sum(self.responses)
 
 
@@ -41,7 +41,7 @@ def train_batch(groups: Sequence[GroupLengths], vocabulary: int, seed: int) -> t
     Args:
         groups: Lengths of the sequences.
         vocabulary: Token ids are below it.
-        seed: Of the tokens.
+        seed: Seed of the tokens.
 
     Returns:
         The scalars of the rows, and the TRAIN table.

@@ -47,14 +47,14 @@ _PARTS_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What to measure beside the rollouts."""
+    """What to measure besides the rollouts."""
 
     fastest: Result
     """Its spec is measured, on sequences of its lengths."""
     repeats: int
     """Measured steps, and updates of the weights."""
     address: str | None
-    """Ray cluster to join; None: start one on this machine."""
+    """Ray cluster to join, or None to start one on this machine."""
 
 
 def measure_trainers(request: TrainingRequest, console: Console) -> TrainResult:
@@ -110,7 +110,7 @@ async def _transfers(request: TrainingRequest, spec: RolloutSpec, console: Conso
 
 
 def _without_records(spec: RolloutSpec) -> RolloutSpec:
-    """The spec of a policy that keeps nothing for trajectories, which nobody takes here."""
+    """The spec of a policy without records for trajectories, which are not written here."""
     return spec.model_copy(update={"output": spec.output.model_copy(update={"trajectories": False})})
 
 

@@ -30,7 +30,7 @@ class TrainerMeasures:
     """Computed by all workers, without padding: the median of the steps. Samples that share a copy of their prompt
     compute it once."""
     mfu: float | None
-    """Share of the GPUs' peak that the model's products use; None: no peak is known."""
+    """Share of the GPUs' peak that the model's products use, or None if no peak is known."""
     padding: float
     """Share of the computed tokens."""
     host_bytes: int
@@ -41,18 +41,18 @@ class TrainerMeasures:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The trainers alone, on sequences as long as those that were sampled."""
+    """The trainers alone, on sequences as long as the sampled ones."""
 
     steps: int = 0
     step_s: float = 0.0
     """All updates of a step: the median."""
     sequences: int = 0
-    """Of a step."""
+    """Sequences of a step."""
     tokens: int = 0
-    """Of these sequences, with their prompts."""
+    """Tokens of these sequences, with their prompts."""
     trainers: tuple[TrainerMeasures, ...] = ()
     problem: str = ""
-    """Why nothing was measured; empty: it was."""
+    """Why nothing was measured; empty if it was measured."""
 
 
 def trainer_measures(role: str, workers: int, steps: Sequence[TrainedStep], peak: Peak) -> TrainerMeasures:
@@ -93,7 +93,7 @@ class TransferMeasures:
     seconds: float
     """From the policy's call to the acknowledgement of the last engine."""
     publish_s: float
-    """The policy writes the weights, where engines read what it has written."""
+    """Time in which the policy writes the weights, for back-ends whose engines read what it writes."""
     transfer_s: float
     """What the other parts leave: the way to the engines, and their pause."""
     verify_s: float
@@ -109,7 +109,7 @@ class TransferResult:
     backend: str
     measures: TransferMeasures | None
     problem: str = ""
-    """Why it was not measured; empty: it was."""
+    """Why it was not measured; empty if it was."""
 
 
 def transfer_measures(transfers: Sequence[Transfer]) -> TransferMeasures:

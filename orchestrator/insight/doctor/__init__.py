@@ -1,1 +1,1 @@
-"""`troupe doctor`: whether this machine can run Troupe, and what to do where it cannot."""
+"""`troupe doctor`: whether this machine can run Troupe, and what to do if it cannot."""

@@ -1,4 +1,4 @@
-"""All checks of `troupe doctor`, in the order in which they are shown, and what a spec needs from a machine."""
+"""All checks of `troupe doctor`, in the order of display, and the needs of a spec."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def examine(machine: Machine, needs: Needs | None = None) -> tuple[Finding, ...]
 
     Args:
         machine: The facts.
-        needs: What a spec needs; None: no spec is given.
+        needs: What a spec needs, or None if no spec is given.
     """
     return tuple(finding for check in CHECKS for finding in check(machine, needs or Needs()))
 

@@ -118,7 +118,7 @@ def _limit(value: int) -> int:
 
 
 def _folder(use: str, path: Path) -> Folder:
-    """A folder; where it does not exist yet, the nearest one around it that does."""
+    """A folder, or its nearest existing parent if it does not exist yet."""
     there = next((folder for folder in (path, *path.absolute().parents) if folder.is_dir()), Path("/"))
     try:
         usage = shutil.disk_usage(there)
@@ -172,7 +172,7 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _loopback() -> str:
-    """Why a connection to a free port of 127.0.0.1 fails; empty: it works."""
+    """Why a connection to a free port of 127.0.0.1 fails; empty if it works."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(2.0)

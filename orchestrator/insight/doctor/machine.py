@@ -1,4 +1,4 @@
-"""What `troupe doctor` knows: the facts about a machine, what a spec needs, and what a check found."""
+"""Input and output of `troupe doctor`: the facts about a machine, what a spec needs, and what a check found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding:
     """`note`: works, but slower or not for everything; `problem`: runs will fail."""
     found: str
     remedy: str = ""
-    """One command or sentence; empty where there is nothing to do."""
+    """One command or sentence; empty if there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Software:
     """Python, the installed packages and the tools that compile extensions."""
 
     system: str
-    """As `platform.system()` says: `Linux`."""
+    """Result of `platform.system()`: `Linux`."""
     architecture: str
     python: tuple[int, int, int]
     executable: str
@@ -53,9 +53,9 @@ class Software:
     requirements: Mapping[str, tuple[str, ...]]
     """Requirements (PEP 508) of Troupe, and of the packages that it builds on, by distribution."""
     torch_cuda: tuple[int, int] | None
-    """CUDA version that torch was built for; None: a build for CPUs, or no torch."""
+    """CUDA version that torch was built for, or None for a CPU build or without torch."""
     compiler: str
-    """Path of the C++ compiler; empty: none."""
+    """Path of the C++ compiler; empty if there is no compiler."""
     python_headers: bool
     numa_library: bool
     """Whether libnuma, which vLLM's CPU build loads, is there."""
@@ -89,9 +89,9 @@ class Machine:
     resources: Resources
     graphics: Graphics = field(default_factory=Graphics)
     loopback: str = ""
-    """Why a connection to 127.0.0.1 failed; empty: it works."""
+    """Why a connection to 127.0.0.1 failed; empty if it works."""
     proxy: str = ""
-    """The proxy variable that also applies to 127.0.0.1; empty: none."""
+    """The proxy variable that also applies to 127.0.0.1; empty if none does."""
     temporary: str = ""
     """Folder in which Ray puts its sessions."""
     ray_address: str = ""
@@ -100,10 +100,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a spec needs from one machine; memory and files in bytes, 0 where they are not known."""
+    """What a spec needs from one machine; memory and files in bytes, 0 if unknown."""
 
     name: str = ""
-    """Name of the spec; empty: none is given."""
+    """Name of the spec; empty if none is given."""
     gpus: float = 0.0
     cpus: float = 0.0
     host_memory: int = 0
@@ -113,7 +113,7 @@ class Needs:
     checkpoint: int = 0
     """One checkpoint: model and optimizer."""
     checkpoints: int = 0
-    """Checkpoints that are kept at a time, the one that is being written included."""
+    """Checkpoints kept at a time, including the one being written."""
 
 
 def gib(count: int) -> str:

@@ -15,7 +15,7 @@ OLDEST, NEWEST = (3, 11), (3, 14)
 LIBRARIES = ("torch", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 """Packages without which no run starts, besides an engine."""
 BUILT_ON = (TROUPE, *ENGINES, *LIBRARIES)
-"""Distributions whose requirements are checked against what is installed."""
+"""Distributions whose requirements are checked against the installed ones."""
 UNUSED = frozenset({"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"})
 """Requirements for images and sound, which text does not need: their absence is no finding."""
 _ARCHITECTURES = ("x86_64", "aarch64")
@@ -80,7 +80,7 @@ def _conflicts(dist: str, machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _fits(wanted: Requirement, installed: str) -> bool:
-    """Whether a version satisfies a requirement. torch with CUDA also works where its CPU build is required."""
+    """Whether a version satisfies a requirement. torch with CUDA also satisfies a requirement for its CPU build."""
     text = str(wanted.specifier)
     specifiers = SpecifierSet(text.replace("+cpu", "") if wanted.name == "torch" else text)
     return specifiers.contains(installed, prereleases=True)
@@ -124,7 +124,7 @@ def check_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def _tested(machine: Machine, engine: str) -> str:
-    """The version of the engine that Troupe's extra pins; empty where Troupe is not installed as a package."""
+    """The version of the engine that Troupe's extra pins; empty if Troupe is not installed as a package."""
     for text in machine.software.requirements.get(TROUPE, ()):
         try:
             wanted = Requirement(text)

@@ -1,4 +1,4 @@
-"""Repeats steps with the code of another checkout, and finds where its weights first differ from those of this code."""
+"""Repeats steps with the code of another checkout, and finds where its weights first differ from this code's."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def replay_there(root: Path, run: Path, step: int, folder: Path, timeout_s: floa
     log = folder / "log"
     with log.open("wb") as output:
         try:
-            # Ray adds the current folder to the path of its workers: it must be that of the code.
+            # Ray adds the current folder to the path of its workers: it must be the code's folder.
             done = subprocess.run(
                 command,
                 cwd=root,
@@ -118,7 +118,7 @@ def own_root() -> Path:
 
 
 def difference(here: Repeated, there: StepThere) -> Difference | None:
-    """How a step differs between this code and another; None: the weights are equal."""
+    """How a step differs between this code and another, or None if the weights are equal."""
     names = {
         role: [name for name, digest in digests.items() if there.weights.get(role, {}).get(name) != digest]
         for role, digests in here.weights.items()

@@ -24,9 +24,9 @@ class ReplayPlan:
     """A replay of a run up to one of its steps."""
 
     spec: RunSpec
-    """As the steps used it, with paths that do not depend on the current folder."""
+    """The steps' spec, with paths that do not depend on the current folder."""
     checkpoint: Checkpoint | None
-    """Where it starts; None: the initial model."""
+    """Where it starts, or None for the initial model."""
     folders: tuple[RecordedStep, ...]
     """The steps to repeat, in order."""
 
@@ -52,7 +52,7 @@ def plan_up_to(run: Path, first_version: int, last: int, folder: RecordedStep) -
     Args:
         run: Folder of the run.
         first_version: A number of steps; it starts from a checkpoint of that many steps or fewer.
-        last: The last step that is repeated; none is, where it is the checkpoint's.
+        last: The last step that is repeated; no step is repeated if it is the checkpoint's.
         folder: The step whose spec the trainers have.
 
     Raises:
@@ -100,7 +100,7 @@ def _absolute(spec: RunSpec, working_folder: Path) -> Iterator[str]:
 
 
 def _require_same_trainers(folder: RecordedStep, before: RunSpec, spec: RunSpec) -> None:
-    """Raises UsageError if the trainers of a step were configured in another way than those of the last step."""
+    """Raises UsageError if the trainers of a step were configured differently from the previous step's."""
     for role in TRAINERS:
         if (role in before.roles.trainers()) != (role in spec.roles.trainers()):
             raise UsageError(f"step {folder.kept.step} was trained with another set of trainers than the last step")

@@ -1,4 +1,4 @@
-"""Repeats the updates of kept steps on trainers, and compares the weights with those of the run."""
+"""Repeats the updates of kept steps on trainers, and compares the weights with the run's."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Repeated:
 
     step: int
     recorded: Digests
-    """Of the weights after the step, in the run."""
+    """Digests of the weights after the step, in the run."""
     found: Digests
-    """Of the weights after the step, in the replay."""
+    """Digests of the weights after the step, in the replay."""
     recorded_updates: tuple[Mapping[str, float], ...]
     updates: tuple[Mapping[str, float], ...]
     seconds: float
     """Time of the updates."""
     weights: Weights = field(default_factory=dict)
-    """Empty unless asked for."""
+    """Empty unless requested."""
 
     @property
     def equal(self) -> bool:
-        """Whether the weights are those of the run."""
+        """Whether the weights equal the run's."""
         return self.recorded == self.found
 
     def line(self) -> str:
@@ -59,7 +59,7 @@ class Repeated:
 def different_metrics(
     there: Sequence[Mapping[str, float]], here: Sequence[Mapping[str, float]], where: str
 ) -> list[str]:
-    """Metrics of the first update that differ between two repetitions of a step, as text; not those of its speed."""
+    """Metrics of the first update that differ between two repetitions of a step, as text; speeds excluded."""
     for number, (first, second) in enumerate(zip(there, here, strict=False), start=1):
         compared = [name for name in first if name.rpartition("/")[2] not in _TIMED]
         names = [name for name in compared if not _same(first[name], second.get(name, math.nan))]
@@ -119,7 +119,7 @@ class Replayer:
 
 
 def start_problem(recorded: Digests, found: Digests, origin: str) -> str:
-    """Why the weights that a replay starts from are not those of the run; empty where they are, or it is not known."""
+    """Why the weights that a replay starts from are not the run's; empty if they are, or if it is unknown."""
     wrong = [role for role, digest in recorded.items() if found.get(role) != digest]
     if not wrong:
         return ""
@@ -134,7 +134,7 @@ def software_changes(recorded: Sequence[str], now: Sequence[str]) -> list[str]:
 
 
 def _compared(role: str, recorded: str, found: str) -> str:
-    """Both digests of a role, shortened; one where they are equal."""
+    """Both digests of a role, shortened; one if they are equal."""
     return f"{role} {recorded[:12]}" + ("" if recorded == found else f" in the run, {found[:12]} here")
 
 

@@ -1,4 +1,4 @@
-"""Which groups of a step are sampled again, with which weights, and how the samples differ from those of the run."""
+"""Which groups of a step are sampled again, with which weights, and how the samples differ from the run's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Resampled:
 
     @property
     def equal(self) -> bool:
-        """Whether every sample has the tokens of the run."""
+        """Whether every sample has the same tokens as in the run."""
         return not self.differences
 
     def lines(self) -> list[str]:
@@ -119,7 +119,7 @@ def compare_samples(plan: ResamplePlan, recorded: pa.Table, found: Iterable[pa.T
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Position of the first token that differs, also where one ends and the other continues; None: they are equal."""
+    """Position of the first token that differs, also if one ends and the other continues, or None if they are equal."""
     for position, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return position

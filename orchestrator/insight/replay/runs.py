@@ -57,9 +57,9 @@ class ReplayOutcome:
 
     steps: tuple[Repeated, ...]
     start_problem: str
-    """Why the first weights are not those of the run; empty where they are."""
+    """Why the first weights are not the run's; empty if they are."""
     software: tuple[str, ...]
-    """What is installed here in another version than in the run."""
+    """Software whose version here differs from the run's."""
 
     @property
     def equal(self) -> bool:
@@ -109,7 +109,7 @@ class Comparison:
     steps: int
     """Repeated by both."""
     difference: Difference | None
-    """None: the weights are equal after every step."""
+    """None if the weights are equal after every step."""
 
 
 def compare(request: ReplayRequest, checkout: Path, console: Console, each: Each) -> Comparison:
@@ -147,7 +147,7 @@ def resample(run: Path, plan: ResamplePlan, address: str | None, console: Consol
     Args:
         run: Folder of the run.
         plan: What to sample.
-        address: Ray cluster to join; None: a local one.
+        address: Ray cluster to join, or None for a local one.
         console: Shows the progress.
 
     Raises:

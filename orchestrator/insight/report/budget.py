@@ -1,4 +1,4 @@
-"""Which steps' data enter the page, where not all of them fit."""
+"""Which steps' data enter the page, if not all of them fit."""
 
 from __future__ import annotations
 

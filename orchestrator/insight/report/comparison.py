@@ -26,7 +26,7 @@ _USED = {"tokens": "tokens", "seconds": "seconds/step"}
 
 
 def labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Distinct labels: the name of a run; where several share it, as much of the path of the folder as is needed."""
+    """Distinct labels: the name of a run; if several share it, as much of the path of the folder as is needed."""
     shared = Counter(names)
     alike = [folder.resolve() for name, folder in zip(names, folders, strict=True) if shared[name] > 1]
     pairs = zip(names, folders, strict=True)
@@ -34,7 +34,7 @@ def labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
 
 
 def _ending(folder: Path, alike: Sequence[Path]) -> str:
-    """The shortest ending of a path that no other one has; all of it where there is none."""
+    """The shortest ending of a path that no other path has, or the whole path."""
     for depth in range(1, len(folder.parts)):
         ending = folder.parts[-depth:]
         if sum(other.parts[-depth:] == ending for other in alike) == 1:
@@ -43,7 +43,7 @@ def _ending(folder: Path, alike: Sequence[Path]) -> str:
 
 
 def outcome(history: History) -> Json:
-    """The results that the table of runs shows; null where a run does not have them."""
+    """The results that the table of runs shows; null if a run does not have them."""
     learned = next((metric for _, metric, _ in LEARNED if history[metric]), None)
     held_out = next((metric for metric in (*_HELD_OUT, *_first_set(history)) if history[metric]), None)
     return {

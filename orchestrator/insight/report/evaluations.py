@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def evaluations(run: RunFolder) -> Json:
-    """The first and the last evaluation of a run by set; empty where it has none, or they are not of this form.
+    """The first and the last evaluation of a run by set; empty if it has none, or if they do not have this form.
 
     The first one is the first that was made like the last one: a resumed run may have changed how.
     """

@@ -33,7 +33,7 @@ class LiveData:
     """What a live page asks for. Every method reads the files anew, except spans and samples of finished steps."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises UsageError where a folder holds no run."""
+        """Raises UsageError if a folder holds no run."""
         self._runs = [RunFolder(folder) for folder in folders]
         self._texts = [TokenTexts(run.spec.get("model") or {}, _RETRY_S) for run in self._runs]
         self._times: dict[tuple[int, int], tuple[tuple[int, ...], Json | None]] = {}
@@ -63,8 +63,8 @@ class LiveData:
 
         Args:
             after: Last step that the page has of every run; -1 for none.
-            known: `line` of every run in the page, separated by spaces; empty: not checked.
-            held: `file` of every run's samples in the page, in the same way: the newest samples are sent only where
+            known: `line` of every run in the page, separated by spaces; not checked if empty.
+            held: `file` of every run's samples in the page, in the same way: the newest samples are sent only if
                 they are in another file.
         """
         mark = self.mark()
@@ -74,7 +74,7 @@ class LiveData:
         lost = any(line not in own.values() for line, own in zip(known.split(), lines, strict=False))
         if lost or any(run["steps_done"] < after for run in data["runs"]):
             after = -1
-        files = held.split() if after >= 0 else []  # otherwise the page drops what it has
+        files = held.split() if after >= 0 else []  # otherwise the page drops its data
         files += [_NONE] * (len(runs) - len(files))
         for run in data["runs"]:
             for group in ("metrics", "used"):
@@ -89,12 +89,12 @@ class LiveData:
         return data | {"after": after, "mark": mark, "samples": samples, "timeline": timeline}
 
     def samples(self, run: int, step: int) -> Json | None:
-        """The samples of a step, or the first groups of many; None where there are none."""
+        """The samples of a step, or the first groups of many; None if it has none."""
         block = sample_block(self._runs[run], step, self._texts[run]) if self._known(run) else None
         return block and first_groups(block, _STEP_BYTES)
 
     def timeline(self, run: int, step: int) -> Json | None:
-        """The spans of a step; None where there are none."""
+        """The spans of a step, or None if it has none."""
         return span_block(self._runs[run], step) if self._known(run) else None
 
     def _known(self, run: int) -> bool:
@@ -130,7 +130,7 @@ class LiveData:
 
 
 def _written(file: Path) -> int:
-    """When a file was written, in nanoseconds; 0 where it is gone."""
+    """When a file was written, in nanoseconds; 0 if it is gone."""
     try:
         return file.stat().st_mtime_ns
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def _lines(run: RunFolder) -> dict[int, str]:
 
 
 def _summary(runs: Sequence[RunFolder], lines: Sequence[dict[int, str]]) -> Json:
-    """The data without samples and spans; `line` of each run is its last one, by which the page is recognised."""
+    """The data without samples and spans; `line` of each run is its last one and identifies the page."""
     data = summary(runs)
     for run, own in zip(data["runs"], lines, strict=True):
         run["line"] = own[max(own)] if own else _NONE
@@ -163,7 +163,7 @@ def _identity(files: dict[int, Path]) -> str:
     try:
         return f"{step}@{files[step].stat().st_mtime_ns}"
     except OSError:
-        return _NONE  # deleted meanwhile
+        return _NONE  # deleted since
 
 
 def _store(steps: list[int]) -> Json:

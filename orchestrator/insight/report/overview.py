@@ -1,4 +1,4 @@
-"""What the page says about a run besides its samples and spans: verdicts, curves, ledger, weights, memory, spec."""
+"""Data of the page about a run besides its samples and spans: verdicts, curves, ledger, weights, memory, spec."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def sections(names: Sequence[str]) -> list[Json]:
 
 
 def spec_differences(specs: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """Every field whose value is not the same in all specs, with the value in each; `null` where it is missing."""
+    """Every field whose value is not the same in all specs, with the value in each; `null` if it is missing."""
     flat = [dict(_flat(spec)) for spec in specs]
     fields = sorted({field for one in flat for field in one})
     rows = [(field, [one.get(field) for one in flat]) for field in fields]
@@ -174,7 +174,7 @@ def _weights(event: Mapping[str, Any]) -> Json:
 
 
 def _memory(history: History, spec: RunSpec | None) -> Json:
-    """Peak memory by role in GiB beside the plan's."""
+    """Peak memory by role in GiB, with the plan's."""
     peaks = {s.name.removeprefix("memory/"): s.values[-1] for s in history.named("memory/")}
     planned: dict[str, float] = {}
     problem = "" if spec else "the spec cannot be read"

@@ -77,7 +77,7 @@ def write_bench_page(record: dict[str, Any], output: Path) -> Path:
         output: The file. It is replaced as a whole.
 
     Returns:
-        The file. Raises OSError where it cannot be written.
+        The file. Raises OSError if it cannot be written.
     """
     text = render_page(record, title=f"{record['name']} - Troupe bench", scripts=BENCH_SCRIPTS)
     output.parent.mkdir(parents=True, exist_ok=True)

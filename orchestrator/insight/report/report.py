@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 REPORT = "report.html"
-"""Name of the file in a run's folder, where no other is asked for."""
+"""Name of the file in a run's folder, unless another is given."""
 
 _TOKEN_STEPS = 64
 """Steps whose tokens are asked for at once."""
@@ -55,7 +55,7 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
     Args:
         folders: Run folders; curves of several are drawn over each other.
         output: The file. It is replaced as a whole.
-        budget: How much the page may hold; None: the defaults.
+        budget: How much the page may hold, or None for the defaults.
 
     Returns:
         The file.
@@ -73,9 +73,9 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
 
 
 def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
-    """The report at the end of runs, however they ended; None where no step was recorded.
+    """The report at the end of runs, however they ended, or None if no step was recorded.
 
-    Where it cannot be written, that is a warning: no run fails for its report.
+    If it cannot be written, that is a warning: no run fails for its report.
     """
     begun = [folder for folder in folders if (folder / METRICS).is_file()]
     if not begun:
@@ -88,7 +88,7 @@ def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
 
 
 def report_text(folders: Sequence[Path], budget: Budget) -> str:
-    """The page of one or several runs. Raises UsageError where a folder holds no run."""
+    """The page of one or several runs. Raises UsageError if a folder holds no run."""
     return render(page_data([RunFolder(folder) for folder in folders], budget))
 
 
@@ -137,7 +137,7 @@ def _fitting_blocks(
 ) -> list[Json]:
     """Blocks of evenly spread steps within the budget; of the last step in any case.
 
-    How large a block will be is estimated from the size of its file, so that only what is kept has to be read.
+    The size of a block is estimated from the size of its file, so that only kept blocks are read.
     """
     blocks: dict[int, Json | None] = {}
     written: dict[int, int] = {}
@@ -169,11 +169,11 @@ def _bytes(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:
-        return 0  # deleted meanwhile, to make room
+        return 0  # deleted since, to make room
 
 
 def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
-    """One step's samples; None where its file cannot be read."""
+    """One step's samples; or None if its file cannot be read."""
     try:
         return step_block(run.samples(step), step, texts)
     except (TroupeError, KeyError) as error:
@@ -202,7 +202,7 @@ def timeline_data(run: RunFolder, budget: int) -> Json:
 
 
 def span_block(run: RunFolder, step: int) -> Json | None:
-    """One step's spans; None where its file cannot be read or holds none."""
+    """One step's spans; or None if its file cannot be read or holds none."""
     try:
         spans = spans_of(run.timeline(step))
     except (TroupeError, KeyError) as error:
@@ -224,7 +224,7 @@ def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
 
 
 def first_groups(block: Json, budget: int) -> Json:
-    """The first rows of a block that fit: whole groups. Where that is not all, `rows` says how many there were."""
+    """The first rows of a block that fit: whole groups. If some do not fit, `rows` is the number of all."""
     rows, size = len(block["group"]), _size([block])
     if size <= budget:
         return block

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """One value for each response token of a table: flat values, and where the rows begin."""
+    """One value for each response token of a table: flat values and the offsets of the rows."""
 
     flat: np.ndarray
     offsets: np.ndarray
@@ -36,7 +36,7 @@ class TokenColumn:
 
     @classmethod
     def of(cls, table: pa.Table, name: str) -> TokenColumn | None:
-        """A list column of numbers; None where the table does not have it or has only nulls."""
+        """A list column of numbers, or None if the table does not have it or has only nulls."""
         if name not in table.column_names or table[name].null_count == table.num_rows:
             return None
         column = table[name].combine_chunks()
@@ -53,7 +53,7 @@ def step_block(table: pa.Table, step: int, texts: TokenTexts) -> Json:
     Args:
         table: Rows of the store.
         step: Number of the step.
-        texts: Texts of tokens; asked here for those of the step.
+        texts: Texts of tokens; the step's are added here.
     """
     rows = table.num_rows
     plain = _plain(table)
@@ -186,7 +186,7 @@ def _tokens(table: pa.Table, rows: int, texts: TokenTexts) -> Json:
 
 
 def _gap(table: pa.Table, sampled: TokenColumn | None) -> TokenColumn | None:
-    """The sampler's log-prob of each token less the trainer's, before the update where that was computed."""
+    """The sampler's log-prob of each token less the trainer's, before the update if that was computed."""
     if sampled is None:
         return None
     for name in ("old_logprobs", "logprobs"):

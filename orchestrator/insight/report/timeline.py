@@ -91,7 +91,7 @@ def _times(spans: Iterable[TimelineSpan]) -> list[Interval]:
 
 
 def step_bounds(spans: Sequence[TimelineSpan]) -> tuple[float, float] | None:
-    """Start and end of the step that a step's spans describe: those of the driver's phases.
+    """Start and end of the step that a step's spans describe, from the driver's phases.
 
     A checkpoint counts in the next step's metrics, although its spans end before that step begins.
     """

@@ -1,4 +1,4 @@
-"""Texts of tokens by id, asked of the run's tokenizer once for each id."""
+"""Texts of tokens by id, from the run's tokenizer, once for each id."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class TokenTexts:
         """No question before this, by the monotonic clock."""
         self._known: dict[int, str] = {}
         self.problem = "" if model else "the run has no spec.yaml with a model"
-        """Why there are no texts; empty: there are."""
+        """Why there are no texts; empty if there are."""
 
     def learn(self, ids: Iterable[int]) -> None:
-        """Asks for the texts of those ids that are not known yet; sets `problem` where that fails, else clears it."""
+        """Reads the texts of ids that are not known yet; sets `problem` if that fails, else clears it."""
         wanted = sorted(set(ids) - self._known.keys())
         if not wanted or time.monotonic() < self._ask_at:
             return
@@ -45,7 +45,7 @@ class TokenTexts:
         self._known |= dict(zip(wanted, texts, strict=True))
 
     def __getitem__(self, token: int) -> str:
-        """The text of a token; its id in angle brackets where it is not known."""
+        """The text of a token; its id in angle brackets if it is not known."""
         return self._known.get(token, f"<{token}>")
 
     def __bool__(self) -> bool:

@@ -1,1 +1,1 @@
-"""Verdicts on a run: what is wrong, since which step, by which evidence, and what to change."""
+"""Verdicts on a run: what is wrong, since which step, the evidence, and what to change."""

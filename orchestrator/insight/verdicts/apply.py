@@ -40,8 +40,8 @@ _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
 def apply_rules(history: History) -> list[Verdict]:
     """The verdicts of every rule: problems first, then by the step at which they began.
 
-    A remedy is left out if the run's spec has its lines already or cannot take them (an option that its algorithm does
-    not have), or if the cluster has no room for its workers.
+    A remedy is left out if the run's spec has its lines already or cannot take them (an option that its algorithm
+    lacks), or if the cluster has no room for its workers.
     """
     usable = bool(history.spec) and _loads(history.spec) is not None
     capacity = history.capacity
@@ -54,7 +54,7 @@ def apply_rules(history: History) -> list[Verdict]:
 
 
 def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
-    """What a rule finds. One that fails on a record is logged, so that the others still speak."""
+    """What a rule finds. A rule that fails on a record is logged, and the others are still applied."""
     try:
         yield from rule(history)
     except Exception:
@@ -97,7 +97,7 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loads(spec: Mapping[str, Any]) -> RunSpec | None:
-    """The spec; None where it is not valid."""
+    """The spec, or None if it is not valid."""
     try:
         return parse_spec(Document(dict(spec), Source("spec.yaml")))
     except (SpecError, TroupeError):

@@ -1,4 +1,4 @@
-"""Which results of a run can be compared with its last ones: a resumed run may evaluate or reward in another way."""
+"""Drops results that cannot be compared with a run's newest: a resumed run may evaluate or reward differently."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 _EVALUATED = ("eval/",)
 _REWARDED = ("reward/", "groups/mixed", "alarm/reward_hacking")
-"""What the names of metrics begin with that depend on them."""
+"""Name prefixes of the metrics that each digest covers."""
 
 
 def comparable_history(run: RunFolder, history: History) -> History:
-    """The record of a run without results that mean something else than its last ones.
+    """The record of a run without results made under other settings than the newest ones.
 
-    How evaluations were made is in `evaluation.json`; a run that writes none (offline training) has it in the events of
-    its starts, where the rewards are, too. Results of which neither says it, of earlier versions, stay.
+    Settings of evaluations are read from `evaluation.json`, or from `run_started` events if a run writes none (offline
+    training); settings of rewards from these events. Results without either (older versions) are kept.
     """
     evaluated = _by_file(run)
     if evaluated is None:
@@ -29,7 +29,7 @@ def comparable_history(run: RunFolder, history: History) -> History:
 
 
 def _by_file(run: RunFolder) -> set[int] | None:
-    """Steps whose evaluation has other settings than the last one; None: no file says it."""
+    """Steps whose evaluation has other settings than the newest one, or None without such a file."""
     made = read_evaluations(run.path / EVALUATIONS).get("evaluations")
     try:
         return {one["step"] for one in made} - {one["step"] for one in comparable(made)} if made else None
@@ -38,7 +38,7 @@ def _by_file(run: RunFolder) -> set[int] | None:
 
 
 def _by_starts(history: History, digest: str, names: tuple[str, ...]) -> set[int]:
-    """Steps with such metrics whose digest is another than that of the last one, by the starts of the run."""
+    """Steps whose `digest` differs from the newest step's; digests are read from `run_started` events."""
     starts = [event for event in history.events if event.get("event") == "run_started"]
     steps = sorted({step for name in names for series in history.named(name) for step in series.steps})
     digests = {step: _at(step, starts).get(digest) for step in steps}
@@ -47,7 +47,7 @@ def _by_starts(history: History, digest: str, names: tuple[str, ...]) -> set[int
 
 
 def _at(step: int, starts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The start of the last process that made this step; empty: it is not known."""
+    """The start of the last process that made this step; empty if unknown."""
     for start in reversed(starts):
         resumed_at = start.get("resume_at") or 0
         if resumed_at < step or step == resumed_at == 0:

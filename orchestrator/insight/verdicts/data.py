@@ -44,7 +44,7 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
 
 
 def _more_time(run: History) -> str:
-    """The run's reward functions with a longer timeout; empty where the spec does not have them."""
+    """The run's reward functions with a longer timeout; empty if the spec does not have them."""
     functions = [{"name": one["name"], **one} for one in run.get("roles.reward.functions", []) if "name" in one]
     for one in functions:
         one["timeout_s"] = 3 * float(one.get("timeout_s") or 10.0)

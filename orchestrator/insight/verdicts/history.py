@@ -23,7 +23,7 @@ class Stretch:
 
     @property
     def until(self) -> int | None:
-        """The last step, where it has ended."""
+        """The last step if it has ended, else None."""
         return None if self.ongoing else self.end
 
 
@@ -119,7 +119,7 @@ class Series:
         return found
 
     def trend(self) -> Trend:
-        """How the end differs from the start, beside the noise."""
+        """How the end differs from the start, and the noise."""
         size = max(SHORTEST, len(self) // 4)
         head, tail = self.values[:size], self.values[-size:]
         if len(self) < 2 * SHORTEST:
@@ -141,7 +141,7 @@ class Trend:
 
     change: float
     noise: float
-    """Standard error of the change where the values only fluctuate."""
+    """Standard error of the change if the values only fluctuate."""
 
     @property
     def rises(self) -> bool:
@@ -172,7 +172,7 @@ class History:
         spec: Mapping[str, Any] | None = None,
         events: Sequence[Mapping[str, Any]] = (),
     ) -> History:
-        """From the lines of `metrics.jsonl`. A later line of the same step wins, as after a resumption."""
+        """The history in the lines of `metrics.jsonl`. A later line of the same step wins, as after a resumption."""
         rows = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
         steps: dict[str, list[int]] = {}
         values: dict[str, list[float]] = {}
@@ -200,7 +200,7 @@ class History:
         return replace(self, metrics={name: series for name, series in metrics.items() if series})
 
     def __getitem__(self, name: str) -> Series:
-        """A metric; an empty series where the run does not have it."""
+        """A metric, or an empty series if the run does not have it."""
         return self.metrics.get(name, Series(name))
 
     def named(self, prefix: str) -> list[Series]:
@@ -208,7 +208,7 @@ class History:
         return [series for name, series in self.metrics.items() if name.startswith(prefix)]
 
     def get(self, path: str, default: Any = None) -> Any:
-        """A field of the spec by its dotted path; `default` where it is missing or null."""
+        """A field of the spec by its dotted path; `default` if it is missing or null."""
         node: Any = self.spec
         for name in path.split("."):
             node = node.get(name) if isinstance(node, Mapping) else None
@@ -221,12 +221,12 @@ class History:
 
     @property
     def capacity(self) -> Mapping[str, float]:
-        """`CPU` and `GPU` of the cluster when the run started last; empty where they are not recorded."""
+        """`CPU` and `GPU` of the cluster when the run started last; empty if they are not recorded."""
         started = [event.get("capacity") for event in self.events if event.get("event") == "run_started"]
         return started[-1] if started and isinstance(started[-1], Mapping) else {}
 
     def share_of_samples(self, name: str) -> Series:
-        """A metric that counts samples of the step, as a share of those that were dispatched for the step.
+        """A metric that counts samples of the step, as a share of the samples dispatched for the step.
 
         Steps recorded before `dispatched_samples` existed are judged by their batch as the spec has it.
         """
@@ -238,12 +238,12 @@ class History:
 
     @property
     def _samples_per_batch(self) -> int:
-        """Samples of a step's batch, the most where sources differ; 0 where the spec does not say."""
+        """Samples of a step's batch, the most if sources differ; 0 if the spec does not set it."""
         return int(self.get("schedule.prompts_per_step", 0)) * max(self.group_sizes)
 
     @property
     def group_sizes(self) -> frozenset[int]:
-        """Samples per prompt, of all sources; 1 where the spec does not say."""
+        """Samples per prompt, of all sources; 1 if the spec does not set it."""
         usual, sources = int(self.get("algorithm.group_size", 1)), self.get("data.train")
         own = [one.get("group_size") for one in sources] if isinstance(sources, list) else []
         return frozenset(size or usual for size in own or [usual])

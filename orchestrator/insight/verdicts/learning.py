@@ -123,7 +123,7 @@ def _scale(values: tuple[float, ...]) -> float:
 def no_signal(run: History) -> Iterator[Verdict]:
     """Groups whose samples have equal rewards give no gradient."""
     mixed, spread, reward = run["groups/mixed"], run["reward/std"], run["reward/mean"]
-    # Then nothing is compared within a group.
+    # Then groups compare no samples.
     alone = run.get("algorithm.group_size") is not None and run.group_sizes == {1}
     series, limit = (spread, 1e-9) if alone or not mixed else (mixed, _FEW_MIXED)
     found = series.stretch(lambda value: value <= limit, at_least=2)
@@ -183,7 +183,7 @@ def reward_falls(run: History) -> Iterator[Verdict]:
 
 
 def penalty_dominates(run: History) -> Iterator[Verdict]:
-    """The KL penalty holds the policy where it is."""
+    """The KL penalty keeps the policy from moving."""
     coef = float(run.get("algorithm.kl.coef", 0.0))
     reward = run["reward/mean"]
     penalty = run["policy/kl_loss"]

@@ -10,7 +10,7 @@ from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict,
 
 _GROWTH, _SHRINKAGE = 2.0, 0.4
 _CUT = 0.3
-"""Share of responses that are cut above which most of what is paid for is lost."""
+"""Share of cut responses above which most of the work is lost."""
 
 
 def _longest(run: History) -> int:
@@ -18,7 +18,7 @@ def _longest(run: History) -> int:
 
 
 def _overlong(run: History) -> str:
-    """The run's reward functions, and one that charges for length; empty where the spec does not have them."""
+    """The run's reward functions, and one that charges for length; empty if the spec does not have them."""
     longest = _longest(run)
     charge = {"name": "overlong", "args": {"limit": longest, "buffer": max(1, longest // 4)}, "weight": 0.2}
     functions = run.get("roles.reward.functions", [])

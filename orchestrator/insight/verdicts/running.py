@@ -31,7 +31,7 @@ def verdicts_of(run: RunFolder) -> list[Verdict]:
 
 
 def alarm_lines(verdicts: Sequence[Verdict], healthy: str = HEALTHY) -> list[str]:
-    """What a terminal shows of verdicts: the lines of all alarms, or `healthy` (empty: nothing) without one."""
+    """What a terminal shows of verdicts: the lines of all alarms, or `healthy` (if not empty) without one."""
     alarms = [line for verdict in verdicts if verdict.is_alarm for line in verdict.lines()]
     return alarms or ([healthy] if healthy else [])
 
@@ -42,7 +42,7 @@ def faster(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 class RunningVerdicts:
-    """Applies the rules to the records of a run while it trains, in a thread beside it."""
+    """Applies the rules to the records of a run while it trains, in a separate thread."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """`say` is called with the lines of each new alarm, from another thread."""
@@ -80,7 +80,7 @@ class RunningVerdicts:
                     self._say(line)
 
     def _found(self) -> list[Verdict]:
-        """Empty, with a line in the log, where the records cannot be read: no run ends for that."""
+        """Verdicts so far; empty, with a line in the log, if the records cannot be read: no run ends for that."""
         try:
             return verdicts_of(RunFolder(self._folder))
         except (TroupeError, OSError) as error:

@@ -35,7 +35,7 @@ def _cores_short(run: History, engines: int) -> bool:
 
 
 def _typical(run: History, name: str) -> float:
-    """Median of a phase after the first steps, which also hold warm-up; 0 where it is not recorded."""
+    """Median of a phase after the first steps, which also hold warm-up; 0 if it is not recorded."""
     value = run[name].after(_WARM_UP).median
     return 0.0 if math.isnan(value) else value
 
@@ -145,7 +145,7 @@ def growing_memory(run: History) -> Iterator[Verdict]:
     """A worker's memory grows with every step.
 
     Memory that flattens is no leak: allocators, and kernels that are prepared for each new shape of a batch, take some
-    ten steps to have what they need. A leak grows as much in the second half of these steps as in the first.
+    ten steps to warm up. A leak grows as much in the second half of these steps as in the first.
     """
     for peak in run.named("memory/"):
         late = peak.after(max(_WARM_UP + 1, peak.steps[0] + (peak.steps[-1] - peak.steps[0]) // 3))

@@ -21,7 +21,7 @@ _CLIPPED_TO = 10.0
 _GAPS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference of log-probs that precision explains, in nats, with room to spare."""
 _STALE_GAP = 0.5
-"""Where samples may be older than the policy, the gap also holds what the policy has learned since."""
+"""If samples may be older than the policy, the gap also holds what the policy has learned since."""
 _JUMP = 5.0
 _WARM_UP = 5
 

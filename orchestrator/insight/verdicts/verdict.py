@@ -1,4 +1,4 @@
-"""What a verdict says."""
+"""A verdict: its severity, evidence and remedies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Remedy:
 
     text: str
     spec: str = ""
-    """Lines of the spec; empty: the change is not in the spec."""
+    """Lines of the spec; empty if the change is not in the spec."""
 
     @property
     def line(self) -> str:
@@ -57,9 +57,9 @@ class Verdict:
     since: int
     """First step at which it holds."""
     until: int | None = None
-    """Last step at which it held; None: it holds at the last step of the record."""
+    """Last step at which it held, or None if it holds at the last step of the record."""
     evidence: tuple[str, ...] = ()
-    """Metrics to plot beside it."""
+    """Metrics to plot with it."""
     remedies: tuple[Remedy, ...] = ()
 
     @property
@@ -101,7 +101,7 @@ def _fields(node: Mapping[str, Any], below: str = "") -> Iterator[tuple[str, str
 
 
 def _option(value: object) -> str:
-    """A value as a shell passes it on: quoted where it holds more than a word."""
+    """A value as a shell passes it on: quoted if it holds more than a word."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
     return shlex.quote(text)
 

@@ -10,7 +10,7 @@ from troupe.orchestrator.processes.stack_dumps import Frame, Thread
 
 Kind = Literal["gone", "stopped", "disk", "collective", "lock", "sleep", "busy", "waits"]
 BUSY = 0.4
-"""CPU seconds per second from which on a process computes."""
+"""A process computes if it uses at least this many CPU seconds per second."""
 _STARVED = 0.05
 """The same for a process that could run at the moment of the look: others use the cores."""
 _COLLECTIVE_FILES = ("distributed_c10d.py", "deepspeed/comm/")
@@ -25,7 +25,7 @@ class Behaviour:
     process: ProcessFacts
     kind: Kind
     doing: str
-    """As the end of a sentence that begins with the process."""
+    """End of a sentence that begins with the process."""
     frame: Frame | None = None
     """Where, in the code that matters most: the user's before Troupe's before a library's."""
 
@@ -115,7 +115,7 @@ def _telling_frame(thread: Thread) -> Frame | None:
 
 
 def _worth_showing(thread: Thread) -> list[Frame]:
-    """The innermost frames, and the frame that matters where it is further out."""
+    """The innermost frames, and the frame that matters if it is further out."""
     shown = list(thread.frames[:_SHOWN_FRAMES])
     telling = _telling_frame(thread)
     return shown if telling is None or telling in shown else [*shown, telling]

@@ -1,4 +1,4 @@
-"""The command's side of `troupe why`: asks the run, and finds out from outside where the run does not answer."""
+"""The command's side of `troupe why`: asks the run, and examines it from outside if it does not answer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
 
 
 def _last_report(folder: Path, snapshot: DriverSnapshot) -> DiagnosisReport | None:
-    """What the driver of this snapshot said when its run ended; None where it did not. A new run deletes it."""
+    """The report of this snapshot's driver at the end of its run, or None if it wrote none. A new run deletes it."""
     ended = ENDED.read(folder)
     return ended if ended is not None and ended.pid == snapshot.pid else None
 
@@ -83,7 +83,7 @@ def _ask(folder: Path, timeout_s: float) -> DiagnosisReport | None:
 
 
 def _from_outside(run_folder: Path, snapshot: DriverSnapshot, state: DriverState) -> Facts:
-    """What this machine says about a run whose driver does not answer."""
+    """Facts from this machine about a run whose driver does not answer."""
     since = time.time() - snapshot.time
     known, paths = snapshot.facts, (run_folder,)
     driver = replace(known.driver, state=state, last_seen_s=since)

@@ -1,4 +1,4 @@
-"""From facts to a diagnosis. Rules are tried in order, from what explains most to what explains least."""
+"""Derives a diagnosis from facts. Rules are tried in order of how much they explain."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SERVICES = ("gcs_server", "raylet")
 _FULL_BYTES = 2**22
 """Free space below which a file system counts as full."""
 _NEARLY = 0.05
-"""Share of free space below which a file system may be what an error about space is about."""
+"""A file system may cause an error about space below this share of free space."""
 _SLOW = 3.0
-"""Times its usual duration from which on a step counts as slow."""
+"""A step counts as slow above this multiple of its usual duration."""
 _SHOWN_CALLS = 8
 _SPACE = ("no space left", "disk quota exceeded", "enospc")
 _MEMORY = ("out of memory", "cannot allocate memory", "memoryerror", "out-of-memory")
@@ -59,7 +59,7 @@ def _driver_dead(facts: Facts) -> Diagnosis | None:
 
 
 def _run_failed(facts: Facts) -> Diagnosis | None:
-    """The run ends with an error: the error, and what the node says about it."""
+    """The run ends with an error: the error, and what its node recorded about it."""
     if not facts.error:
         return None
     where = f"{facts.run.location}{f' ({facts.run.phase})' if facts.run.phase else ''}"

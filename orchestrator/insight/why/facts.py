@@ -79,9 +79,9 @@ class Facts:
     """Process ids by name of the workers that serve the calls."""
     queues: Queues = field(default_factory=Queues)
     error: str = ""
-    """With which the run ends."""
+    """Error that the run ends with."""
     exit_reasons: tuple[str, ...] = ()
-    """The end of logs of processes that have ended, and what the kernel says about them."""
+    """The end of logs of processes that have ended, and the kernel's messages about them."""
     kills_before: int = 0
     """Processes that the out-of-memory killer of the driver's node had ended before the run."""
 
@@ -103,7 +103,7 @@ class Diagnosis:
     summary: str
     """A sentence."""
     blocked_by: str = ""
-    """The worker, process or node that the run waits for; empty: none."""
+    """The worker, process or node that the run waits for; empty if there is none."""
     evidence: tuple[str, ...] = ()
 
     def text(self) -> str:

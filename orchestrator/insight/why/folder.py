@@ -1,8 +1,8 @@
 """The files through which `troupe why` reaches a run: the folder `why` of the run's folder, for the run's user only.
 
-`driver.json` is rewritten every few seconds and tells where the driver and its workers are and what the driver waits
-for; it is what remains when the driver is dead or does not answer. `ended.json` is the last report. Requests and
-answers are those of `orchestrator/mailbox.py`. `reports/` has the newest automatic reports of the run.
+`driver.json` is rewritten every few seconds and holds the places of the driver and its workers and what the driver
+waits for; it is what remains when the driver is dead or does not answer. `ended.json` is the last report. Requests and
+answers go through `orchestrator/mailbox.py`. `reports/` has the newest automatic reports of the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DriverSnapshot:
     host: str
     pid: int
     started: int
-    """When the driver's process started, as the kernel counts: a process id may be reused."""
+    """Start of the driver's process, as the kernel counts: a process id may be reused."""
     facts: Facts
     """Without processes and nodes."""
     logs: str
@@ -107,7 +107,7 @@ ENDED = _File("ended.json", DiagnosisReport)
 
 
 def keep_report(folder: Path, report: DiagnosisReport) -> Path:
-    """Write a report as text beside the newest ones; returns its path. Raises OSError."""
+    """Writes a report as text to the folder of the newest ones; returns its path. Raises OSError."""
     reports = folder / "reports"
     reports.mkdir(mode=0o700, parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(report.time))

@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _SNAPSHOT_S = 5.0
-"""Interval at which the driver writes what it waits for, and looks for what takes too long."""
+"""Interval at which the driver writes what it waits for, and looks for slow calls."""
 _NODES_S = 2.0
 """Longest wait for what other nodes say."""
 _BLOCKED_S = 2.0
-"""Time for which the event loop has not run from which on it counts as blocked."""
+"""The event loop counts as blocked if it has not run for this long."""
 SHARE = 0.5
 """Share of a call's bound at which the run reports automatically."""
 _TIMES = 5.0
@@ -57,7 +57,7 @@ _PAUSE_S = 60.0
 _MOST_CALLS = 256
 """The oldest calls; thousands of engines have more."""
 _STEPS = 20
-"""Steps of which the median is taken."""
+"""Number of steps in the median."""
 
 
 class RunObserver:
@@ -99,7 +99,7 @@ class RunObserver:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """An error that leaves the block is reported with all that is known, while the workers are still there."""
+        """An error that leaves the block is reported with all known facts, while the workers still exist."""
         try:
             yield
         except (StopRequested, UsageError):
@@ -109,7 +109,7 @@ class RunObserver:
             raise
 
     def close(self) -> None:
-        """Ends the thread; the last report says how the run ended."""
+        """Ends the thread; the last report contains how the run ended."""
         self._closed.set()
         if not self._thread.is_alive():
             return
@@ -121,7 +121,7 @@ class RunObserver:
         self._write_end(Diagnosis("ended", summary))
 
     def facts(self, error: str = "") -> Facts:
-        """All that is known now; takes one to some seconds, and blocks meanwhile."""
+        """All that is known now; blocks for one to some seconds."""
         began, cluster = time.monotonic(), self._cluster
         self._ping()
         known = replace(self._known(), error=error)
@@ -183,7 +183,7 @@ class RunObserver:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
     def _examined(self) -> DiagnosisReport:
-        """The current diagnosis; where that fails, what failed."""
+        """The current diagnosis, or what failed if it cannot be made."""
         try:
             return self.report()
         except Exception as problem:
@@ -259,7 +259,7 @@ class RunObserver:
         self._snapshot_at = time.monotonic()
 
     def _usual_step(self, steps: int) -> float:
-        """Median duration of the last steps, read once for each step; 0 where there are fewer than three."""
+        """Median duration of the last steps, read once for each step; 0 if there are fewer than three."""
         if self._usual[0] != steps:
             self._usual = (steps, _median_step(self._run_folder / "metrics.jsonl"))
         return self._usual[1]
@@ -283,7 +283,7 @@ def _words(error: Exception) -> str:
 
 
 def _unexamined(problem: Exception, error: str = "") -> DiagnosisReport:
-    """The report where a diagnosis fails: the error with which the run ends, if it does, and what failed."""
+    """The report if a diagnosis fails: the error with which the run ends, if it does, and what failed."""
     failed = f"the diagnosis failed: {type(problem).__name__}: {_words(problem)}"
     found = Diagnosis("run_failed", f"the run failed: {error}; {failed}") if error else Diagnosis("unknown", failed)
     return DiagnosisReport(time.time(), os.getpid(), found)
@@ -299,7 +299,7 @@ def _with_own_stacks(process: ProcessFacts) -> ProcessFacts:
 
 
 def _median_step(metrics: Path) -> float:
-    """Median of `seconds/step` of the last steps; 0 where there are fewer than three."""
+    """Median of `seconds/step` of the last steps; 0 if there are fewer than three."""
     try:
         with metrics.open("rb") as stream:
             stream.seek(max(0, metrics.stat().st_size - 2**18))

@@ -17,7 +17,7 @@ _PROBES = frozenset({"health", "save_status"})
 _BEHIND = {row.behind: row.section for row in ROLES.values() if row.behind is not None}
 """Roles whose workers serve a call of this method without the driver."""
 _AS_OLD = 0.3
-"""Share of the age of the oldest call from which on another call may be the cause."""
+"""Another call may be the cause if it has at least this share of the oldest call's age."""
 _WEIGHT = {"gone": 5, "disk": 5, "lock": 4, "sleep": 4, "busy": 2, "waits": 1, "collective": 1, "stopped": 5}
 _USER_CODE = 4
 
@@ -28,7 +28,7 @@ def is_bounded(worker: str, method: str) -> bool:
 
 
 def open_calls(facts: Facts) -> list[Call]:
-    """Calls that block the run, oldest first; probes only where there are no others."""
+    """Calls that block the run, oldest first; probes only if there are no others."""
     calls = sorted(facts.calls, key=lambda call: -call.age_s)
     return [call for call in calls if call.method not in _PROBES] or calls
 
@@ -39,7 +39,7 @@ def roles_behind(calls: Iterable[Call]) -> set[str]:
 
 
 def related(facts: Facts, call: Call) -> tuple[ProcessFacts, ...]:
-    """The processes that serve a call: those of its worker, and of workers that this worker calls."""
+    """The processes that serve a call: its worker's, and those called by this worker."""
     own = facts.tree(call.worker)
     if call.method == "start":  # what has ended is what it replaces
         own = tuple(process for process in own if process.state)
@@ -57,7 +57,7 @@ def subject(facts: Facts, call: Call, process: ProcessFacts) -> str:
 
 
 def missing_rank(facts: Facts, call: Call, blocking: Iterable[str]) -> str:
-    """How many other ranks of the role wait in a collective, as the end of a sentence; empty: none."""
+    """How many other ranks of the role wait in a collective, as the end of a sentence; empty if none does."""
     role, blocking = role_of(call.worker), set(blocking)
     others = {p.worker for p in facts.role(role) if p.worker not in blocking and behaviour_of(p).kind == "collective"}
     if not others:
@@ -73,12 +73,12 @@ def oldest_wait(facts: Facts) -> tuple[Call, Behaviour, str] | None:
     candidates = [call for call in calls if call.age_s >= _AS_OLD * calls[0].age_s]
     found: list[tuple[int, Call, Behaviour]] = []
     for call in candidates:
-        # Descendants first: a process waits for those that it has started.
+        # Descendants first: a process waits for its children.
         behaviours = [behaviour_of(process) for process in reversed(related(facts, call))]
         found += [(_weight(facts, call, behaviour), call, behaviour) for behaviour in behaviours]
     if not found:
         return None
-    _, call, behaviour = max(found, key=lambda one: one[0])  # of equal ones the first: that of the oldest call
+    _, call, behaviour = max(found, key=lambda one: one[0])  # of equal ones the first: the oldest call's
     others = missing_rank(facts, call, {behaviour.process.worker}) if behaviour.kind != "collective" else ""
     return call, behaviour, others
 

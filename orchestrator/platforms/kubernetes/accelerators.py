@@ -41,11 +41,11 @@ _TYPES = {
     "H200": _Names(("NVIDIA-H200", "NVIDIA-H200-NVL"), ("nvidia-h200-141gb",), ("h200",)),
     "B200": _Names(("NVIDIA-B200",), ("nvidia-b200",), ("b200",)),
 }
-"""By Ray's name. The products are the names that nvidia-smi reports, with `-` for spaces."""
+"""Names of types of GPUs by Ray's name. The products are the names that nvidia-smi reports, with `-` for spaces."""
 
 
 def node_affinity(accelerator: str) -> dict[str, Any] | None:
-    """The affinity of a pod to nodes with GPUs of this type; None where no label of such nodes is known."""
+    """The affinity of a pod to nodes with GPUs of this type, or None if no label of such nodes is known."""
     names = _TYPES.get(accelerator)
     if names is None:
         return None

@@ -40,7 +40,7 @@ _GIB_PER_GPU = 16
 """Least memory of a pod for each GPU: CUDA's libraries, the compilers of kernels and the page cache of model files,
 which the plan does not count."""
 _UNKNOWN_GIB_PER_GPU = 64
-"""Memory for each GPU where a model's size is not known."""
+"""Memory for each GPU if a model's size is not known."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: Kube
 
 
 def unplanned(runs: Sequence[PlannedRun], options: KubernetesOptions) -> list[str]:
-    """A line that says which models have no known size, so that pods are sized by rule of thumb; empty: none."""
+    """A line with the models of unknown size, so that pods are sized by rule of thumb; empty if all are known."""
     unknown = {model.path: model.why for plan, _ in _plans(runs, options) for model in plan.unknown}
     if options.gib_per_node is not None or not unknown:
         return []
@@ -116,7 +116,7 @@ def _of_pod(group: PodGroup, needs: Sequence[Need], limit: int | None, shm: int 
 
 
 def _store(need: Need) -> int:
-    """Size of Ray's object store: a step's tables twice, because a table is copied to where it is read."""
+    """Size of Ray's object store: a step's tables twice, because a table is copied to its readers' node."""
     return max(_LEAST_STORE_GIB, math.ceil(2 * need.batch / GIB))
 
 

@@ -48,14 +48,14 @@ class KubernetesOptions:
     variables: tuple[Variable, ...] = ()
     secret_variables: tuple[SecretVariable, ...] = ()
     root: str | None = None
-    """Base of the spec's relative paths; None: the first claim, else the images' working directory."""
+    """Base of the spec's relative paths. If None, the first claim, else the images' working directory."""
     out: str | None = None
-    """Run folder; None: the spec's."""
+    """Run folder, or None for the spec's."""
     limits: Limits = field(default_factory=Limits)
     gib_per_node: int | None = None
-    """Memory of a worker pod with GPUs (of every worker pod, where none has any); None: from the plan."""
+    """Memory of a worker pod with GPUs (of every worker pod, if none has any), or None for the plan's."""
     shm_gib: int | None = None
-    """Size of /dev/shm in worker pods; None: from the plan."""
+    """Size of /dev/shm in worker pods, or None for the plan's."""
     stop_s: int = 600
     """Seconds that a stopped run has to save."""
     patch: tuple[dict[str, Any], ...] = ()

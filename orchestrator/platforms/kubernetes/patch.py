@@ -25,7 +25,7 @@ _KEYS = {
     "volumeMounts": "mountPath",
     "ports": "containerPort",
 }
-"""Field that identifies an element, by the name of the list; those of Kubernetes' own API where it has them."""
+"""Field that identifies an element, by the name of the list; as in Kubernetes' own API if that has the list."""
 _EVERY = "*"
 
 Document = dict[str, Any]

@@ -1,7 +1,7 @@
 """Worker pods of a run: groups of identical pods, large enough for its placement groups.
 
 A pod is a node to Ray. Ranks of one trainer and engines that exchange weights are fastest inside one pod: NCCL uses
-NVLink and shared memory between the GPUs of a pod, and the network between pods, even those of one Kubernetes node.
+NVLink and shared memory between the GPUs of a pod, and the network between pods, even of one Kubernetes node.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def _group(share: Share) -> PodGroup:
 
 
 def pack(placements: Sequence[Placement], limits: Limits) -> Packing:
-    """Pack placement groups into the fewest identical pods: of those, where the ranks of a trainer lie in the fewest
-    pods, and of those, the smallest.
+    """Packs placement groups into the fewest identical pods; among these packings, prefers the ranks of a trainer in
+    the fewest pods, then the smallest pods.
 
     Eight engines and four ranks become two pods of six GPUs. Four engines and eight ranks become two pods of eight: in
     pods of six, two ranks would be apart from the others. CPUs of a pod with GPUs are what its workers ask for.
@@ -187,7 +187,7 @@ def pack(placements: Sequence[Placement], limits: Limits) -> Packing:
 
 
 def _packed(placements: Sequence[Placement], pods: int, size: int, kind: str) -> Packing | None:
-    """The bundles in `pods` pods with `size` GPUs or CPUs each; None where they do not fit."""
+    """The bundles in `pods` pods with `size` GPUs or CPUs each, or None if they do not fit."""
     cpus, gpus = (math.inf, float(size)) if kind == "GPU" else (float(size), 0.0)
     seating = fit(placements, [Node(str(pod), cpus, gpus) for pod in range(pods)])
     if seating.missing is not None:

@@ -58,7 +58,7 @@ def has_actors(processes: Iterable[psutil.Process]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the hook; the exit code is 1 where the run has not ended in time."""
+    """Run the hook; the exit code is 1 if the run has not ended in time."""
     parser = argparse.ArgumentParser(prog="pre_stop", description=__doc__)
     parser.add_argument("--stop-jobs", action="store_true", help="stop the running jobs: this is the head pod")
     parser.add_argument("--timeout-s", type=float, required=True, help="longest time to wait, in seconds")

@@ -51,8 +51,8 @@ def parse_variable(text: str) -> Variable:
     """Parse `NAME=VALUE` of --env.
 
     Raises:
-        UsageError: It has another form, or the name says that the value is a credential, which would stand in the
-            manifest. The message does not repeat the value.
+        UsageError: It has another form, or the name is a credential's, whose value would stand in the manifest. The
+            message does not repeat the value.
     """
     variable, equals, value = text.partition("=")
     if not equals or not _VARIABLE.fullmatch(variable):

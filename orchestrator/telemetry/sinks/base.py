@@ -30,9 +30,9 @@ class LoggedRun:
     folder: Path
     name: str = ""
     resume_at: int = 0
-    """Steps that the run has completed. Records of later steps are dropped where that is possible; at 0, all."""
+    """Steps that the run has completed. Records of later steps are dropped if possible; at 0, all."""
     project: str = "troupe"
-    """Project (wandb) or experiment (MLflow) to which the run belongs."""
+    """Project (wandb) or experiment (MLflow) of the run."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The resolved spec."""
 

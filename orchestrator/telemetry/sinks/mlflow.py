@@ -13,7 +13,7 @@ from troupe.orchestrator.telemetry.sinks.base import LoggedRun, Metrics, numbers
 
 _URI = "MLFLOW_TRACKING_URI"
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100
-"""Of one request to a server."""
+"""Most metrics and parameters of one request to a server."""
 _LONGEST_VALUE = 6000
 _REFUSED = re.compile(r"[^\w\-. :/]")
 

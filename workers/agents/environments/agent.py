@@ -63,7 +63,7 @@ class Choice:
 
     @property
     def observation(self) -> Observation:
-        """It as a separate conversation."""
+        """The request as a separate conversation."""
         return Observation(
             self.messages,
             tools=self.tools,
@@ -99,9 +99,9 @@ class Agent(Environment):
     """Runs `function(row, client)`, or a command, against a separate endpoint.
 
     The function gets the `Row` and an `openai.OpenAI` client (`AsyncOpenAI` if it is a coroutine) and returns the
-    reward, or None where `roles.reward` scores. A command gets the endpoint and the row in environment variables; its
+    reward, or None if `roles.reward` scores. A command gets the endpoint and the row in environment variables; its
     last line of output is the reward if it is a number. The endpoint listens on the loopback interface, with a key for
-    each episode. The temperature of a request is ignored: responses are sampled as the spec says.
+    each episode. The temperature of a request is ignored: responses are sampled with the spec's.
     """
 
     def __init__(self, function: str | None = None, command: Sequence[str] = (), args: Mapping[str, Any] | None = None):
@@ -115,7 +115,7 @@ class Agent(Environment):
         self._key = secrets.token_urlsafe(24)
         self._waiting: asyncio.Queue[Choice] = asyncio.Queue()
         self._pending: list[Choice] = []
-        """Choices that are being sampled: that of the next turn, then those of the conversations beside it."""
+        """Choices that are being sampled: the next turn's, then the ones of the other conversations."""
         self._asked: list[_PendingRequest] = []
         """Requests without a response that arrived."""
         self._known: list[Message] = []
@@ -147,7 +147,7 @@ class Agent(Environment):
         ]
         if responses:
             choice, response = responses[0]
-            # The tokens of a turn with a call that the agent did not get are not those of its history.
+            # The tokens of a turn with a call that the agent did not get differ from its history's.
             known = "refused" not in response and not _has_fewer_calls(response, message)
             self._known = [*choice.messages, plain(response)] if known else []
         for choice, response in responses:
@@ -286,7 +286,7 @@ class Agent(Environment):
         return await _stream(request, completion(messages))
 
     def _retried(self, request: web.Request, body: Any) -> _PendingRequest | None:
-        """The same request whose client has given up waiting, which this one takes over; None: no such request."""
+        """The same request, abandoned by its client, for this one to take over, or None."""
         for asked in self._asked:
             if _given_up(asked.request) and asked.body == body:
                 asked.request = request
@@ -402,7 +402,7 @@ def _told(message: Message) -> Message:
 
 
 def _logprobs(tokens: Sequence[Sequence[Any]] | None) -> dict[str, Any] | None:
-    """The log-probs of a choice; None: they were not asked for."""
+    """The log-probs of a choice, or None if not requested."""
     if tokens is None:
         return None
     content = [

@@ -9,7 +9,7 @@ from troupe.workers.contract.environments import Message, Observation, Row
 
 
 class Environment(ABC):
-    """One episode. Every sample has a separate instance, in a process that no other episode uses meanwhile.
+    """One episode. Every sample has a separate instance, in a process that no other episode uses at the same time.
 
     All methods may be coroutines. What `start` and `step` raise fails the episode's sample; it never becomes a reward.
     """
@@ -27,7 +27,7 @@ class Environment(ABC):
                 the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`;
                 `finish_reason` is `stop` or `length`, and `usage` has `prompt_tokens` and `completion_tokens`;
                 `logprobs`, if the observation asked for them, has the text and the log-prob of every token.
-                Where tools are offered, a turn whose calls are not run has `unread_call`: `cut` if the turn was cut
+                If tools are offered, a turn whose calls are not run has `unread_call`: `cut` if the turn was cut
                 at its token limit, with or without a call, `malformed` if the parser cannot read the call.
         """
 

@@ -1,6 +1,6 @@
 """Requests of the chat-completions protocol that force the form of a response: calls of tools, and JSON.
 
-A form is a JSON schema, by which vLLM's structured outputs permit tokens. Calls that a request forces are plain JSON,
+A form is a JSON schema: vLLM's structured outputs permit only its tokens. Calls that a request forces are plain JSON,
 as in vLLM's own server, whatever form the chat template has for calls.
 """
 
@@ -53,7 +53,7 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], forced: bool | str, one_ca
 
 
 def forced_calls(text: str, forced: bool | str, prefix: str) -> list[dict[str, Any]]:
-    """The calls in a response of that form; none where it has another."""
+    """The calls in a response of that form; none if it has another."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -71,7 +71,7 @@ def forced_calls(text: str, forced: bool | str, prefix: str) -> list[dict[str, A
 
 
 def response_schema(response_format: Any) -> dict[str, Any] | None:
-    """JSON schema of `response_format`; None: any text. Raises ValueError."""
+    """JSON schema of `response_format`, or None for any text. Raises ValueError."""
     match response_format:
         case None | {"type": "text"}:
             return None

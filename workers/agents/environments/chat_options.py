@@ -1,4 +1,4 @@
-"""Options of the chat-completions protocol: those that the endpoint honours, and the reasons against others.
+"""Options of the chat-completions protocol: the ones that the endpoint honours, and the reasons against others.
 
 An option that would change a response is honoured or refused, not ignored: an agent would be trained on responses that
 it did not ask for. The exceptions are the temperature and its kin, which clients always send: the spec decides them.
@@ -18,7 +18,7 @@ _WITHOUT_EFFECT = {
     *("prediction", "prompt_cache_key", "prompt_cache_retention"),
     *("temperature", "top_p", "top_k", "min_p", "seed"),
 }
-"""Options that a response does not depend on, and those of the distribution, which is the spec's (`sampling`)."""
+"""Options that a response does not depend on, and options of the distribution, which the spec sets (`sampling`)."""
 _DISTRIBUTION = "it would change the distribution that is trained"
 _FORM = "use response_format, or sampling.structured in the spec"
 _FUNCTIONS = "use tools and tool_choice, which have replaced it"

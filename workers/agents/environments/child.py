@@ -4,7 +4,7 @@ The first process loads the environment's class and then only forks: one process
 runs at a time. A seat that hangs or dies is killed alone, and its successor needs no import.
 
 The loading process gets ``{"name", "args", "memory_limit_mib"}`` as one line of JSON over its socket, and answers
-``{"ready": true, "pid", "threads"}`` (names of those that the import started, which a seat lacks) or
+``{"ready": true, "pid", "threads"}`` (names of threads that the import started, which a seat lacks) or
 ``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a socket for a new seat. A seat
 gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or ``{"failure"}``, one line of JSON
 each.
@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 def main(control: str, owner_pipe: str) -> None:
     """Load the environment and fork a seat for every request, until the socket closes.
 
-    The arguments are those of `troupe.workers.isolation.child.Child`.
+    The arguments are the ones of `troupe.workers.isolation.child.Child`.
     """
     with connection(int(control), int(owner_pipe)) as parent:
         order = json.loads(_read_line(parent))
@@ -84,7 +84,7 @@ def _become_seat(connection: socket.socket, create: Callable[[], Environment], m
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a seat does not outlive the loading process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # processes that user code starts end with the seat's group
-        os.environ[MARK] += f".{os.getpid()}"  # those that leave the group are found by this
+        os.environ[MARK] += f".{os.getpid()}"  # identifies processes that leave the group
         write_stacks_on_signal()
         limit_memory(memory_limit_mib)
         connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
@@ -117,7 +117,7 @@ class EpisodeHost:
         self._shown: set[str] = set()
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer requests until the connection closes. Raises MemoryError where user code used up its memory."""
+        """Answer requests until the connection closes. Raises MemoryError if user code used up its memory."""
         with connection.makefile("rb") as requests:
             for line in requests:
                 connection.sendall(self.answer(json.loads(line)).encode() + b"\n")

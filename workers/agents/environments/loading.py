@@ -65,7 +65,7 @@ def find_problem(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What is wrong with an environment (`name`, `args`).
 
     Yields:
-        (field, message), once: `name` or `args`; both empty where nothing is wrong.
+        (field, message), once: `name` or `args`; both empty without a problem.
     """
     try:
         load(environment["name"], environment["args"])

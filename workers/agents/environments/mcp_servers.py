@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LAUNCH = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""Runs a program that ends with the process of its episode (`PR_SET_PDEATHSIG`), also where that is killed."""
+"""Runs a program that ends with the process of its episode (`PR_SET_PDEATHSIG`), also if that is killed."""
 _kept: dict[str, McpServer] = {}
 """Servers with `reuse`, by their configuration; of this process."""
 
@@ -39,7 +39,7 @@ class McpServerConfig(Frozen):
     command: list[str] = Field(min_length=1)
     """Program and arguments."""
     tools: list[str] | None = None
-    """Names of the tools to offer; None: all that the server has."""
+    """Names of the tools to offer, or None for all of the server's."""
     environment_variables: list[str] = Field(default_factory=list)
     """Names of variables that the server inherits, besides HOME, LOGNAME, PATH, SHELL, TERM and USER."""
     reuse: bool = False
@@ -148,7 +148,7 @@ class McpServer:
         return Tool(name, {"type": "function", "function": function}, call)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool. Raises ToolCallError for what the server answers, RuntimeError where it does not."""
+        """Call a tool. Raises ToolCallError for what the server answers, RuntimeError if it does not."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 

@@ -39,8 +39,8 @@ class OpenEnv(Environment):
 
         Args:
             url: The server, `http://host:port`.
-            action: Field of the action that gets the text of a turn; None: the text is the action, as a JSON object.
-            observation: Field of the observation to show; None: all of it, as JSON.
+            action: Field of the action that gets the text of a turn. If None, the text is the action, as a JSON object.
+            observation: Field of the observation to show, or None for all of it, as JSON.
             tools: Whether it is an MCP environment, whose actions are calls of tools.
             reset: Arguments of the environment's `reset`; `seed` is the seed of the episode if not given.
             columns: Columns of the data that are arguments of `reset` too.

@@ -44,8 +44,8 @@ class SeatProcess:
             reader: Its replies.
             writer: Requests to it.
             pid: Its process id.
-            mark: That of the loading process.
-            hint: Why it may hang, for the message where it does.
+            mark: The loading process's mark.
+            hint: Why it may hang, for the message if it does.
         """
         self._reader = reader
         self._writer = writer
@@ -115,7 +115,7 @@ class SeatProcess:
         return reply
 
     def kill(self) -> None:
-        """End the process and those that it started."""
+        """Ends the process and its descendants."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -50,9 +50,10 @@ class Tools(Environment):
             servers: MCP servers, which run while the episode does: `command` (program and arguments), `tools` (names of
                 those to offer; all if left out), `environment_variables` (names of those to inherit), and `reuse` (keep
                 the server for later episodes of the same process).
-            function: Reward function of the last turn, as in `roles.reward`; None: the environment gives no end reward.
+            function: Reward function of the last turn, as in `roles.reward`, or None if the environment gives no end
+                reward.
             args: Its keyword arguments.
-            system: System message put before the prompt; empty: none.
+            system: System message put before the prompt, unless empty.
             call_reward: Reward of every turn all of whose calls succeeded.
             max_result_chars: A longer result is cut.
         """

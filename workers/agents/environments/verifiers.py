@@ -27,7 +27,7 @@ class Verifiers(Agent):
     """Plays an environment that `verifiers.load_environment` loads.
 
     A row of the data is the example: its prompt, its answer, and its further columns (`info`, `task`, `example_id`).
-    The reward is that of the rubric; `max_turns` and other limits of the environment hold besides those of the spec.
+    The reward is the rubric's; `max_turns` and other limits of the environment hold besides the spec's.
     """
 
     def __init__(self, environment: str, args: Mapping[str, Any] | None = None) -> None:

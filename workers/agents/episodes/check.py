@@ -58,7 +58,7 @@ async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str
     Args:
         rehearsal: Environment, tokenizer and bounds.
         rows: Rows of the data.
-        said: Texts of the turns, the last one again and again; empty: turns of random tokens.
+        said: Texts of the turns, the last one again and again; if empty, turns have random tokens.
         seed: Seed of the random tokens.
 
     Raises:
@@ -128,7 +128,7 @@ class TokenStretch:
     loss: bool
     text: str
     reward: float | None = None
-    """Of the turn; None: it has none."""
+    """Reward of the turn, or None if it has none."""
 
 
 def stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenStretch]:

@@ -1,7 +1,7 @@
 """The tokens of a conversation, turn by turn: what was sampled stays as it was sampled, and is never tokenized again.
 
 After every turn the chat template renders the whole conversation. The text behind the policy's turn, up to the opening
-of its next one, is cut off, tokenized and appended. Where the template has changed anything before that boundary (it
+of its next one, is cut off, tokenized and appended. If the template has changed anything before that boundary (it
 strips `<think>` from earlier turns, or puts a system message late), the conversation forks: its next prompt is the
 template's own rendering, and begins a new row.
 """
@@ -57,7 +57,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._tools: list[Any] | None = as_text(tokenizer, list(tools)) if tools else None
         self._shown: list[Message] = as_text(tokenizer, list(messages))
-        """The whole conversation, in which no text is a special token but those that were sampled."""
+        """The whole conversation; only sampled tokens are special tokens in it."""
         self._text = self._render(self._shown)
         """The template's rendering of the latest prompt."""
         self._response: list[int] = []
@@ -121,15 +121,15 @@ class Conversation:
             raise ConversationError(f"{type(error).__name__}: {error}") from error
 
     def _known(self, ids: list[int]) -> list[int]:
-        """The tokens, for all of which the model has an embedding. Raises ConversationError."""
+        """The tokens. Raises ConversationError if the model lacks an embedding of one."""
         if why := outside_embedding(self._tokenizer, ids):
             raise ConversationError(why)
         return ids
 
     def _behind(self, text: str, until_turn: Sequence[Message]) -> str | None:
-        """The part of a rendering behind the policy's turn, and behind its end where that was sampled.
+        """The part of a rendering behind the policy's turn, and behind its end if that was sampled.
 
-        None: the template has changed what is before it, or does not write the end of the turn there (it merges
+        None if the template has changed the text before it, or does not write the end of the turn there (it merges
         messages of one role, or writes something instead of an empty turn).
         """
         content = until_turn[-1]["content"]
@@ -156,7 +156,7 @@ class Conversation:
         return closed in (self._text, self._text + until_turn[-1]["content"])
 
     def _behind_calls(self, text: str, until_turn: Sequence[Message]) -> str | None:
-        """The same where the template writes the calls of the turn in its own form."""
+        """The same if the template writes the calls of the turn in its own form."""
         closed = self._render(until_turn, open_turn=False)
         if not (closed.startswith(self._text) and text.startswith(closed)):
             return None
@@ -169,14 +169,14 @@ class Conversation:
         return text[place + len(end) if sampled else place :]
 
     def _sampled_end(self) -> str:
-        """Text of the tokens that end the turn; empty: none were sampled."""
+        """Text of the tokens that end the turn; empty if none were sampled."""
         own = without_end(self._tokenizer, self._response)
         return str(self._tokenizer.decode(self._response[len(own) :], skip_special_tokens=False))
 
     def _tokenize_behind(self, text: str) -> list[int]:
         """Tokens of the text behind a turn.
 
-        Where the turn's end was sampled, the text is tokenized together with it, because some tokenizers put a space
+        If the turn's end was sampled, the text is tokenized together with it, because some tokenizers put a space
         before a text that follows nothing.
         """
         last = self._response[-1:]
@@ -189,7 +189,7 @@ class Conversation:
 def end_of(content: str, text: str, start: int) -> int | None:
     """Position in `text` behind `content`, which begins at `start`; None if something else does.
 
-    Templates trim contents, so white space may differ. Where it does, the position is behind the last character of the
+    Templates trim contents, so white space may differ. If it does, the position is behind the last character of the
     content that is none.
     """
     if text.startswith(content, start):

@@ -126,9 +126,10 @@ class EpisodeRunner:
     link: Callable[[], EnvironmentLink]
     """The current link: environment workers come and go."""
     form_problem: Callable[[StructuredConfig], str] = lambda form: ""
-    """Why a turn cannot have this form; empty: it can."""
+    """Why a turn cannot have this form; empty if it can."""
     long: LongReader | None = None
-    """Reads long conversations and turns, so that other episodes do not wait for them; None: one thread reads all."""
+    """Reads long conversations and turns, so that other episodes do not wait for them. If None, one thread reads
+    all."""
 
     async def play(self, key: str, row: Row, sample: SampleTurn) -> Played:
         """Play one episode. A failure of the environment is a status; errors of the engine are raised.
@@ -176,7 +177,7 @@ class EpisodeRunner:
                 link.end(worker, key)
 
     async def _first(self, state: _OpenEpisode, observation: Observation) -> _Asked:
-        """What is asked of the policy at first. Raises EpisodeFailed."""
+        """The policy's first request. Raises EpisodeFailed."""
         conversation = await self._start(observation)
         asked = await self._ask(conversation, observation, observation.tools)
         if asked.refusal is None or not observation.refusable:
@@ -188,7 +189,7 @@ class EpisodeRunner:
         return asked
 
     async def _turn(self, state: _OpenEpisode, asked: _Asked, sample: SampleTurn) -> Message:
-        """Sample one turn, with those of the branches, and record them; returns the message for the environment."""
+        """Samples one turn, with the branches' turns, and records them; returns the message for the environment."""
         first = len(state.played.turns)
         branches, state.branches = state.branches, []
         wanted = [one for one in (asked, *branches) if one.refusal is None]
@@ -264,7 +265,7 @@ class EpisodeRunner:
         return conversation
 
     async def _branch(self, state: _OpenEpisode, observation: Observation) -> None:
-        """Begin the conversations that are sampled along with the next turn; the episode ends where one has no room."""
+        """Begin the conversations that are sampled along with the next turn; the episode ends if one has no room."""
         for asked in observation.also:
             conversation = await self._start(asked)
             branch = await self._ask(conversation, asked, asked.tools)
@@ -404,7 +405,7 @@ class _Asked:
     observation: Observation
     tools: Sequence[Any] | None
     refusal: Message | None
-    """The answer where the request is refused, and no turn is sampled."""
+    """The answer if the request is refused and no turn is sampled."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The bound of an environment's message, which does not count what the message shows of the data's prompt."""
+"""The bound of an environment's message, without the parts of the data's prompt in it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from troupe.workers.contract.environments import cut
 
 _BLOCK = 16
-"""Characters by which parts of a prompt are found; every part of twice as many is."""
+"""Characters that identify parts of a prompt; every part of twice as many is found."""
 
 _Span = tuple[int, int]
 
 
 def cut_observation(text: str, longest: int, prompts: Sequence[str]) -> str:
-    """A message, with at most `longest` characters that are not from the prompts, and saying where it is cut.
+    """A message, with at most `longest` characters that are not from the prompts, and a note at the cut.
 
     An environment can trim the prompt, show a part of it, join its messages, or put it behind other text. What is left
     of it is kept as it is shown. Of the rest, the longest pieces are cut.
 
     Args:
         text: The message.
-        longest: Most characters besides those of the prompts.
+        longest: Most characters besides the prompts'.
         prompts: Texts of the prompt's messages.
     """
     if len(text) <= longest:
@@ -69,13 +69,13 @@ def _parts(text: str, prompt: str, blocks: dict[str, int]) -> Iterator[_Span]:
 
 
 def _alike(one: str, other: str) -> int:
-    """With how many equal characters two texts begin."""
+    """Number of equal characters at the beginning of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (first, second) in pairs if first != second), min(len(one), len(other)))
 
 
 def _merged(spans: Iterator[_Span]) -> list[_Span]:
-    """The spans in order, those that touch as one."""
+    """The spans in order, with touching ones joined."""
     merged = list[_Span]()
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

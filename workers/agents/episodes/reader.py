@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ParseCalls = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[dict[str, Any]]]]
-"""From the text of a turn and the tools offered to the text without calls, and the calls. Raises MalformedCall."""
+"""Splits the text of a turn, for the tools offered, into the text without calls and the calls. Raises MalformedCall."""
 
 UnreadCall = Literal["cut", "malformed"]
 """Why no call of a turn is run: the turn was cut at its token limit, or the parser cannot read the call."""
@@ -30,7 +30,7 @@ _CONTINUATIONS = (
     *(f'<{tag}parameter name="zz" string="false">1</{tag}parameter>' for tag in ("｜DSML｜", "steptml:")),
     "<arg_key>zz</arg_key><arg_value>1</arg_value>",
 )
-"""Texts of which one changes a call that has not ended, in the form of any parser that reads such a call."""
+"""Texts, one of which changes an unfinished call in the form of any parser that reads such a call."""
 
 
 class MalformedCall(ValueError):
@@ -49,7 +49,7 @@ class TurnReader:
 
     tokenizer: PreTrainedTokenizerBase
     parse: ParseCalls | None = None
-    """Parser of tool calls; None: turns are plain text."""
+    """Parser of tool calls, or None if turns are plain text."""
 
     def start(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Conversation:
         """The conversation with its first prompt. Raises ConversationError."""
@@ -91,7 +91,7 @@ class TurnReader:
 
     @staticmethod
     def _calls(parse: ParseCalls, raw: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]] | None]:
-        """The text without calls and the calls of a turn; None: the parser cannot read them."""
+        """The text without calls and the calls of a turn, or None if the parser cannot read them."""
         try:
             return parse(raw, tools)
         except MalformedCall:

@@ -17,7 +17,7 @@ class TurnLimits:
     """Its number in the episode; every turn has its own seed."""
     max_tokens: int
     stop: tuple[str, ...] = ()
-    """Strings that end it, besides those of the spec."""
+    """Strings that end it, besides the spec's."""
     structured: StructuredConfig | None = None
     """Its form, instead of the spec's."""
 
@@ -28,7 +28,7 @@ class SampledTurn:
 
     ids: Sequence[int]
     logprobs: Sequence[float]
-    """Of the sampled tokens, in nats."""
+    """Log-probs of the sampled tokens, in nats."""
     versions: Sequence[dict[str, int]]
     """Spans `{version, start, end}` over the tokens of the turn."""
     finish_reason: str
@@ -52,7 +52,7 @@ class Segment:
     logprobs: list[float] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
-    """See `SampledTurn.kept`; those of added tokens have no words."""
+    """See `SampledTurn.kept`; added tokens have no words."""
     versions: list[dict[str, int]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Answers of judges, kept so that the same question is asked once."""
+"""Answers of judges, kept so that no question is sent twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AnswerCache:
     """Answers by question, in an SQLite file that several workers and runs can share."""
 
     def __init__(self, path: str = "") -> None:
-        """`path`: the file, which is created for its owner only; empty: in memory. Raises OSError."""
+        """`path`: the file, which is created for its owner only; in memory if empty. Raises OSError."""
         try:
             if path:  # SQLite gives its journals the mode of the file
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -38,7 +38,7 @@ class AnswerCache:
         return found
 
     def add(self, answers: Mapping[str, str]) -> None:
-        """Keep answers; those that are there already stay."""
+        """Keeps answers; existing ones stay."""
         with self._database:
             self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", answers.items())
 

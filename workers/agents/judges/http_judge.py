@@ -22,7 +22,7 @@ class HttpJudge:
     """Asks an endpoint. A request that cannot be answered is a failure of its sample alone."""
 
     def __init__(self, config: HttpJudgeConfig) -> None:
-        """Raises JudgeError where the key's variable is not set."""
+        """Raises JudgeError if the key's variable is not set."""
         self._config = config
         self.name = f"{config.url} {config.model} {config.temperature} {config.max_tokens}"
         self._key = os.environ.get(config.api_key_variable, "") if config.api_key_variable else "none"

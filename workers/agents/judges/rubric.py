@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its score is read."""
+"""Builds a judge's question and reads its score."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class HttpJudgeConfig(Frozen):
     model: str
     """Name of the model."""
     api_key_variable: str = ""
-    """Environment variable of the reward workers with the key; empty: the endpoint needs none."""
+    """Environment variable of the reward workers with the key; empty if the endpoint needs none."""
     temperature: float | None = Field(default=0.0, ge=0.0)
-    """Sampling temperature; None: the endpoint's own."""
+    """Sampling temperature, or None for the endpoint's own."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest answer."""
     concurrency: int = Field(default=16, ge=1)
@@ -72,14 +72,15 @@ class JudgeArgs(Frozen):
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score; the reward is the score's position between them, from 0 to 1."""
     template: str = ""
-    """What the judge reads, with `{prompt}`, `{response}` and `{answer}`. Empty: the task, the response, and the
-    reference answer where the data has one."""
+    """What the judge reads, with `{prompt}`, `{response}` and `{answer}`. If empty, the task, the response, and the
+    data's reference answer, if any."""
     endpoint: HttpJudgeConfig | None = None
-    """The model to ask; None: the role `judge`."""
+    """The model to ask, or None for the role `judge`."""
     cache: str = ""
-    """SQLite file with answers, which are used again for the same question; empty: a memory of each worker."""
+    """SQLite file with answers, which are used again for the same question; if empty, each worker keeps them in
+    memory."""
     max_requests: int | None = Field(default=None, ge=1)
-    """Most questions that one reward worker asks; None: no bound."""
+    """Most questions that one reward worker asks, or None for no bound."""
 
     @field_validator("rubric")
     @classmethod
@@ -158,7 +159,7 @@ def read_args(args: Mapping[str, Any]) -> JudgeArgs:
 
 
 def judge_problem(args: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of the function in a spec; empty: nothing is."""
+    """What is wrong with the arguments of the function in a spec; empty if they are valid."""
     try:
         if read_args(args).endpoint is not None:
             require("openai", "an endpoint")
@@ -176,7 +177,7 @@ def _said(messages: str) -> str:
 
 
 def _played(messages: str, conversation: str) -> str:
-    """All that was said in an episode, but for the messages of the prompt where it begins.
+    """All that was said in an episode, without the messages of the prompt at its beginning.
 
     An environment can show the prompt, a part of it, other messages before it, or something else.
     """
@@ -197,7 +198,7 @@ def _played(messages: str, conversation: str) -> str:
 
 
 def _behind(turn: Message, asked: Message) -> str | None:
-    """What a message says behind one of the prompt, in separate paragraphs; None if it does not begin with it."""
+    """The text of a message behind one of the prompt, in separate paragraphs, or None if it does not begin with it."""
     content, known = str(turn["content"]).strip(), str(asked["content"]).strip()
     if turn["role"] != asked["role"] or not content.startswith(known):
         return None

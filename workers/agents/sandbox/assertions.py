@@ -66,7 +66,8 @@ _LOCAL: dict[str, Callable[..., Any]] = {
 }
 """Functions that are evaluated here, on results and expected results."""
 _ITERATES = frozenset({"sum", "min", "max", "sorted", "set", "list", "tuple", "all", "any", "frozenset", "dict"})
-"""Those that take any iterable. What a call returns to them leaves the sandbox as a list where it is no data itself."""
+"""Functions that take any iterable. What a call returns to them leaves the sandbox as a list if it is no data
+itself."""
 ITEMS = "_items"
 """Function of the sandbox that makes that list; its second argument: whether the value must have a length."""
 _RESULT = "\0result"
@@ -104,7 +105,7 @@ def parse_assertions(text: str, function: str = "") -> Assertions:
 
     Args:
         text: Python source.
-        function: Name of the function that is tested, which `candidate` stands for. Empty: what the text calls.
+        function: Name of the function that is tested, which `candidate` stands for; if empty, what the text calls.
 
     Raises:
         ValueError: the text is not Python, contains anything but imports, assignments and assertions, or an assertion
@@ -228,7 +229,7 @@ class _Splitter:
         raise ValueError(f"the tests contain an expression that cannot be evaluated: {ast.unparse(node)[:80]}")
 
     def _split_iterable(self, node: ast.expr, calls: list[str], *, sized: bool = False) -> ast.expr:
-        """As `_split`, of an expression whose items are what counts: a call may return an iterator or a view."""
+        """As `_split`, of an expression whose items count: a call may return an iterator or a view."""
         match node:
             case ast.Call(func) if ast.unparse(func) not in _LOCAL and self._is_tested(func):
                 return self._call(f"{ITEMS}({ast.unparse(node)}, {sized})", calls)

@@ -1,17 +1,17 @@
 """The process that builds sandboxes, one after another, each in three steps with fewer rights than the one before.
 
 The process is a child of the one that called `run_python`. It forks a supervisor for each sandbox, which saves the
-start of an interpreter; nothing else is shared.
+start of an interpreter, and shares nothing else.
 
 1. The *supervisor* clones a process into new namespaces and writes its user map. When that process ends, or the owner
-   pipe closes, it kills what is left and ends.
+   pipe closes, it kills the rest and ends.
 2. The *init* is process 1 of the new process namespace. It makes a separate root file system and leaves the host's.
    When it ends, the kernel kills every process in the namespace. It watches the memory of all of them.
 3. The *program* gives up every right and becomes the interpreter that runs the code.
 
 The request is JSON in a file descriptor (see `troupe.workers.agents.sandbox.run`). The answers are lines of JSON:
 ``{"started"}`` when the program starts and ``{"wait_status", "out_of_memory", "program_s"}`` when it has ended, or
-``{"failure", "step", "errno"}`` where the sandbox could not be made. This module imports only what it needs, because
+``{"failure", "step", "errno"}`` if the sandbox could not be made. This module imports only what it needs, because
 its start is part of the cost.
 """
 
@@ -36,7 +36,7 @@ from troupe.workers.agents.sandbox.seccomp import build_filter
 INSIDE_ID = 1000
 """User and group of the program, inside."""
 UNPRIVILEGED_ID = 65534
-"""User and group of the program, outside, where the caller is root: the process limit does not bind root."""
+"""User and group of the program, outside, if the caller is root: the process limit does not bind root."""
 WATCH_INTERVAL_MS = 25
 DESCRIPTORS = 6
 """Descriptors that start a sandbox: the request, standard input, output and error, the status pipe, the owner pipe."""
@@ -173,7 +173,7 @@ def _raise_memory_limit(wanted: int) -> None:
 
 
 def _can_drop_user() -> bool:
-    """Whether the program can run as another user than the caller, who is root.
+    """Whether the program can run as a different user from the caller, who is root.
 
     Root in a container may be an ordinary user outside, with a map that contains no other user.
     """
@@ -364,7 +364,8 @@ def _become_program(request: dict[str, Any], status: int, drops_user: bool) -> N
 
 
 def _limit(limits: dict[str, Any], own_processes: int) -> None:
-    """Set the limits of a process. `own_processes`: those of the sandbox itself that count as the program's."""
+    """Set the limits of a process. `own_processes`: number of the sandbox's own processes that count as the
+    program's."""
     memory, disk, seconds = limits["memory_mib"] * 2**20, limits["disk_mib"] * 2**20, int(limits["timeout_s"]) + 2
     wanted = {
         resource.RLIMIT_AS: (memory, memory),

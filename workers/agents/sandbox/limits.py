@@ -10,7 +10,7 @@ class SandboxLimits:
     """Bounds of one program and of everything that it starts."""
 
     timeout_s: float = 5.0
-    """Wall-clock seconds of the program, the start of its interpreter included but not that of the sandbox. Then
+    """Wall-clock seconds of the program, with the start of its interpreter, without the start of the sandbox. Then
     everything in the sandbox is killed."""
     memory_mib: int = 512
     """Address space of a process, and private memory of all processes together."""
@@ -25,7 +25,7 @@ class SandboxLimits:
     output_kib: int = 64
     """Output that is kept, of stdout and of stderr each; what exceeds it is counted and discarded."""
     packages: bool = False
-    """Whether the program may import the packages that are installed beside Troupe, such as numpy. False: the standard
+    """Whether the program may import the packages that are installed with Troupe, such as numpy. False: the standard
     library only."""
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What a sandboxed program did. Everything in it is data that the program chose; nothing in it is to be trusted."""
+    """What a sandboxed program did. Everything in it is data that the program chose: do not trust it."""
 
     stdout: str
     """The first part of what was written, up to the limit. Bytes that are not UTF-8 are replaced."""

@@ -135,10 +135,10 @@ def python_tests(
 
     Args:
         style: `stdin`: each case runs the program and compares what it prints; `function`: each case calls a function;
-            `auto`: `function` where the cases name a function or are assertions.
+            `auto`: `function` if the cases name a function or are assertions.
         tests: Where the cases are: `answer`, or a key of the metadata.
         timeout_s: Seconds of one case. A case that takes longer fails.
-        total_s: Seconds of all cases. Where it is used up and a case failed, those that are left fail too. The
+        total_s: Seconds of all cases. If they are used up and a case failed, the remaining cases fail as well. The
             component's own `timeout_s` must be longer. Neither time counts the start of sandboxes.
         memory_mib: Memory of the program.
         partial: Whether some of the cases count for a part of the reward.
@@ -204,7 +204,7 @@ def _judge(verdicts: Sequence[bool], cases: int, partial: bool) -> float:
     """The reward of a program, by the verdicts on the cases that were run.
 
     Raises:
-        TimeoutError: not all were run, and none of those that were failed: the program may be right.
+        TimeoutError: not all were run, and none of the run ones failed: the program may be right.
     """
     if len(verdicts) < cases and all(verdicts):
         raise TimeoutError(

@@ -82,7 +82,7 @@ class SandboxError(RuntimeError):
 
 
 class SandboxUnavailable(SandboxError):
-    """This machine does not permit a sandbox; the message says what to change."""
+    """This machine does not permit a sandbox; the message gives the remedy."""
 
 
 def run_python(
@@ -100,7 +100,7 @@ def run_python(
         stdin: What it reads from standard input.
         limits: What it may use.
         modules: Source of modules that it can import, by name.
-        starter: What starts the sandbox, where several are started one after another. None: a new one.
+        starter: What starts the sandbox, for several sandboxes one after another, or None for a new one.
 
     Returns:
         What the program did. No fault of the program raises.
@@ -139,10 +139,10 @@ def run_python(
 
 @cache
 def check_sandbox() -> None:
-    """Verify that this machine permits a sandbox and that it isolates, by a program that tries.
+    """Verifies, by a program, that this machine permits a sandbox and that it isolates.
 
     Raises:
-        SandboxUnavailable: it does not; the message says what to change.
+        SandboxUnavailable: it does not; the message gives the remedy.
     """
     if sys.platform != "linux" or not is_supported():
         raise SandboxUnavailable(f"the sandbox needs Linux on x86-64 or arm64, not {sys.platform} {platform.machine()}")
@@ -160,7 +160,7 @@ def check_sandbox() -> None:
 
 
 def sandbox_problem() -> str:
-    """Why this machine permits no sandbox, and what to change; empty: it permits one."""
+    """Why this machine permits no sandbox, and what to change; empty if it permits one."""
     try:
         check_sandbox()
     except SandboxError as error:
@@ -226,7 +226,7 @@ def _ends_with_memory_error(stderr: str) -> bool:
 
 @dataclass(frozen=True)
 class _Ends:
-    """This side of the pipes of a sandbox. They are not buffered."""
+    """This side of the (unbuffered) pipes of a sandbox."""
 
     stdin: FileIO
     stdout: FileIO
@@ -234,7 +234,7 @@ class _Ends:
     status: FileIO
     """What `troupe.workers.agents.sandbox.inside` reports; closed when nothing of the sandbox is left."""
     owner: FileIO
-    """When it is closed, everything in the sandbox is killed."""
+    """Closing it kills everything in the sandbox."""
 
 
 class SandboxStarter:
@@ -266,7 +266,7 @@ class SandboxStarter:
     def __exit__(self, *_: object) -> None:
         """End the process."""
         with contextlib.suppress(OSError):
-            self._requests.shutdown(socket.SHUT_RDWR)  # a process that was forked meanwhile may have a copy
+            self._requests.shutdown(socket.SHUT_RDWR)  # a process that was forked since may have a copy
         self._requests.close()
         try:
             self._process.wait(_GRACE_S)
@@ -339,7 +339,7 @@ class _Transfer:
             self._selector.register(stream.fileno(), kind, action)
 
     def run(self, timeout_s: float) -> bool:
-        """Transfer until the sandbox has ended, which the end of the status pipe says.
+        """Transfer until the sandbox has ended, at the end of the status pipe.
 
         Waits for the start of the program, `_START_S` at most; for the program, until its time is up; then for the end
         of the processes that were killed.
@@ -369,7 +369,7 @@ class _Transfer:
                     deadline = time.monotonic() + _GRACE_S
                     self._ends.owner.close()
                 self._step(max(0.0, left))
-            while set(self._selector.get_map()) and self._step(0.0):  # what is left in the pipes
+            while set(self._selector.get_map()) and self._step(0.0):  # the rest in the pipes
                 pass
         return cut and "wait_status" not in self.report
 

@@ -13,7 +13,7 @@ import errno
 import platform
 import struct
 
-# name: (number on x86-64, number on arm64); None where the architecture has no such call.
+# name: (number on x86-64, number on arm64); None if the architecture has no such call.
 _DENIED: dict[str, tuple[int, int | None]] = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -116,7 +116,7 @@ def build_filter(machine: str | None = None) -> bytes:
     for numbers in _DENIED.values():
         if (number := numbers[column]) is not None:
             steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
-    # clone3 has its flags in memory, where a filter cannot see them; without it, libraries call clone.
+    # clone3 has its flags in memory, invisible to a filter; without it, libraries call clone.
     steps += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _FAIL | errno.ENOSYS)]
     steps += [
         (_EQUAL, 0, 4, _CLONE[column]),
