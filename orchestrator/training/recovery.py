@@ -22,7 +22,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.orchestrator.training.updates import Metrics, Updates
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Trained:
 
     step: int
     batch: Batch
-    state: ControllerState
+    state: PenaltyState
     """Before the updates."""
 
 
@@ -97,7 +97,7 @@ class TrainerRecovery:
         for group in updates.trainers:
             group.recovery = self
 
-    async def train(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def train(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         """All updates of a step on this batch (`Updates.run`)."""
         done = await self.retry(lambda: self._run(step, batch, state))
         trained = _Trained(step, batch, state)
@@ -113,7 +113,7 @@ class TrainerRecovery:
         """Notes that the trainers' current state is copied, or written, for the next `commit`."""
         self._later = []
 
-    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         async with self._hold_memory():
             return await self._updates.run(step, batch, state)
 
