@@ -48,9 +48,6 @@ from troupe.orchestrator.training.updates import Penalty, Updates
 
 logger = logging.getLogger(__name__)
 
-_TRAINER_PROBE_S = 5.0
-"""Longest interval between two probes of trainers that have no call."""
-
 
 @dataclass(frozen=True)
 class RunComponents:
@@ -146,12 +143,12 @@ class Controller:
         self.stop = stop
         self._recorder = components.recorder
         self._timers = self._new_timers()
-        sync, recovery = components.sync, components.recovery
-        self._weights = None if sync is None else RunWeights(sync, recovery, self._recorder, self._mark_served)
+        sync, recovery, source = components.sync, components.recovery, components.source
+        self._weights = None if sync is None else RunWeights(sync, recovery, self._recorder, source.mark_served)
         self.penalty = Penalty(spec.kl_penalty)
         self.best = BestCheckpoints(spec, components.held_out_rows, checkpoints.store)
         targets = SaveContext(
-            source=components.source,
+            source=source,
             recovery=recovery,
             store=checkpoints.store,
             uploads=Uploads(checkpoints.remote, spec.failures.failed_saves, spec.schedule.train_timeout_s),
@@ -198,7 +195,7 @@ class Controller:
         `step_timeout_s`. `stop` interrupts the wait for a batch.
         """
         spec, source = self._spec, self.components.source
-        heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self._watch_trainers())
+        heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self.components.recovery.watch())
         try:
             trial = self._saves.begin_trial()  # the trainers have nothing else to do until there is a batch
             if self.version and self._weights is not None:
@@ -224,10 +221,8 @@ class Controller:
             error.locate(self.version + 1, self._timers.failed)
             raise
         except TimeoutError:
-            bound = spec.schedule.step_timeout_s
-            raise TroupeError(
-                f"step {self.version + 1} took longer than schedule.step_timeout_s ({bound:g} s)"
-            ) from None
+            bound = f"schedule.step_timeout_s ({spec.schedule.step_timeout_s:g} s)"
+            raise TroupeError(f"step {self.version + 1} took longer than {bound}") from None
         finally:
             heartbeat.cancel()
             watch.cancel()
@@ -312,9 +307,6 @@ class Controller:
         last = version == self._spec.schedule.steps
         return self._spec.overlaps_steps and not last and not self._evaluations.is_due(version)
 
-    def _mark_served(self, version: int) -> None:
-        self.components.source.mark_served(version)
-
     async def _report(self, step: UpdatedStep) -> None:
         """Evaluates if that is due, and writes the step's metrics."""
         components, timers = self.components, step.timers
@@ -351,18 +343,6 @@ class Controller:
     def _moment(self) -> Moment:
         candidate = self.best.compares and self._evaluations.pending == self.version
         return Moment(self.version, {part.name: part.snapshot() for part in self.parts if part.name}, candidate)
-
-    async def _watch_trainers(self) -> None:
-        """Probes the trainers at a fixed interval; runs beside the loop until the run ends.
-
-        A step may wait for engines alone, and an engine that starts needs what a lost policy had published.
-
-        Raises:
-            WorkerError: A trainer is lost and cannot be restarted.
-        """
-        while True:
-            await asyncio.sleep(min(self._spec.probe_interval_s, _TRAINER_PROBE_S))
-            await self.components.recovery.probe()
 
     async def _heartbeat(self) -> None:
         """Probes the source's workers at a fixed interval; runs beside the loop until the run ends."""

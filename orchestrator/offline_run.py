@@ -49,8 +49,8 @@ class OfflineRun:
     async def controller(self, pools: Pools, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, found, done = self._spec, checkpoints.found, checkpoints.done
-        updates = OfflineUpdates(spec, self._trainer, self._context.console)
-        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
+        profiles = UpdateProfiles(spec.output.profile, self._out)
+        updates = OfflineUpdates(spec, self._trainer, self._context.console, profiles)
         recovery = TrainerRecovery(
             spec=spec,
             updates=updates,

@@ -92,8 +92,8 @@ class RolloutRun:
         ledger, advantages = Ledger(source_of), None
         curriculum = curriculum_of(spec, settings)
         prompts = prompt_order(spec, self._data.train, curriculum)
-        updates = RolloutUpdates(spec, policy, self._workers.critic, self._context.console)
-        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
+        profiles = UpdateProfiles(spec.output.profile, self._out)
+        updates = RolloutUpdates(spec, policy, self._workers.critic, self._context.console, profiles)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = TrainerRecovery(
             spec=spec,

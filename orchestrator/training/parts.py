@@ -56,7 +56,7 @@ class RunPart:
         """Its state between two steps, ready for JSON."""
 
     async def close(self) -> None:
-        """Gives up what it does in the background. A run that ends normally has nothing left there."""
+        """Ends what it does in the background."""
 
 
 def states_of(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PROBE_S = 5.0
+"""Longest interval between two probes of trainers that have no call."""
+
 Push = Callable[[int], Awaitable[object]]
 """Loads the policy's weights into every engine as this version."""
 HoldMemory = Callable[[], AbstractAsyncContextManager[None]]
@@ -153,13 +156,18 @@ class TrainerRecovery:
                 self._calls.discard(task)
                 self._interrupted.discard(task)
 
-    async def probe(self) -> None:
-        """Restarts the trainers where one of them has died and no call has noticed.
+    async def watch(self) -> None:
+        """Probes the trainers at a fixed interval, and restarts them where one has died and no call has noticed.
+
+        Runs beside the loop until the run ends: a step may wait for engines alone, and an engine that starts needs what
+        a lost policy had published.
 
         Raises:
             WorkerError: They cannot be restarted.
         """
-        await self.retry(self._probe)
+        while True:
+            await asyncio.sleep(min(self._spec.probe_interval_s, _PROBE_S))
+            await self.retry(self._probe)
 
     async def _probe(self) -> None:
         for group in self._updates.trainers:

@@ -55,11 +55,10 @@ class Penalty(RunPart):
 class Updates(ABC):
     """Trains on one batch after another."""
 
-    profiles: UpdateProfiles | None = None
-    """None: no update is recorded."""
-
-    def __init__(self, spec: RunSpec, console: Console) -> None:
+    def __init__(self, spec: RunSpec, console: Console, profiles: UpdateProfiles | None = None) -> None:
+        """`profiles`: updates to record; None: none."""
         self._spec = spec
+        self._profiles = profiles
         self._console = console
         self._nonfinite: Counter[str] = Counter()
         """Consecutive non-finite updates of each role."""
@@ -109,8 +108,8 @@ class Updates(ABC):
         if not any(plan.micro_batches or plan.texts for plan in plans):
             # No row to train on, no update: with zero gradients, momentum would still change the weights.
             return {f"{group.role}/empty_updates": 1.0}
-        if self.profiles is not None:
-            plans = self.profiles.traced(step + 1, group.role, plans)
+        if self._profiles is not None:
+            plans = self._profiles.traced(step + 1, group.role, plans)
         results = await update(plans)
         try:
             merged = merge_update_metrics(results)
@@ -129,8 +128,10 @@ class Updates(ABC):
 class OfflineUpdates(Updates):
     """Updates of one model on offline data."""
 
-    def __init__(self, spec: RunSpec, trainer: ExampleGroup, console: Console) -> None:
-        super().__init__(spec, console)
+    def __init__(
+        self, spec: RunSpec, trainer: ExampleGroup, console: Console, profiles: UpdateProfiles | None = None
+    ) -> None:
+        super().__init__(spec, console, profiles)
         self._trainer = trainer
 
     @property
@@ -156,8 +157,15 @@ class OfflineUpdates(Updates):
 class RolloutUpdates(Updates):
     """Updates of the policy and, concurrently, of the critic on rollouts."""
 
-    def __init__(self, spec: RolloutSpec, policy: PolicyGroup, critic: CriticGroup | None, console: Console) -> None:
-        super().__init__(spec, console)
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        policy: PolicyGroup,
+        critic: CriticGroup | None,
+        console: Console,
+        profiles: UpdateProfiles | None = None,
+    ) -> None:
+        super().__init__(spec, console, profiles)
         self._algorithm = spec.algorithm
         self._critic_warmup = spec.critic_warmup
         self._skips_zero_advantage = spec.skips_zero_advantage
