@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from troupe.orchestrator.spec.sections import AlarmConfig
 from troupe.orchestrator.telemetry.event_log import EventLog
@@ -18,30 +17,23 @@ class Alarm(RunPart):
     """Warns of reward hacking, and may end the run (`failures.alarm`). The run is saved as at any other stop."""
 
     name = "alarm"
+    state: Moments
+    """Of the mean rewards of the steps so far."""
 
     def __init__(self, config: AlarmConfig | None, events: EventLog) -> None:
         """`config`: None: there is no alarm."""
         self._config = config
         self._events = events
-        self._rewards = Moments()
-        """Of the mean rewards of the steps so far."""
+        self.state = Moments()
         self.stops = False
         """Whether it ends the run."""
-
-    def restore(self, state: Any) -> None:
-        """See `RunPart`."""
-        self._rewards = Moments.model_validate(state)
-
-    def snapshot(self) -> dict[str, Any]:
-        """See `RunPart`."""
-        return self._rewards.model_dump(mode="json")
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Whether the alarm is raised."""
         if self._config is None:
             return {}
-        reasons = signs(metrics, self._rewards, self._config)
-        self._rewards = self._rewards.seen([metrics["reward/mean"]])
+        reasons = signs(metrics, self.state, self._config)
+        self.state = self.state.seen([metrics["reward/mean"]])
         if reasons:
             self.stops = self.stops or self._config.action == "stop"
             detail = f"step {step}: the reward rises while {' and '.join(reasons)} (failures.alarm)"

@@ -19,6 +19,7 @@ class BestCheckpoints(RunPart):
     """Protects the checkpoints of the best evaluations (`checkpoint.best`)."""
 
     name = "best"
+    state: BestState
 
     def __init__(self, spec: RunSpec, held_out_rows: str, store: CheckpointStore) -> None:
         """`held_out_rows`: digest of the rows that evaluations are made on; empty: there are none."""
@@ -44,10 +45,6 @@ class BestCheckpoints(RunPart):
     def restore(self, state: Any) -> None:
         """See `RunPart`."""
         self._resume(BestState.model_validate(state))
-
-    def snapshot(self) -> dict[str, Any]:
-        """See `RunPart`."""
-        return self.state.model_dump(mode="json")
 
     def seen(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compares the evaluation of a step with those before it."""

@@ -35,9 +35,12 @@ class RunPart:
 
     name = ""
     """Key of its state in checkpoints; empty: it has none."""
+    state: Any = None
+    """A frozen model; every change is a new one."""
 
     def restore(self, state: Any) -> None:
         """Takes over the state of the checkpoint that the run resumes from. Raises ValueError: it has another form."""
+        self.state = type(self.state).model_validate(state)
 
     def begin(self, done: int) -> None:
         """Begins with the step after `done`."""
@@ -54,6 +57,7 @@ class RunPart:
 
     def snapshot(self) -> Any:
         """Its state between two steps, ready for JSON."""
+        return self.state.model_dump(mode="json")
 
     async def close(self) -> None:
         """Ends what it does in the background."""

@@ -37,6 +37,7 @@ class Penalty(RunPart):
     """The penalty on KL(old || new), whose coefficient adapts after each batch."""
 
     name = "penalty"
+    state: PenaltyState
 
     def __init__(self, penalty: KlPenalty | None) -> None:
         """`penalty`: the one of the spec; None: the algorithm has another loss."""
@@ -46,10 +47,6 @@ class Penalty(RunPart):
     def restore(self, state: Any) -> None:
         """See `RunPart`."""
         self.state = PenaltyState.model_validate(state).for_penalty(self._penalty)
-
-    def snapshot(self) -> dict[str, Any]:
-        """See `RunPart`."""
-        return self.state.model_dump(mode="json")
 
 
 class Updates(ABC):
