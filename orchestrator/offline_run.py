@@ -28,7 +28,6 @@ from troupe.orchestrator.training.offline_source import (
 )
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.roles import TableRef
@@ -50,8 +49,8 @@ class OfflineRun:
     async def controller(self, pools: Pools, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, found, done = self._spec, checkpoints.found, checkpoints.done
-        updates = OfflineUpdates(spec, self._trainer, self._context.console)
-        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
+        profiles = UpdateProfiles(spec.output.profile, self._out)
+        updates = OfflineUpdates(spec, self._trainer, self._context.console, profiles)
         recovery = TrainerRecovery(
             spec=spec,
             updates=updates,
@@ -70,12 +69,11 @@ class OfflineRun:
             evaluator = self._evaluator(tokenized, table)
             data |= _tokenized("eval", held_out, tokenized)
         order = self._order(examples)
-        ledger, state = Ledger(), None
+        ledger = Ledger()
         if found is not None:
             with found.restoring():
                 ledger = Ledger.restore(found.state["ledger"])
                 order.restore(found.state["source"])
-                state = ControllerState.model_validate(found.state["memory"])
             loading = partial(load_checkpoint, found, updates.trainers, spec.schedule.train_timeout_s)
             for line in await recovery.retry(loading):
                 self._context.console.message(line)
@@ -97,7 +95,7 @@ class OfflineRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._context.console, self._context.stop
-        return Controller(spec, components, checkpoints.store, sinks, console, stop, done, state, checkpoints.remote)
+        return Controller(spec, components, checkpoints, sinks, console, stop)
 
     def _order(self, examples: Tokenized) -> PromptOrder:
         """The order of examples. Raises DataError: no example of a source can be used."""

@@ -18,7 +18,8 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, stage_problem, trainer_layouts
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.parts import states_of
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.contract.advantage_state import AdvantageState
 
 
@@ -132,7 +133,7 @@ def _unknown_starts(found: Checkpoint, before: RunSpec, spec: RunSpec) -> Iterat
     they started, so that they would be kept."""
     with found.restoring():
         advantages = AdvantageState.model_validate(found.state.get("source", {}).get("advantages", {}))
-        state = ControllerState.model_validate(found.state.get("memory", {}))
+        state = PenaltyState.model_validate(states_of({"memory": {}} | found.state)["penalty"])
     kl_old, new_kl_old = (None if one.kl_penalty is None else one.kl_penalty.coef for one in (before, spec))
     for field, old, new, coef, start in (
         ("algorithm.kl.coef", before.kl_start, spec.kl_start, advantages.kl_coef, advantages.kl_start),

@@ -41,7 +41,6 @@ from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, load_chec
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.advantage_state import AdvantageState
@@ -90,11 +89,11 @@ class RolloutRun:
         found, done = checkpoints.found, checkpoints.done
         settings = group_settings(spec, self._data.train)
         source_of = (lambda row: settings[row].source) if spec.data.mixture else None
-        ledger, advantages, state = Ledger(source_of), None, None
+        ledger, advantages = Ledger(source_of), None
         curriculum = curriculum_of(spec, settings)
         prompts = prompt_order(spec, self._data.train, curriculum)
-        updates = RolloutUpdates(spec, policy, self._workers.critic, self._context.console)
-        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
+        profiles = UpdateProfiles(spec.output.profile, self._out)
+        updates = RolloutUpdates(spec, policy, self._workers.critic, self._context.console, profiles)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = TrainerRecovery(
             spec=spec,
@@ -115,7 +114,6 @@ class RolloutRun:
                 prompts.restore(found.state["source"]["prompts"])
                 if texts is not None:
                     texts.restore(found.state["source"]["texts"])
-                state = ControllerState.model_validate(found.state["memory"])
             await recovery.retry(lambda: self._load(found))
         # Engines that rest wake with weights, and engines without adapters do not sample.
         if spec.trains_adapters or (found is not None and self._handover is not None):
@@ -158,7 +156,7 @@ class RolloutRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._context.console, self._context.stop
-        return Controller(spec, components, checkpoints.store, sinks, console, stop, done, state, checkpoints.remote)
+        return Controller(spec, components, checkpoints, sinks, console, stop)
 
     async def audit(
         self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None

@@ -11,8 +11,9 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from troupe.orchestrator.training.parts import states_of
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import BestState
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,7 @@ def saved_run(spec: RunSpec, out: Path) -> SavedRun:
     found = store.latest()
     if found is None:
         return SavedRun(0, False)
-    with found.restoring():
-        early = ControllerState.model_validate(found.state["memory"]).is_over(checkpoint)
+    early = _best(found).is_over(checkpoint)
     return SavedRun(found.step, (found.step >= steps or early) and found.exported)
 
 
@@ -106,11 +106,16 @@ def best_step(checkpoints: Path) -> int:
     found = CheckpointStore(checkpoints, keep=1).latest()
     if found is None:
         raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(checkpoints))
-    with found.restoring():
-        steps = ControllerState.model_validate(found.state["memory"]).best.steps
+    steps = _best(found).steps
     if not steps:
         raise CheckpointError(errno.ENOENT, "the run keeps no best checkpoint (checkpoint.best)", str(checkpoints))
     return steps[0].step
+
+
+def _best(found: Checkpoint) -> BestState:
+    """The best evaluations as a checkpoint names them. Raises CheckpointError."""
+    with found.restoring():
+        return BestState.model_validate(states_of(found.state)["best"])
 
 
 def _remote(spec: RunSpec) -> RemoteCheckpoints | None:
@@ -135,9 +140,7 @@ def _newer(remote: RemoteCheckpoints, here: RunCheckpoints, resume: bool) -> Che
     if fetched is not None:
         if not (file := store.directory.parent / RESOLVED_SPEC).exists():
             remote.fetch_spec(file)
-        with fetched.restoring():
-            best = ControllerState.model_validate(fetched.state["memory"]).best.saved
-        there = remote.steps()
+        best, there = _best(fetched).saved, remote.steps()
         for step in best - set(store.steps()):
             if step in there:
                 remote.fetch_step(store, step)

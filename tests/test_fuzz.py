@@ -45,7 +45,8 @@ from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.parts import states_of
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.agents.environments.agent import read_request
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
@@ -296,7 +297,7 @@ def test_the_state_of_a_checkpoint(tmp_path: Path) -> None:
     prompts.next()
     good = {
         "ledger": json.loads(json.dumps(ledger.state())),
-        "memory": ControllerState().model_dump(mode="json"),
+        "memory": PenaltyState().model_dump(mode="json"),
         "source": {"prompts": prompts.state(), "advantages": AdvantageState().model_dump(mode="json")},
         "trainers": {"policy": {"zero_stage": 1, "workers": 2, "dtype": "float32"}},
     }
@@ -307,7 +308,7 @@ def test_the_state_of_a_checkpoint(tmp_path: Path) -> None:
             Ledger.restore(state["ledger"])
             AdvantageState.model_validate(state["source"]["advantages"])
             PromptSource(pool, 1).restore(state["source"]["prompts"])
-            ControllerState.model_validate(state["memory"])
+            PenaltyState.model_validate(states_of(state)["penalty"])
         found.trainers()
 
     restore(good)

@@ -218,7 +218,7 @@ class PPOSetup:
         critic = RolloutUpdates(with_fields(spec, roles={"critic": warmup}), self.policy, self.critic, console)
         for name, one in (("policy update", policy), ("critic update", critic)):
             with parts.timed(name):
-                updates, _ = await one.run(turn, batch, self.controller.state)
+                updates, _ = await one.run(turn, batch, self.controller.penalty.state)
             self.gaps += [update["policy/rollout_logprob_gap"] for update in updates if name == "policy update"]
 
 

@@ -39,6 +39,7 @@ from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.sinks.base import LoggedRun
@@ -223,7 +224,7 @@ class Simulation:
         recovery = TrainerRecovery(spec, updates, sync.push, store, _restart, self.clock)
         recorder = StepRecorder(spec, out, updates.trainers)
         components = RunComponents(source, updates, recovery, sync, None, ledger, recorder)
-        return Controller(spec, components, store, sinks, self.clock, self.stop), pool
+        return Controller(spec, components, RunCheckpoints(store), sinks, self.clock, self.stop), pool
 
     def _drawn(self, prompts: PromptSource) -> NextPrompt:
         on_prompt = self.on_prompt

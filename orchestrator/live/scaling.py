@@ -19,6 +19,7 @@ from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.training.parts import Metrics, RunPart
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class WorkerResources(Protocol):
         ...
 
 
-class WorkerScaler:
+class WorkerScaler(RunPart):
     """Brings every role that scales to the number of workers in the current spec.
 
     One background task per role adds and removes workers until the role has the wanted number, which may change at any
@@ -119,15 +120,13 @@ class WorkerScaler:
             for role, config in self.spec.roles.scaled().items()
         )
 
-    def after_step(self, wait: float) -> dict[str, float]:
-        """Apply the autoscaling rule after a step.
-
-        Args:
-            wait: Fraction of the step (0 to 1) for which the trainer waited for samples.
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+        """Apply the autoscaling rule to the fraction of the step for which the trainer waited for samples.
 
         Returns:
             The number of workers of each role that scales, as `workers/ROLE`.
         """
+        wait = metrics.get("utilisation/generate", 0.0)
         rule, rollout = self.spec.roles.rollout.autoscale, self.spec.roles.rollout
         if rule is not None and not self._is_scaling("rollout"):
             self._waits.append(wait)

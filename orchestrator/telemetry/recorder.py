@@ -1,4 +1,4 @@
-"""Records the timeline of every step of a run, and counts that become events.
+"""Records the timeline of every step of a run.
 
 Nothing here ends a run: what cannot be written is reported in the log.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -30,7 +30,7 @@ _FLUSH_S = 60.0
 
 
 class RunRecorder:
-    """Writes the timeline of every step, deletes what is beyond the bound, and turns counts into events."""
+    """Writes the timeline of every step, and deletes what is beyond the bound."""
 
     def __init__(
         self, calls: CallLog, events: EventLog, folder: Path | None = None, resume_at: int = 0, keep_gib: float = 0.0
@@ -51,23 +51,12 @@ class RunRecorder:
         self._writing: asyncio.Task[None] | None = None
         self._waiting: deque[tuple[int, list[Span]]] = deque(maxlen=_MOST_WAITING)
         """Step and spans of the timelines to be written."""
-        self._seen: dict[str, Mapping[str, float]] = {}
         if folder is not None:
             _drop_after(folder, resume_at if resume_at > 0 else -1)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Records the block as a phase of the controller."""
         return self._calls.during(DRIVER, name, 0.0)
-
-    def counts(self, group: str, counts: Mapping[str, float]) -> dict[str, float]:
-        """What was added to each of these counts since the last call with this group; only changes."""
-        before = self._seen.get(group, {})
-        self._seen[group] = dict(counts)
-        return {name: added for name, count in counts.items() if (added := count - before.get(name, 0.0))}
-
-    def knows(self, group: str) -> bool:
-        """Whether `counts` was called with this group before."""
-        return group in self._seen
 
     async def end_step(self, step: int) -> None:
         """Has the spans that ended during the step written in the background. A slow disk delays no step."""

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from troupe.orchestrator.errors import EvaluationLost
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.recorder import RunRecorder
+from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
+from troupe.orchestrator.training.parts import Metrics, RunPart, UpdatedStep
+from troupe.orchestrator.training.saves import RunSaves
 
 logger = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
+_QUIET_METRICS = ("refused", "failed_samples", "truncated")
+"""Shown after an evaluation only where they are not 0."""
+_IN_REPORT_ONLY = ("_low", "_high", "solved_at")
+"""Ends of metrics of an evaluation that only the report and the files show; with those by level."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +36,7 @@ class Evaluators:
     """None: training waits for every evaluation."""
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """An evaluation that has ended."""
-
-    step: int
-    metrics: Metrics
-    late: bool
-    """Whether the line with the step's other metrics does not have these."""
-
-
-class RunEvaluations:
+class RunEvaluations(RunPart):
     """Makes the evaluations of a run, one at a time.
 
     With `evaluation.beside`, a task makes one while the loop continues. It waits for its engine and the reward workers,
@@ -46,21 +44,25 @@ class RunEvaluations:
     the next one is due, before the checkpoint of a later step, and at the end.
     """
 
+    name = "evaluations"
+
     def __init__(
         self,
         spec: RunSpec,
         evaluators: Evaluators,
+        saves: RunSaves,
         recorder: RunRecorder,
         console: Console,
-        ended: Callable[[Evaluated], Awaitable[None]],
+        sinks: MetricSinks,
     ) -> None:
-        """Evaluates nothing yet; `ended` is called after each evaluation."""
+        """Evaluates nothing yet."""
         self._config = spec.evaluation
         self._steps = spec.schedule.steps
         self._evaluators = evaluators
+        self._saves = saves
         self._recorder = recorder
         self._console = console
-        self._ended = ended
+        self._sinks = sinks
         self._running: asyncio.Task[Metrics] | None = None
         self._overdue = False
         """Whether an evaluation was lost: one is due after the next step."""
@@ -72,10 +74,13 @@ class RunEvaluations:
         """Of the model before training."""
         self.last: Metrics = {}
 
-    @property
-    def open(self) -> bool:
-        """Whether an evaluation was due that has not been made."""
-        return self.pending is not None or self._overdue
+    def restore(self, state: Any) -> None:
+        """See `RunPart`."""
+        self._overdue = bool(state["due"]) and self._config is not None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Whether an evaluation was due that has not been made: a resumed run makes it."""
+        return {"due": self.pending is not None or self._overdue}
 
     def is_due(self, step: int) -> bool:
         """Whether the step is to be evaluated."""
@@ -85,20 +90,22 @@ class RunEvaluations:
         regular = bool(config.every_steps) and step % config.every_steps == 0
         return regular or self._overdue or (step == self._steps and config.at_end)
 
-    async def before_training(self) -> None:
-        """Evaluates the initial model."""
-        await self._begin(0)
-        await self.evaluate(0, late=True)
+    def at_start(self, done: int) -> Coroutine[Any, Any, None] | None:
+        """Evaluates the initial model, or the step of a checkpoint whose evaluation had not ended; None: neither."""
+        initial = self._config is not None and self._config.at_start and not done
+        return self._evaluate_first(done) if initial or self._overdue else None
 
-    async def again(self, step: int) -> None:
-        """Evaluates the step of a checkpoint whose evaluation had not ended."""
-        if self._config is not None:
-            self._overdue = True
-            await self._begin(step)
-            await self.evaluate(step, late=True)
+    async def _evaluate_first(self, done: int) -> None:
+        await self._begin(done)
+        await self.evaluate(done, late=True)
 
-    async def begin_if_due(self, step: int) -> None:
-        """Begins an evaluation beside training, once the one before has ended; there is none beside the last step."""
+    async def after_update(self, step: UpdatedStep) -> None:
+        """Begins an evaluation beside training if one is due: it takes its engine before the next samples do."""
+        with nullcontext() if self.pending is None else step.timers.phase("evaluate"):
+            await self._begin_if_due(step.number)
+
+    async def _begin_if_due(self, step: int) -> None:
+        """Begins it once the one before has ended; there is none beside the last step."""
         if not self.is_due(step):
             return
         await self.settle()
@@ -118,7 +125,7 @@ class RunEvaluations:
             return {}
         metrics = await evaluator.run(step, lambda done, total: self._console.phase("evaluate", done, total))
         self._overdue = False
-        await self._take(Evaluated(step, metrics, late))
+        await self._take(step, metrics, late)
         return metrics
 
     async def collect(self) -> None:
@@ -147,7 +154,7 @@ class RunEvaluations:
             logger.warning("the evaluation of step %d is lost: %s; evaluating after the next step", step, error)
         else:
             self._recorder.events.record("evaluation", of=step, ok=True)
-            await self._take(Evaluated(step, metrics, late=True))
+            await self._take(step, metrics, late=True)
 
     async def leave(self, step: int) -> None:
         """Before the last checkpoint: that of the evaluated step says that its evaluation is due."""
@@ -171,8 +178,24 @@ class RunEvaluations:
         if work is not None:
             self._running, self.pending, self._overdue = asyncio.create_task(work, name=f"evaluate {step}"), step, False
 
-    async def _take(self, evaluated: Evaluated) -> None:
-        self.last = evaluated.metrics
-        if not evaluated.step:
-            self.first = evaluated.metrics
-        await self._ended(evaluated)
+    async def _take(self, step: int, metrics: Metrics, late: bool) -> None:
+        """Compares and shows an evaluation; one that is `late` is not in the line with the step's other metrics."""
+        self.last = metrics
+        if not step:
+            self.first = metrics
+        await self._saves.compare(step, metrics)
+        if late:
+            self._sinks.write(step, metrics)
+        shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if _is_shown(k) and (v or not _is_quiet(k)))
+        self._console.message(f"held-out after step {step}: {shown}")
+        if late:
+            self._console.evaluation(step, metrics)
+
+
+def _is_shown(metric: str) -> bool:
+    """Whether a metric of an evaluation is shown when it has ended."""
+    return "/level/" not in metric and not metric.endswith(_IN_REPORT_ONLY)
+
+
+def _is_quiet(metric: str) -> bool:
+    return metric.endswith(_QUIET_METRICS)

@@ -23,12 +23,15 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.orchestrator.training.updates import Metrics, Updates
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_PROBE_S = 5.0
+"""Longest interval between two probes of trainers that have no call."""
 
 Push = Callable[[int], Awaitable[object]]
 """Loads the policy's weights into every engine as this version."""
@@ -44,7 +47,7 @@ class _Trained:
 
     step: int
     batch: Batch
-    state: ControllerState
+    state: PenaltyState
     """Before the updates."""
 
 
@@ -98,7 +101,7 @@ class TrainerRecovery:
         for group in updates.trainers:
             group.recovery = self
 
-    async def train(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def train(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         """All updates of a step on this batch (`Updates.run`)."""
         done = await self.retry(lambda: self._run(step, batch, state))
         trained = _Trained(step, batch, state)
@@ -114,7 +117,7 @@ class TrainerRecovery:
         """Notes that the trainers' current state is copied, or written, for the next `commit`."""
         self._later = []
 
-    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         async with self._hold_memory():
             return await self._updates.run(step, batch, state)
 
@@ -154,13 +157,18 @@ class TrainerRecovery:
                 self._calls.discard(task)
                 self._interrupted.discard(task)
 
-    async def probe(self) -> None:
-        """Restarts the trainers where one of them has died and no call has noticed.
+    async def watch(self) -> None:
+        """Probes the trainers at a fixed interval, and restarts them where one has died and no call has noticed.
+
+        Runs beside the loop until the run ends: a step may wait for engines alone, and an engine that starts needs what
+        a lost policy had published.
 
         Raises:
             WorkerError: They cannot be restarted.
         """
-        await self.retry(self._probe)
+        while True:
+            await asyncio.sleep(min(self._spec.probe_interval_s, _PROBE_S))
+            await self.retry(self._probe)
 
     async def _probe(self) -> None:
         for group in self._updates.trainers:

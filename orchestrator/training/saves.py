@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.training.batch import BatchSource, SourceSnapshot
+from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore, trainer_layouts
+from troupe.orchestrator.training.parts import FORMAT, Metrics, RunPart
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.remote_checkpoints import Uploads
-from troupe.orchestrator.training.state import ControllerState, SavedStep
 from troupe.orchestrator.training.trainer_saves import TrainerSaves, TrainersLost, Written
 from troupe.orchestrator.training.updates import Updates
 
@@ -34,8 +35,7 @@ class SaveContext:
     uploads: Uploads
     recorder: RunRecorder
     console: Console
-    lost: Callable[[int], None]
-    """Called with a step whose checkpoint cannot be written, or has no model."""
+    best: BestCheckpoints
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ class Moment:
 
     step: int
     """Steps done."""
-    state: ControllerState
-    best_before: tuple[SavedStep, ...]
-    """The best steps before its evaluation."""
+    parts: Mapping[str, Any]
+    """The states of the parts, by name."""
     candidate: bool = False
     """Whether it may turn out to be one of the best steps: its evaluation has not ended."""
 
@@ -61,7 +60,7 @@ class _Saving:
     """Time of the event loop, in seconds."""
 
 
-class RunSaves:
+class RunSaves(RunPart):
     """Writes checkpoints, at most one at a time.
 
     With `checkpoint.async_save`, a task writes one from the trainers' copies while the loop continues. It waits for the
@@ -76,7 +75,7 @@ class RunSaves:
         self._store = targets.store
         self._uploads = targets.uploads
         self._recorder = targets.recorder
-        self._lost = targets.lost
+        self._best = targets.best
         self._trainers = TrainerSaves(spec, updates.trainers, targets.store, targets.console)
         self._saved_at = done if targets.store.has_model(done) else None
         """Step of the last complete checkpoint."""
@@ -94,7 +93,7 @@ class RunSaves:
         self._trial = asyncio.create_task(self._recovery.retry(self._trainers.try_all))
         return self._trial
 
-    async def end_trial(self) -> None:
+    async def before_update(self) -> None:
         """Waits until the trainers have written it. Raises TroupeError."""
         if self._trial is not None:
             await asyncio.wait({self._trial})
@@ -119,7 +118,7 @@ class RunSaves:
         """Whether the step is to be saved."""
         every = self._spec.checkpoint.every_steps
         regular = bool(every) and now.step % every == 0
-        return regular or self._overdue or now.candidate or now.step in now.state.best.saved
+        return regular or self._overdue or now.candidate or now.step in self._best.state.saved
 
     async def settle(self) -> None:
         """Waits for the checkpoint that is written in the background; one that failed counts as any other.
@@ -138,20 +137,30 @@ class RunSaves:
 
     async def last(self, snapshot: SourceSnapshot, now: Moment) -> None:
         """Saves the end of the run, and waits until it is uploaded. Raises TroupeError, OSError."""
-        await self.end_trial()
+        await self.before_update()
         await self.settle()
         await self._save(snapshot, now)
         await self._uploads.settle(last=True)
 
-    async def cancel(self) -> None:
+    async def close(self) -> None:
         """Gives up what is being written, of a run that has failed."""
         for task in (self._trial, self._running):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    def metrics(self) -> dict[str, float]:
-        """Seconds of copies, waits and writes since the last call."""
+    async def compare(self, step: int, metrics: Metrics) -> None:
+        """Compares an evaluation with those before it: its step is saved if it is one of the best ones.
+
+        Raises:
+            TroupeError: Too many checkpoints in a row have failed.
+        """
+        if self._best.compares:
+            await self.settle()  # it may turn out not to be there to be the best one
+        self._best.seen(step, metrics)
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+        """Seconds of copies, waits and writes since the step before."""
         times, self._times = self._times, {}
         return times
 
@@ -179,7 +188,7 @@ class RunSaves:
 
     def _note_failure(self, error: Exception, step: int) -> None:
         self._recorder.events.record("checkpoint", path=str(self._store.directory), ok=False, detail=str(error))
-        self._lost(step)
+        self._best.lost(step)
 
     async def _begin(self, now: Moment) -> None:
         """Has the trainers copy their state, and writes the checkpoint in the background.
@@ -239,14 +248,12 @@ class RunSaves:
             OSError: It is not written.
         """
         await self._uploads.settle()  # a commit may remove the folder that is being uploaded
-        step, snapshot, memory = saving.moment.step, saving.snapshot, saving.moment.state
+        step, snapshot, parts = saving.moment.step, saving.snapshot, saving.moment.parts
         if written.without_model:
-            self._lost(step)  # before the commit removes what is not kept
-            if step in memory.best.saved:
-                memory = memory.model_copy(update={"best": memory.best.keeping(saving.moment.best_before)})
-        state = {"step": step, "source": snapshot.state, "ledger": snapshot.ledger}
+            self._best.lost(step)  # before the commit removes what is not kept
+            parts = {**parts, self._best.name: self._best.snapshot()}  # no evaluation was compared since the moment
+        state = {"format": FORMAT, "step": step, "source": snapshot.state, "ledger": snapshot.ledger, "parts": parts}
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
-        state["memory"] = memory.model_dump(mode="json")
         samples = 0 if snapshot.write is None else await snapshot.write(written.folder)
         saved = await self._recovery.commit(step, lambda: self._store.commit(written.folder, state))
         seconds = round(_now() - saving.started, 4)

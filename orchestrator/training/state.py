@@ -1,13 +1,12 @@
-"""State of the controller from step to step besides version and ledger; checkpoints contain it."""
+"""Values that parts of a run keep from step to step; checkpoints contain them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from troupe.orchestrator.algorithms.table import KlPenalty
-from troupe.orchestrator.spec.sections import AlarmConfig, BestConfig, CheckpointConfig
-from troupe.workers.contract.advantage_state import Moments, adapted_coef
+from troupe.orchestrator.spec.sections import BestConfig, CheckpointConfig
+from troupe.workers.contract.advantage_state import adapted_coef
 from troupe.workers.contract.config import Frozen
 
 _TOO_FAR, _STEP = 1.5, 2.0
@@ -71,33 +70,27 @@ class BestState(Frozen):
         """The state with other best steps: those of before, where the checkpoint of the newest cannot be written."""
         return self.model_copy(update={"steps": steps})
 
+    def is_over(self, checkpoint: CheckpointConfig) -> bool:
+        """Whether the run has had as many evaluations without a gain as `checkpoint.patience` allows."""
+        if checkpoint.best is None or checkpoint.patience is None:
+            return False
+        return self.of(checkpoint.best).without_gain >= checkpoint.patience
+
     @property
     def saved(self) -> frozenset[int]:
         """The steps whose checkpoints are kept."""
         return frozenset(one.step for one in self.steps)
 
 
-class ControllerState(Frozen):
-    """An immutable value; every step creates the next one."""
+class PenaltyState(Frozen):
+    """The penalty on KL(old || new)."""
 
     kl_old_coef: float = 0.0
-    """Coefficient of the penalty on KL(old || new)."""
+    """Its coefficient."""
     kl_old_start: float | None = None
     """What it started from; None: there is no penalty, or an earlier version wrote the state."""
-    rewards: Moments = Moments()
-    """Moments of the mean rewards of the steps so far (alarm)."""
-    best: BestState = BestState()
-    """The best evaluations (`checkpoint.best`)."""
-    unevaluated: bool = False
-    """Whether an evaluation of this step is due that had not ended (`evaluation.beside`): a resumed run makes it."""
 
-    def is_over(self, checkpoint: CheckpointConfig) -> bool:
-        """Whether the run has had as many evaluations without a gain as `checkpoint.patience` allows."""
-        if checkpoint.best is None or checkpoint.patience is None:
-            return False
-        return self.best.of(checkpoint.best).without_gain >= checkpoint.patience
-
-    def for_penalty(self, penalty: KlPenalty | None) -> ControllerState:
+    def for_penalty(self, penalty: KlPenalty | None) -> PenaltyState:
         """This state with a coefficient that started from the penalty's: a resumed run may have a new one."""
         if penalty is None:
             return self
@@ -105,7 +98,7 @@ class ControllerState(Frozen):
         coef = self.kl_old_coef if same else penalty.coef
         return self.model_copy(update={"kl_old_coef": coef, "kl_old_start": penalty.coef})
 
-    def after_updates(self, divergence: float, penalty: KlPenalty) -> ControllerState:
+    def after_updates(self, divergence: float, penalty: KlPenalty) -> PenaltyState:
         """The state with the KL penalty's coefficient adapted after a batch (arXiv 1707.06347, sec. 4).
 
         Args:
@@ -118,24 +111,3 @@ class ControllerState(Frozen):
         elif divergence < penalty.target / _TOO_FAR:
             coef /= _STEP
         return self.model_copy(update={"kl_old_coef": adapted_coef(coef, penalty.coef)})
-
-    def check_alarm(self, metrics: Mapping[str, float], alarm: AlarmConfig) -> tuple[ControllerState, list[str]]:
-        """Checks a step's metrics for signs of reward hacking.
-
-        Returns:
-            The state with this step's reward, and one message for every limit that is exceeded while the reward is
-            above its mean so far.
-        """
-        reward = metrics["reward/mean"]
-        rising = self.rewards.count > 0 and reward > self.rewards.mean
-        limits = (
-            ("the KL divergence from the reference", "kl_ref", alarm.kl),
-            ("repetition", "repetition", alarm.repetition),
-            ("the response length", "response_tokens/mean", alarm.response_tokens),
-        )
-        reasons = [
-            f"{what} is {metrics[name]:.3g}, above {limit:g}"
-            for what, name, limit in limits
-            if rising and limit is not None and metrics.get(name, 0.0) > limit
-        ]
-        return self.model_copy(update={"rewards": self.rewards.seen([reward])}), reasons

@@ -16,17 +16,17 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import xxhash
-from pydantic import ConfigDict, ValidationError
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.training.batch import Batch, GroupOrigin
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, TrainRow, TrainSummary
 
@@ -34,6 +34,12 @@ REPLAY = "replay"
 """Folder of the kept steps in the folder of a run."""
 STEP = "step.json"
 _PREFIX = "step-"
+
+
+def _of_penalty(state: Any) -> Any:
+    """The part of a state that is the penalty's: earlier versions kept the state of the alarm with it, and more."""
+    known = PenaltyState.model_fields
+    return {name: state[name] for name in known if name in state} if isinstance(state, dict) else state
 
 
 class StepRecord(Frozen):
@@ -48,7 +54,7 @@ class StepRecord(Frozen):
     """Versions of the packages, and the processor."""
     working_folder: str
     """Folder that relative paths of the spec refer to."""
-    state: ControllerState
+    state: Annotated[PenaltyState, BeforeValidator(_of_penalty)]
     """Before the updates."""
     rows: tuple[TrainRow, ...]
     units: tuple[tuple[int, ...], ...] | None

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.training.batch import Batch
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.parts import RunPart, UpdatedStep
 from troupe.orchestrator.training.step_record import (
     REPLAY,
     STEP,
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished-"
 
 
-class StepRecorder:
+class StepRecorder(RunPart):
     """Writes one folder for each step, in the background: a rank writes the tables, this process the rest.
 
     The tables never come to this process. A step that cannot be kept (disk full, ...) is logged and left out. One that
@@ -79,20 +78,14 @@ class StepRecorder:
         except (OSError, WorkerError) as error:
             self._warn(done + 1, error)
 
-    def keep(self, step: int, batch: Batch, state: ControllerState, updates: Sequence[Mapping[str, float]]) -> None:
-        """Keeps a step in the background.
+    async def before_update(self) -> None:
+        """See `RunPart`."""
+        await self.settle()
 
-        Call it when the updates are made, and `settle` before the next ones: the digest is that of the weights now.
-
-        Args:
-            step: The step, counted from 1.
-            batch: Its batch.
-            state: State of the controller before the updates.
-            updates: Metrics of each update.
-        """
+    async def after_update(self, step: UpdatedStep) -> None:
+        """Keeps a step in the background: the digest is that of the weights now."""
         if self._keeps:
-            keeping = self._keep(step, batch, state, updates)
-            self._writing = asyncio.create_task(keeping, name=f"keep step {step}")
+            self._writing = asyncio.create_task(self._keep(step), name=f"keep step {step.number}")
 
     async def settle(self) -> None:
         """Waits until what was begun is done: the last step is kept."""
@@ -106,9 +99,8 @@ class StepRecorder:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
-    async def _keep(
-        self, step: int, batch: Batch, state: ControllerState, updates: Sequence[Mapping[str, float]]
-    ) -> None:
+    async def _keep(self, trained: UpdatedStep) -> None:
+        step, batch = trained.number, trained.batch
         unfinished = self._folder / f"{_UNFINISHED}{step:06d}"
         before, self._digests = self._digests, {}
         try:
@@ -128,7 +120,7 @@ class StepRecorder:
                 step=step,
                 software=self._software,
                 working_folder=self._working_folder,
-                state=state,
+                state=trained.before,
                 rows=batch.summary.rows,
                 units=batch.units,
                 text_rows=picks,
@@ -137,7 +129,7 @@ class StepRecorder:
                 files=files,
                 before=before,
                 after=self._digests,
-                updates=tuple(dict(metrics) for metrics in updates),
+                updates=tuple(dict(metrics) for metrics in trained.updates),
             )
             nbytes = await asyncio.to_thread(self._publish, unfinished, step, kept)
             self._failed = False

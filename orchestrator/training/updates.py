@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.errors import TrainingDiverged, WorkerError
 from troupe.orchestrator.spec.base import RunSpec
@@ -26,21 +27,35 @@ from troupe.orchestrator.training.micro_batches import (
     plan_update,
     sample_rows,
 )
+from troupe.orchestrator.training.parts import Metrics, RunPart
 from troupe.orchestrator.training.profiling import UpdateProfiles
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics
 
-Metrics = dict[str, float]
+
+class Penalty(RunPart):
+    """The penalty on KL(old || new), whose coefficient adapts after each batch."""
+
+    name = "penalty"
+    state: PenaltyState
+
+    def __init__(self, penalty: KlPenalty | None) -> None:
+        """`penalty`: the one of the spec; None: the algorithm has another loss."""
+        self._penalty = penalty
+        self.state = PenaltyState().for_penalty(penalty)
+
+    def restore(self, state: Any) -> None:
+        """See `RunPart`."""
+        self.state = PenaltyState.model_validate(state).for_penalty(self._penalty)
 
 
 class Updates(ABC):
     """Trains on one batch after another."""
 
-    profiles: UpdateProfiles | None = None
-    """None: no update is recorded."""
-
-    def __init__(self, spec: RunSpec, console: Console) -> None:
+    def __init__(self, spec: RunSpec, console: Console, profiles: UpdateProfiles | None = None) -> None:
+        """`profiles`: updates to record; None: none."""
         self._spec = spec
+        self._profiles = profiles
         self._console = console
         self._nonfinite: Counter[str] = Counter()
         """Consecutive non-finite updates of each role."""
@@ -50,7 +65,7 @@ class Updates(ABC):
     def trainers(self) -> Sequence[TrainerGroup[Any]]:
         """The groups that train, the policy first; a checkpoint saves each of them."""
 
-    async def run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         """All updates on this batch.
 
         Returns:
@@ -67,7 +82,7 @@ class Updates(ABC):
             self._nonfinite = before
             raise
 
-    async def repeat(self, step: int, batch: Batch, state: ControllerState) -> None:
+    async def repeat(self, step: int, batch: Batch, state: PenaltyState) -> None:
         """The updates of a step that was trained before, on trainers that have lost them."""
         before, self._nonfinite = self._nonfinite, Counter()
         try:
@@ -76,7 +91,7 @@ class Updates(ABC):
             self._nonfinite = before
 
     @abstractmethod
-    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         """See `run`."""
 
     async def _update(
@@ -90,8 +105,8 @@ class Updates(ABC):
         if not any(plan.micro_batches or plan.texts for plan in plans):
             # No row to train on, no update: with zero gradients, momentum would still change the weights.
             return {f"{group.role}/empty_updates": 1.0}
-        if self.profiles is not None:
-            plans = self.profiles.traced(step + 1, group.role, plans)
+        if self._profiles is not None:
+            plans = self._profiles.traced(step + 1, group.role, plans)
         results = await update(plans)
         try:
             merged = merge_update_metrics(results)
@@ -110,8 +125,10 @@ class Updates(ABC):
 class OfflineUpdates(Updates):
     """Updates of one model on offline data."""
 
-    def __init__(self, spec: RunSpec, trainer: ExampleGroup, console: Console) -> None:
-        super().__init__(spec, console)
+    def __init__(
+        self, spec: RunSpec, trainer: ExampleGroup, console: Console, profiles: UpdateProfiles | None = None
+    ) -> None:
+        super().__init__(spec, console, profiles)
         self._trainer = trainer
 
     @property
@@ -119,7 +136,7 @@ class OfflineUpdates(Updates):
         """The trained model."""
         return (self._trainer,)
 
-    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         """See `Updates.run`; the state stays as it is."""
         schedule, trainer, updates = self._spec.schedule, self._trainer, []
         units = batch.units or ()
@@ -137,8 +154,15 @@ class OfflineUpdates(Updates):
 class RolloutUpdates(Updates):
     """Updates of the policy and, concurrently, of the critic on rollouts."""
 
-    def __init__(self, spec: RolloutSpec, policy: PolicyGroup, critic: CriticGroup | None, console: Console) -> None:
-        super().__init__(spec, console)
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        policy: PolicyGroup,
+        critic: CriticGroup | None,
+        console: Console,
+        profiles: UpdateProfiles | None = None,
+    ) -> None:
+        super().__init__(spec, console, profiles)
         self._algorithm = spec.algorithm
         self._critic_warmup = spec.critic_warmup
         self._skips_zero_advantage = spec.skips_zero_advantage
@@ -153,7 +177,7 @@ class RolloutUpdates(Updates):
         """Policy and critic."""
         return (self._policy,) if self._critic is None else (self._policy, self._critic)
 
-    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         """See `Updates.run`; the state gets the adapted coefficient of the KL penalty."""
         schedule, kl_stop = self._spec.schedule, self._algorithm.kl_stop
         updates: list[Metrics] = []
@@ -247,7 +271,7 @@ class RolloutUpdates(Updates):
         await policy.release_held(timeout_s=timeout_s)
         return {"policy/kl_exact": divergence, "policy/kl_proposed": proposed, "policy/step_length": length}
 
-    def _adapt_penalty(self, updates: list[Metrics], state: ControllerState) -> ControllerState:
+    def _adapt_penalty(self, updates: list[Metrics], state: PenaltyState) -> PenaltyState:
         """Adapts the penalty once per batch, to KL(old || new) after the batch's updates."""
         if self._kl_penalty is None or "policy/kl_exact" not in updates[-1]:
             return state

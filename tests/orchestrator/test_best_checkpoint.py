@@ -25,7 +25,8 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import BestConfig
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.state import BestState, ControllerState
+from troupe.orchestrator.training.parts import states_of
+from troupe.orchestrator.training.state import BestState
 
 DATA = {"train": {"kind": "jsonl", "path": "train"}, "eval": {"kind": "jsonl", "path": "eval"}}
 
@@ -124,7 +125,7 @@ def test_a_resumed_run_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     again = run_of(tmp_path, *values, resume=True, patience=9)
     again.run()
     assert steps_of(tmp_path) == [1, 5]
-    assert again.controller.state.best.without_gain == 4
+    assert again.controller.best.state.without_gain == 4
 
 
 def test_another_metric_forgets_the_best_ones(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_an_evaluation_without_the_metric_is_not_compared(tmp_path: Path, caplog
     run = run_of(tmp_path, 0.1, 0.3, None, math.nan, 0.2, patience=2)
     assert run.run().steps_done == 4
     assert "step 2: the evaluation has no eval/reward" in caplog.text
-    assert run.controller.state.best.without_gain == 1
+    assert run.controller.best.state.without_gain == 1
     assert steps_of(tmp_path) == [1, 4]
 
 
@@ -167,7 +168,7 @@ def test_a_run_without_best_has_no_best_checkpoint(tmp_path: Path) -> None:
 
 
 def test_states_of_earlier_versions_have_no_best_evaluations() -> None:
-    assert ControllerState.model_validate({"kl_old_coef": 0.5}).best == BestState()
+    assert BestState.model_validate(states_of({"memory": {"kl_old_coef": 0.5}})["best"]) == BestState()
 
 
 @given(

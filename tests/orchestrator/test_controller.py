@@ -48,6 +48,7 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
@@ -60,7 +61,7 @@ from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.algorithms.estimators import estimate
@@ -105,6 +106,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.taken_over = 0
         """Finished samples that the run has taken over from its checkpoint."""
         self.sync_timeout_s = 1.0
+        self.copies: RemoteCheckpoints | None = None
         self.mixed_rows: tuple[int, ...] = ()
         """Rows of each source of a mixture."""
 
@@ -180,8 +182,8 @@ class RolloutRun(FakeRun[RolloutSpec]):
             recorder=self.recorder(done),
         )
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
-        state = ControllerState.model_validate(found.state["memory"]) if found else None
-        self.controller = Controller(self.spec, components, store, sinks, console, self.stop, done, state)
+        checkpoints = RunCheckpoints(store, found, self.copies)
+        self.controller = Controller(self.spec, components, checkpoints, sinks, console, self.stop)
         return self.controller
 
     def beside(self) -> EvaluationBesideTraining | None:
@@ -399,9 +401,9 @@ def test_the_adaptive_kl_penalty_follows_the_divergence_after_the_updates_of_a_s
     run.policies[0].divergences = [0.2, 0.1, 0.01]
     run.run()
     assert run.policies[0].kl_old_coefs == [0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
-    assert run.controller.state.kl_old_coef == 0.5
+    assert run.controller.penalty.state.kl_old_coef == 0.5
     state = json.loads((tmp_path / "checkpoints" / "step-000003" / "state.json").read_text())
-    assert state["memory"]["kl_old_coef"] == 0.5
+    assert state["parts"]["penalty"]["kl_old_coef"] == 0.5
 
 
 def test_the_adaptive_kl_penalty_starts_again_where_a_resumed_run_has_another_coefficient(tmp_path: Path) -> None:
@@ -741,3 +743,20 @@ def test_workers_that_write_to_another_disk_end_the_run_before_it_trains(tmp_pat
     run.policies = [Elsewhere()]
     with pytest.raises(CheckpointError, match="1 of 1 workers write to another disk"):
         run.run()
+
+
+def test_the_order_of_the_parts(tmp_path: Path) -> None:
+    """The alarm and the scaler see the metrics of what is before them."""
+
+    async def parts() -> list[str]:
+        return [type(part).__name__ for part in RolloutRun(tmp_path).build().parts]
+
+    assert asyncio.run(parts()) == [
+        "Penalty",
+        "BestCheckpoints",
+        "StepRecorder",
+        "RunEvaluations",
+        "RunSaves",
+        "Alarm",
+        "ChangeEvents",
+    ]

@@ -195,8 +195,8 @@ def test_a_checkpoint_of_a_later_step_waits_for_the_evaluation(tmp_path: Path) -
 def states(out: Path) -> dict[int, bool]:
     """Which checkpoints say that the evaluation of their step is due."""
     folder = out / "checkpoints"
-    memory = {step: folder / f"step-{step:06d}" / "state.json" for step in steps_of(out)}
-    return {step: json.loads(file.read_text())["memory"]["unevaluated"] for step, file in memory.items()}
+    files = {step: folder / f"step-{step:06d}" / "state.json" for step in steps_of(out)}
+    return {step: json.loads(file.read_text())["parts"]["evaluations"]["due"] for step, file in files.items()}
 
 
 def test_a_run_that_is_stopped_during_an_evaluation_makes_it_when_it_is_resumed(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_run_that_is_stopped_during_an_evaluation_makes_it_when_it_is_resumed(
     again.run()
     assert again.evaluations.begun == [3]
     assert merged(tmp_path) == [(0, 0.1), (1, None), (2, None), (3, 0.2), (4, None), (5, None), (6, 0.7)]
-    assert again.controller.state.best.steps[0].step == 6 and states(tmp_path) == {6: False}
+    assert again.controller.best.state.steps[0].step == 6 and states(tmp_path) == {6: False}
 
     early = run(tmp_path / "early", *VALUES, every=3, late=99)
     assert early.run_until(4).stopped
@@ -255,7 +255,7 @@ def test_a_run_that_was_killed_makes_the_evaluations_that_it_had_not_finished(tm
         again = run(out, *VALUES, every=2, every_steps=1, resume=True)
         again.run()
         assert merged(out) == merged(whole.out)
-        assert again.controller.state.best == whole.controller.state.best
+        assert again.controller.best.state == whole.controller.best.state
         assert steps_of(out) == steps_of(whole.out)
 
 

@@ -38,7 +38,7 @@ from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch, unless_stopped
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.measurements import MeasuredEngine, UpdateParts
 
@@ -122,7 +122,7 @@ class _Training:
         self._updates = RolloutUpdates(spec, workers.require_policy(), workers.critic, context.console)
         summary, table = train_batch(groups, read_size(Path(spec.model.path)).vocabulary, spec.seed)
         self._batch = Batch(summary, context.cluster.put(table))
-        self._step, self._state = spec.critic_warmup, ControllerState()
+        self._step, self._state = spec.critic_warmup, PenaltyState()
         self.groups = self._updates.trainers
 
     async def step(self) -> TrainedStep:

@@ -127,10 +127,3 @@ def test_a_slow_disk_delays_no_step(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(RunRecorder, "_write", slow)
     asyncio.run(run())
     assert [step for step, _, _ in phases(folder)] == [1, 2, 3, 4, 5]
-
-
-def test_counts_give_what_was_added() -> None:
-    recorder = RunRecorder(CallLog(), EventLog())
-    assert recorder.counts("dropped", {"late": 2.0}) == {"late": 2.0}
-    assert recorder.counts("dropped", {"late": 2.0, "cut": 1.0}) == {"cut": 1.0}
-    assert recorder.counts("dropped", {"late": 2.0, "cut": 1.0}) == {}

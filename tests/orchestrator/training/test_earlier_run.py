@@ -20,7 +20,8 @@ from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import Checkpoint, trainer_layouts
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.parts import states_of
+from troupe.orchestrator.training.state import BestState, PenaltyState
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
 
 EARLIER = Path(__file__).parent / "earlier_run"
@@ -73,4 +74,7 @@ def test_the_ledger_and_the_other_state_are_restored(state: dict[str, Any]) -> N
     history = {15: PromptHistory(visits=1, rewards=rewards)}
     advantages = AdvantageState.model_validate(state["source"]["advantages"])
     assert advantages == AdvantageState(rewards=rewards, returns=rewards, prompts=history)
-    assert ControllerState.model_validate(state["memory"]) == ControllerState(rewards=Moments().seen([0.25, 0.375]))
+    parts = states_of(state)
+    assert PenaltyState.model_validate(parts["penalty"]) == PenaltyState()
+    assert Moments.model_validate(parts["alarm"]) == Moments().seen([0.25, 0.375])
+    assert BestState.model_validate(parts["best"]) == BestState() and parts["evaluations"] == {"due": False}

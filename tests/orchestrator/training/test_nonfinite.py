@@ -14,7 +14,7 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import TrainingDiverged
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.orchestrator.training.updates import Metrics, Updates
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics
 
@@ -35,7 +35,7 @@ class SkippingUpdates(Updates):
     def trainers(self) -> Sequence[TrainerGroup[Any]]:
         return (self._group,)
 
-    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         for skipped in self.skips:
 
             async def update(plans: Sequence[RankPlan], skipped: bool | None = skipped) -> list[UpdateMetrics]:

@@ -15,7 +15,6 @@ from tests.conftest import ROOT
 from tests.gcs_server import BUCKET, gcs_server
 from tests.orchestrator.test_controller import RolloutRun
 from tests.s3_server import Faults, s3_server
-from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.training import remote_checkpoints
 from troupe.orchestrator.training.checkpoint import MANIFEST, MODEL, STATE, CheckpointError, CheckpointStore
@@ -236,14 +235,6 @@ class CopiedRun(RolloutRun):
     def __init__(self, out: Path, copies: RemoteCheckpoints, resume: bool = False) -> None:
         super().__init__(out, resume=resume, checkpoint={"every_steps": 1}, failures={"failed_saves": 1})
         self.copies = copies
-
-    def build(self) -> Controller:
-        super().build()
-        c = self.controller
-        self.controller = Controller(
-            self.spec, c.components, c.store, c.sinks, c.console, self.stop, c.version, c.state, self.copies
-        )
-        return self.controller
 
 
 def test_the_page_of_faults_lists_what_is_injected() -> None:

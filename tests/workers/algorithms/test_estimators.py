@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from troupe.orchestrator.algorithms.table import ALGORITHMS, KlPenalty
 from troupe.orchestrator.spec.sections import AlarmConfig
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.alarm import signs
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.algorithms.advantages import (
     STD_EPS,
     best_of_group,
@@ -688,7 +689,7 @@ def test_a_coefficient_comes_back_from_any_number_of_batches_beside_the_target()
         for _ in range(117):
             back = steered_kl_coef(back, 60.0, config, 1)
         assert back > 0.1
-    penalty, state = KlPenalty(coef=2.0, target=0.03), ControllerState(kl_old_coef=2.0)
+    penalty, state = KlPenalty(coef=2.0, target=0.03), PenaltyState(kl_old_coef=2.0)
     for _ in range(1100):
         state = state.after_updates(0.0, penalty)
     assert state.kl_old_coef == 2.0 / 2**30
@@ -741,7 +742,7 @@ def test_a_coefficient_below_zero_in_an_old_checkpoint_is_not_used() -> None:
 def test_penalty_coefficient_follows_the_divergence() -> None:
     """PPO, sec. 4: d < target / 1.5 halves the coefficient, d > 1.5 target doubles it."""
     penalty = KlPenalty(coef=1.0, target=0.03)
-    memory = ControllerState(kl_old_coef=0.8, rewards=Moments().seen([1.0]))
+    memory = PenaltyState(kl_old_coef=0.8, kl_old_start=1.0)
     for divergence, expected in ((0.0199, 0.4), (0.0201, 0.8), (0.03, 0.8), (0.0449, 0.8), (0.0451, 1.6), (0.0, 0.4)):
         after = memory.after_updates(divergence, penalty)
         assert after == memory.model_copy(update={"kl_old_coef": expected}), divergence
@@ -752,22 +753,18 @@ def test_penalty_coefficient_follows_the_divergence() -> None:
 def test_the_alarm_fires_only_while_the_reward_rises() -> None:
     alarm = AlarmConfig(kl=0.1, repetition=0.5, response_tokens=100.0)
     bad = {"kl_ref": 0.2, "repetition": 0.75, "response_tokens/mean": 150.0}
-    memory, reasons = ControllerState().check_alarm({"reward/mean": 1.0, **bad}, alarm)
-    assert reasons == [], "the first step has nothing to be above"
-    memory, reasons = memory.check_alarm({"reward/mean": 0.5, **bad}, alarm)
-    assert reasons == [] and memory.rewards.mean == pytest.approx(0.75)
-    _, reasons = memory.check_alarm({"reward/mean": 0.75, **bad}, alarm)
-    assert reasons == [], "as high as the mean is not above it"
-    memory, reasons = memory.check_alarm({"reward/mean": 0.8, **bad}, alarm)
-    assert reasons == [
+    assert signs({"reward/mean": 1.0, **bad}, Moments(), alarm) == [], "the first step has nothing to be above"
+    before = Moments().seen([1.0, 0.5])
+    assert signs({"reward/mean": 0.5, **bad}, Moments().seen([1.0]), alarm) == []
+    assert signs({"reward/mean": 0.75, **bad}, before, alarm) == [], "as high as the mean is not above it"
+    assert signs({"reward/mean": 0.8, **bad}, before, alarm) == [
         "the KL divergence from the reference is 0.2, above 0.1",
         "repetition is 0.75, above 0.5",
         "the response length is 150, above 100",
     ]
-    assert (memory.rewards.count, memory.rewards.mean) == (3, pytest.approx((1.0 + 0.5 + 0.8) / 3))
     at_the_limit = {"kl_ref": 0.1, "repetition": 0.5}
-    assert memory.check_alarm({"reward/mean": 9.0, **at_the_limit}, alarm)[1] == []
-    assert memory.check_alarm({"reward/mean": 9.0, **bad}, AlarmConfig())[1] == []
+    assert signs({"reward/mean": 9.0, **at_the_limit}, before, alarm) == []
+    assert signs({"reward/mean": 9.0, **bad}, before, AlarmConfig()) == []
 
 
 @settings(max_examples=50, deadline=None)

@@ -31,7 +31,7 @@ from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.training.batch import GroupOrigin
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.micro_batches import minibatches, plan_texts
-from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.state import PenaltyState
 from troupe.orchestrator.training.step_record import REPLAY, STEP, StepRecord, folder_of, packed_texts, read_step
 from troupe.workers.contract.messages import KEPT_BATCH, TRAIN, KeptFile, TrainRow
 from troupe.workers.data.step_record import write_tables
@@ -46,7 +46,7 @@ def kept_step(step: int, **changes: Any) -> StepRecord:
         step=step,
         software=("torch 2.13.0", "processor X"),
         working_folder=str(ROOT),
-        state=ControllerState(),
+        state=PenaltyState(),
         rows=(TrainRow(9, 4, True, 5, 0),),
         units=None,
         text_rows=(),

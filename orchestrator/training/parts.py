@@ -1,0 +1,76 @@
+"""The interface of a part of a run: a feature that follows the steps, and whose state is in the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from troupe.orchestrator.telemetry.metrics import PhaseTimers
+from troupe.orchestrator.training.batch import Batch
+from troupe.orchestrator.training.state import PenaltyState
+
+Metrics = dict[str, float]
+
+FORMAT = 2
+"""Of the controller's state in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class UpdatedStep:
+    """A step whose updates are made."""
+
+    number: int
+    """Counted from 1."""
+    batch: Batch
+    before: PenaltyState
+    """The penalty before the updates."""
+    updates: Sequence[Metrics]
+    """Metrics of each update."""
+    timers: PhaseTimers
+
+
+class RunPart:
+    """A feature of a run. Does nothing, where a subclass does not say otherwise."""
+
+    name = ""
+    """Key of its state in checkpoints; empty: it has none."""
+    state: Any = None
+    """A frozen model; every change is a new one."""
+
+    def restore(self, state: Any) -> None:
+        """Takes over the state of the checkpoint that the run resumes from. Raises ValueError: it has another form."""
+        self.state = type(self.state).model_validate(state)
+
+    def begin(self, done: int) -> None:
+        """Begins with the step after `done`."""
+
+    async def before_update(self) -> None:
+        """Waits until the weights may change."""
+
+    async def after_update(self, step: UpdatedStep) -> None:
+        """Begins what follows a step's updates, once its weights are on their way and before its samples count."""
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+        """Metrics that it adds to those of a step; `metrics` are the others, with those of the parts before it."""
+        return {}
+
+    def snapshot(self) -> Any:
+        """Its state between two steps, ready for JSON."""
+        return self.state.model_dump(mode="json")
+
+    async def close(self) -> None:
+        """Ends what it does in the background."""
+
+
+def states_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The states of the parts in a checkpoint's state, by name. In format 1 they are one, under `memory`."""
+    found = state.get("format", 1)
+    if found == FORMAT:
+        return state["parts"]
+    if found != 1:
+        raise ValueError(f"format {found} instead of {FORMAT}: another version of Troupe wrote it")
+    memory = state["memory"]
+    penalty = {name: memory[name] for name in PenaltyState.model_fields if name in memory}
+    due = {"due": memory.get("unevaluated", False)}
+    return {"penalty": penalty, "alarm": memory.get("rewards", {}), "best": memory.get("best", {}), "evaluations": due}
