@@ -175,7 +175,7 @@ def test_where_all_weights_do_not_fit_the_spec_trains_adapters(algorithm: str, r
 
 
 def test_on_one_gpu_adapters_train_beside_the_engine(tmp_path: Path) -> None:
-    choices = chosen(llama(tmp_path / "model", 5120, 24, 13824), gpus=1, gpu_type="A100-40G", cpus=16)
+    choices = chosen(llama(tmp_path / "model", 5120, 26, 13824), gpus=1, gpu_type="A100-40G", cpus=16)
     document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
     assert document["roles"]["policy"]["lora"] == {"rank": 16, "alpha": 32}
     assert document["roles"]["rollout"]["colocate_with"] == "policy"
@@ -184,7 +184,7 @@ def test_on_one_gpu_adapters_train_beside_the_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("latent", [False, True])
 def test_in_a_model_with_experts_only_attention_has_adapters(latent: bool, tmp_path: Path) -> None:
     """Latent attention has layers of other names."""
-    model = llama(tmp_path / "model", 5120, 24, 13824)
+    model = llama(tmp_path / "model", 5120, 26, 13824)
     config = json.loads((model / "config.json").read_text()) | {"model_type": "qwen3_moe"}
     config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1728}
     if latent:
