@@ -24,7 +24,7 @@ from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.run_actors import RunActors
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.training.checkpoint import load_checkpoint
+from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.workers.contract.units import GIB
 
 QWEN_7B = {
@@ -93,7 +93,7 @@ def test_a_trainer_that_dies_while_a_resume_loads_is_restarted_and_loads(tmp_pat
 
     async def load() -> None:
         controller = run.build()
-        found = controller.store.latest()
+        found = CheckpointStore(tmp_path / "checkpoints", 1).latest()
         assert found is not None
         await controller.components.recovery.retry(lambda: load_checkpoint(found, run.groups, 60.0))
         assert [len(learned) for learned in run.learned] == [2, 2, 4]
