@@ -18,10 +18,10 @@ class Alarm(RunPart):
 
     name = "alarm"
     state: Moments
-    """Of the mean rewards of the steps so far."""
+    """Moments of the mean rewards of the steps so far."""
 
     def __init__(self, config: AlarmConfig | None, events: EventLog) -> None:
-        """`config`: None: there is no alarm."""
+        """`config`: the alarm's settings, or None for no alarm."""
         self._config = config
         self._events = events
         self.state = Moments()

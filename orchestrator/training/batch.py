@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupOrigin:
-    """Where a group of a batch comes from."""
+    """Origin of a group of a batch."""
 
     prompt_uid: str
     row: int
@@ -29,7 +29,7 @@ class GroupOrigin:
     samples: int
     oldest_version: int
     newest_version: int
-    """Of the weights that sampled it."""
+    """Version of the weights that sampled it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Batch:
     summary: TrainSummary
     table: TableRef
     units: tuple[tuple[int, ...], ...] | None = None
-    """Rows that must share a micro-batch (the two responses of a pair); None: rows are independent."""
+    """Rows that must share a micro-batch (the two responses of a pair), or None if rows are independent."""
     texts: TextPicks | None = None
     """Plain texts on which the policy trains along with the batch (PPO-ptx)."""
     groups: tuple[GroupOrigin, ...] = ()
@@ -48,7 +48,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class SourceSnapshot:
-    """What a checkpoint holds of a source and of its work that is not trained yet."""
+    """State of a source and of its untrained work, for a checkpoint."""
 
     state: dict[str, Any]
     """JSON-ready state from which a run resumes after the last trained batch."""
@@ -57,7 +57,7 @@ class SourceSnapshot:
     samples: int = 0
     """Finished samples of open groups."""
     write: Callable[[Path], Awaitable[int]] | None = None
-    """Writes these samples into the folder of a checkpoint; returns how many. None: there are none to write."""
+    """Writes these samples into the folder of a checkpoint and returns how many, or None if there are none."""
 
 
 class BatchSource(Protocol):
@@ -100,7 +100,7 @@ class BatchSource(Protocol):
         ...
 
     async def snapshot(self) -> SourceSnapshot:
-        """What to save after the last trained batch, all of one moment."""
+        """Returns what to save after the last trained batch, all as of one moment."""
         ...
 
     async def probe(self) -> None:
@@ -124,7 +124,7 @@ class EvaluationBesideTraining(Protocol):
     """An evaluation on held-out data that training does not wait for."""
 
     async def begin(self, step: int) -> Coroutine[Any, Any, dict[str, float]] | None:
-        """Begins an evaluation of the weights that are served after `step` steps; None: training has to wait for it.
+        """Begins an evaluation of the weights that are served after `step` steps, or None if training has to wait.
 
         The result has the metrics by name, or raises EvaluationLost.
         """
@@ -132,7 +132,7 @@ class EvaluationBesideTraining(Protocol):
 
 
 async def unless_failed(watch: asyncio.Task[Any], work: Coroutine[object, object, T]) -> T:
-    """Awaits `work`, which is cancelled where `watch` fails first; raises what `watch` raised then."""
+    """Awaits `work`, which is cancelled if `watch` fails first; then raises what `watch` raised."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,7 +161,7 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
         stopped.cancel()
         if not task.done():
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # it ends what it has begun while Ray is still there
+            await asyncio.gather(task, return_exceptions=True)  # it ends its work while Ray is still running
 
 
 def plan_rows(lengths: Sequence[int], group: WorkerGroup[Any]) -> list[RankPlan]:

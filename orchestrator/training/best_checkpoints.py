@@ -22,7 +22,7 @@ class BestCheckpoints(RunPart):
     state: BestState
 
     def __init__(self, spec: RunSpec, held_out_rows: str, store: CheckpointStore) -> None:
-        """`held_out_rows`: digest of the rows that evaluations are made on; empty: there are none."""
+        """`held_out_rows`: digest of the rows that are evaluated, or empty if there are none."""
         self._checkpoint = spec.checkpoint
         self._digests = spec.evaluation_digest(), held_out_rows
         self._store = store
@@ -37,13 +37,13 @@ class BestCheckpoints(RunPart):
 
     @property
     def no_gain(self) -> str:
-        """Why the run ends early (`checkpoint.patience`); empty: it does not."""
+        """Why the run ends early (`checkpoint.patience`), or empty if it does not."""
         if not self.state.is_over(self._checkpoint):
             return ""
         return f"no gain of {self.state.metric} in {self.state.without_gain} evaluations (checkpoint.patience)"
 
     def restore(self, state: Any) -> None:
-        """See `RunPart`."""
+        """Takes over the state of a checkpoint (see `RunPart`)."""
         self._resume(BestState.model_validate(state))
 
     def seen(self, step: int, metrics: Mapping[str, float]) -> None:

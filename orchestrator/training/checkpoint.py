@@ -54,7 +54,7 @@ _REMOVED = ".removed-"
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """What the files of a training role depend on."""
+    """The settings on which the files of a training role depend."""
 
     zero_stage: int
     """The ZeRO stage in use, 0 to 3. (A single worker in float32 treats 1 and 2 as 0.)"""
@@ -84,12 +84,12 @@ class Checkpoint:
 
     @property
     def exported(self) -> bool:
-        """Whether it holds the model as a Hugging Face folder; the trainers load it without one, too."""
+        """Whether the checkpoint holds the model as a Hugging Face folder; the trainers load it without one, too."""
         return (self.path / MODEL).is_dir()
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Turns what a state of another form raises, where it is read within the block, into a CheckpointError."""
+        """Turns errors of reading a malformed state within the block into a CheckpointError."""
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -97,7 +97,7 @@ class Checkpoint:
             raise CheckpointError(errno.EINVAL, reason, str(self.path)) from error
 
     def trainers(self) -> dict[str, TrainerLayout]:
-        """How each training role wrote its files, by role. Raises CheckpointError where the record has another form."""
+        """How each training role wrote its files, by role. Raises CheckpointError if the record is malformed."""
         with self.restoring():
             return {role: TrainerLayout(**layout) for role, layout in self.state.get("trainers", {}).items()}
 
@@ -274,7 +274,7 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         """Removes the oldest checkpoints before `newest` beyond the number to keep, except protected ones.
 
-        Later ones stay and do not count: they are damaged, or the run resumed from an earlier step. Where `newest`
+        Later ones stay and do not count: they are damaged, or the run resumed from an earlier step. If `newest`
         holds no model, the last one that does stays too.
         """
         earlier = [step for step in self.steps() if step < newest]
@@ -350,9 +350,9 @@ def trainer_layouts(spec: RunSpec) -> dict[str, TrainerLayout]:
 
 
 def stage_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
-    """Why trainers with one ZeRO stage cannot load what another stage wrote; empty where they can.
+    """Why trainers with one ZeRO stage cannot load another stage's files, or empty if they can.
 
-    ZeRO stages 1 and 2 have the same files. In float32 those of stage 0 are converted.
+    ZeRO stages 1 and 2 have the same files. In float32 stage 0's files are converted.
     """
     both = {saved.zero_stage, now.zero_stage}
     if len(both) == 1 or both <= {1, 2} or (both <= {0, 1, 2} and now.dtype == "float32"):
@@ -407,7 +407,7 @@ def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
     Args:
         source: Folder of the adapters.
         target: The folder to write.
-        base: The model below, whose tokenizer is copied; None: the one that the adapters name, and their tokenizer.
+        base: The model below, whose tokenizer is copied, or None for the adapters' base model and their tokenizer.
 
     Raises:
         CheckpointError: `target` exists or cannot be written, or the model below has changed.
@@ -476,7 +476,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step whose checkpoint has a folder of this name; None: it is the name of something else."""
+    """The step whose checkpoint has a folder of this name, or None if it is no checkpoint's."""
     match = _NAME.fullmatch(name)
     return int(match.group(1)) if match else None
 

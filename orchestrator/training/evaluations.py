@@ -1,4 +1,4 @@
-"""The evaluations of a run: when one is due, made while the loop waits or beside it, and one that is lost."""
+"""The evaluations of a run: when one is due, making one while the loop waits or in the background, and a lost one."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from troupe.orchestrator.training.saves import RunSaves
 logger = logging.getLogger(__name__)
 
 _QUIET_METRICS = ("refused", "failed_samples", "truncated")
-"""Shown after an evaluation only where they are not 0."""
+"""Shown after an evaluation only if they are not 0."""
 _IN_REPORT_ONLY = ("_low", "_high", "solved_at")
 """Ends of metrics of an evaluation that only the report and the files show; with those by level."""
 
 
 @dataclass(frozen=True)
 class Evaluators:
-    """What makes the evaluations of a run."""
+    """The objects that evaluate a run."""
 
     waited_for: HeldOutEvaluation | None
-    """None: there is no held-out data."""
+    """None without held-out data."""
     beside: EvaluationBesideTraining | None = None
-    """None: training waits for every evaluation."""
+    """None if training waits for every evaluation."""
 
 
 class RunEvaluations(RunPart):
     """Makes the evaluations of a run, one at a time.
 
     With `evaluation.beside`, a task makes one while the loop continues. It waits for its engine and the reward workers,
-    and its result is taken over between two phases of a step (`collect`). The loop waits for it (`settle`) only where
+    and its result is taken over between two phases of a step (`collect`). The loop waits for it (`settle`) only when
     the next one is due, before the checkpoint of a later step, and at the end.
     """
 
@@ -71,11 +71,11 @@ class RunEvaluations(RunPart):
         self.pending: int | None = None
         """The step whose evaluation runs beside training."""
         self.first: Metrics = {}
-        """Of the model before training."""
+        """Metrics of the model before training."""
         self.last: Metrics = {}
 
     def restore(self, state: Any) -> None:
-        """See `RunPart`."""
+        """Takes over the state of a checkpoint (see `RunPart`)."""
         self._overdue = bool(state["due"]) and self._config is not None
 
     def snapshot(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class RunEvaluations(RunPart):
         return regular or self._overdue or (step == self._steps and config.at_end)
 
     def at_start(self, done: int) -> Coroutine[Any, Any, None] | None:
-        """Evaluates the initial model, or the step of a checkpoint whose evaluation had not ended; None: neither."""
+        """Evaluation of the initial model, or of a checkpoint's step if it had not ended; None if neither is due."""
         initial = self._config is not None and self._config.at_start and not done
         return self._evaluate_first(done) if initial or self._overdue else None
 
@@ -105,7 +105,7 @@ class RunEvaluations(RunPart):
             await self._begin_if_due(step.number)
 
     async def _begin_if_due(self, step: int) -> None:
-        """Begins it once the one before has ended; there is none beside the last step."""
+        """Begins it once the previous one has ended, unless the step is the last."""
         if not self.is_due(step):
             return
         await self.settle()
@@ -119,7 +119,7 @@ class RunEvaluations(RunPart):
         return await self.evaluate(step) if self._waited_for == step else {}
 
     async def evaluate(self, step: int, *, late: bool = False) -> Metrics:
-        """Evaluates the weights that are served, while the loop waits, unless that is done beside it."""
+        """Evaluates the served weights while the loop waits, unless an evaluation runs beside it."""
         evaluator = self._evaluators.waited_for
         if evaluator is None or self.pending == step:
             return {}
@@ -157,7 +157,7 @@ class RunEvaluations(RunPart):
             await self._take(step, metrics, late=True)
 
     async def leave(self, step: int) -> None:
-        """Before the last checkpoint: that of the evaluated step says that its evaluation is due."""
+        """Before the last checkpoint: the evaluated step's checkpoint records that its evaluation is due."""
         await self.collect()
         if self.pending == step:
             await self.cancel()

@@ -48,7 +48,7 @@ class Ledger:
     """Accounts for every sample of a run. A sample is identified by (prompt_uid, sample_index, attempt)."""
 
     def __init__(self, source_of: Callable[[int], str] | None = None) -> None:
-        """`source_of`: name of the source that has a row, of several; None: there is one."""
+        """`source_of`: returns the name of a row's source, or None for a single source."""
         self._source_of = source_of
         self._by_source: dict[str, Counter[str]] = {}
         """Samples dispatched, trained and dropped, by the name of their source."""
@@ -135,7 +135,7 @@ class Ledger:
         }
 
     def source_counts(self) -> dict[str, dict[str, int]]:
-        """dispatched, trained and dropped by the name of the source; empty: there is one source."""
+        """dispatched, trained and dropped by the name of the source, or empty for a single source."""
         return {name: dict(counts) for name, counts in self._by_source.items()}
 
     def drop_reasons(self) -> dict[str, int]:
@@ -212,7 +212,7 @@ class Ledger:
 
 
 def kind_of(reason: str) -> str:
-    """What reasons of the same kind have in common: an exception's type and place without its message, no quotations.
+    """The part that reasons of one kind share: an exception's type and place without its message, no quotations.
 
     Messages of user code can differ for every sample; checkpoints and summaries must not grow with them.
     """

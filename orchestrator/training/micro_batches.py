@@ -1,7 +1,7 @@
 """Micro-batch planning: assigns rows to ranks and splits them into micro-batches.
 
-Rows are distributed over the ranks with balanced token counts, sorted by length within a rank, and split where the
-micro-batch would exceed the token budget: its tokens where the group packs them into one row of the model, otherwise
+Rows are distributed over the ranks with balanced token counts, sorted by length within a rank, and split if the
+micro-batch would exceed the token budget: its tokens if the group packs them into one row of the model, otherwise
 its padded size. Every rank gets the same number of micro-batches, because each one involves collective operations.
 Ranks that share their micro-batches (`sequence_parallel_size`) count as one here.
 """
@@ -44,7 +44,7 @@ def cut_micro_batches(
 ) -> list[tuple[int, ...]]:
     """Sorts `rows` by length and splits them into micro-batches of at most `budget` tokens.
 
-    The tokens of a micro-batch are those of its rows if `packed`, otherwise (number of rows) x (longest row). A single
+    The tokens of a micro-batch are its rows' tokens if `packed`, otherwise (number of rows) x (longest row). A single
     row longer than the budget forms a separate micro-batch.
     """
     cuts = _fill(longest_first(lengths, rows), lengths, lengths, [1] * len(lengths), budget, packed)
@@ -151,7 +151,7 @@ def _heaviest(tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
 
 
 def _shared_units(rows: Sequence[TrainRow], worked: Sequence[int], most: int) -> list[list[int]]:
-    """The rows by group, split where a prompt and its responses would exceed `most` tokens."""
+    """The rows by group, split if a prompt and its responses would exceed `most` tokens."""
     units: list[list[int]] = []
     width = 0
     for row in sorted(worked, key=lambda r: (rows[r].group, r)):

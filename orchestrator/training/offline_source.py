@@ -31,7 +31,7 @@ class Tokenized:
     digest: str
     """Digest of the contents of the pool."""
     parts: Mapping[str, Tokenized] = field(default_factory=dict)
-    """Of a mixture: those of its sources by name, in the order of their rows."""
+    """The sources of a mixture by name, in the order of their rows."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from troupe.orchestrator.training.state import PenaltyState
 Metrics = dict[str, float]
 
 FORMAT = 2
-"""Of the controller's state in a checkpoint."""
+"""Format of the controller's state in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class UpdatedStep:
 
 
 class RunPart:
-    """A feature of a run. Does nothing, where a subclass does not say otherwise."""
+    """A feature of a run. Every method does nothing unless a subclass overrides it."""
 
     name = ""
-    """Key of its state in checkpoints; empty: it has none."""
+    """Key of its state in checkpoints, or empty if it has none."""
     state: Any = None
     """A frozen model; every change is a new one."""
 
@@ -52,7 +52,7 @@ class RunPart:
         """Begins what follows a step's updates, once its weights are on their way and before its samples count."""
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
-        """Metrics that it adds to those of a step; `metrics` are the others, with those of the parts before it."""
+        """Metrics to add to a step's; `metrics` are the step's, including those of earlier parts."""
         return {}
 
     def snapshot(self) -> Any:

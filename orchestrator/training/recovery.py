@@ -2,7 +2,7 @@
 
 Engines, reward workers and finished rollouts stay as they are. The batches of the steps since the last checkpoint are
 kept in the object store; the restarted trainers load the checkpoint (or start from the initial model) and train on
-these batches again, with the same seeds and in the same order, so that their weights are those that were lost: bit for
+these batches again, with the same seeds and in the same order, so that their weights equal the lost ones: bit for
 bit on the CPU, to rounding on a GPU. Policy and critic are restarted together: a step that was interrupted between
 their updates is repeated by both.
 """
@@ -70,12 +70,12 @@ class TrainerRecovery:
         Args:
             spec: Says how many restarts are allowed, and how many steps can be repeated.
             updates: The updates and the trainers.
-            push: None: no engine serves the trained weights.
+            push: Sends the trained weights, or None if no engine serves them.
             store: Checkpoints of the run.
             restart: Starts the trainers again.
             console: Shows the progress.
             done: Step of the checkpoint that the trainers have loaded, if any.
-            hold_memory: Entered for updates and restarts; None: the trainers share no GPU with an engine.
+            hold_memory: Entered for updates and restarts, or None if the trainers share no GPU with an engine.
         """
         self._spec = spec
         self._updates = updates
@@ -87,15 +87,15 @@ class TrainerRecovery:
         self._shares = hold_memory is not None
         self._hold_memory: HoldMemory = hold_memory or nullcontext
         self._steps: list[_Trained] | None = []
-        """Since the checkpoint; None: there were more than are kept."""
+        """Steps since the checkpoint, or None if there were too many to keep."""
         self._later: list[_Trained] | None = []
-        """Of these, those since the one that is being written."""
+        """The part of these since the checkpoint that is being written."""
         self._restarting: asyncio.Task[None] | None = None
         self._committing = asyncio.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
         """Calls of `retry` under way. A restart ends them first: none may reach a trainer before it is what it was."""
         self._interrupted: set[asyncio.Task[Any]] = set()
-        """Those of them that a restart has ended."""
+        """The calls that a restart has ended."""
         self._restarts = 0
         self.budget = RestartBudget.of_role(spec, "policy")
         for group in updates.trainers:
@@ -109,7 +109,7 @@ class TrainerRecovery:
         return done
 
     def _with(self, steps: list[_Trained] | None, trained: _Trained) -> list[_Trained] | None:
-        """Steps with another one; None: they are more than are kept."""
+        """Steps with another one, or None if they are too many to keep."""
         kept = None if steps is None else [*steps, trained]
         return None if kept is None or len(kept) > self._spec.failures.replay_steps else kept
 
@@ -124,8 +124,8 @@ class TrainerRecovery:
     async def commit(self, step: int, write: Callable[[], T]) -> T:
         """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then.
 
-        It is that of the last `begin_save`; steps since then stay, to be repeated. No restart begins meanwhile: it
-        would look for the checkpoint before, which may be removed.
+        Its step is the last `begin_save`'s; later steps stay, to be repeated. No restart begins until then: it
+        would look for the previous checkpoint, which may be removed.
         """
         async with self._committing:
             written = await asyncio.to_thread(write)
@@ -133,7 +133,7 @@ class TrainerRecovery:
         return written
 
     async def retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `call`, which is repeated after the trainers were restarted because one was lost meanwhile.
+        """The result of `call`, which is repeated after the trainers were restarted because one was lost.
 
         Raises:
             WorkerError: The call failed for another reason, or the trainers cannot be restarted.
@@ -158,7 +158,7 @@ class TrainerRecovery:
                 self._interrupted.discard(task)
 
     async def watch(self) -> None:
-        """Probes the trainers at a fixed interval, and restarts them where one has died and no call has noticed.
+        """Probes the trainers at a fixed interval, and restarts them if one has died and no call has noticed.
 
         Runs beside the loop until the run ends: a step may wait for engines alone, and an engine that starts needs what
         a lost policy had published.
@@ -209,13 +209,13 @@ class TrainerRecovery:
             self._restarts += 1
 
     async def _restart(self, lost: WorkerError) -> None:
-        """Restarts all trainers and brings them to where they were. Raises WorkerError where that is not possible."""
+        """Restarts all trainers and restores their state. Raises WorkerError if that is not possible."""
         async with self._committing:
             await self._interrupt()
             await self._restore(lost)
 
     async def _restore(self, lost: WorkerError) -> None:
-        """See `_restart`; repeated where a trainer is lost again meanwhile."""
+        """Restarts and restores the trainers; starts over if one is lost again during it."""
         groups = self._updates.trainers
         while True:
             steps = self._steps
@@ -249,7 +249,7 @@ class TrainerRecovery:
         """Ends the calls under way; each is repeated after the restart.
 
         The updates of a step are many calls. Those that remain after the loss would otherwise reach trainers that are
-        restarted and not yet brought to where they were.
+        restarted and not yet restored.
         """
         for task in self._calls:
             if task.cancel():

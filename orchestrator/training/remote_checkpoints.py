@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints in an object store, from which it resumes where its own folder has none.
+"""Copies of a run's checkpoints in an object store, from which it resumes if its folder has none.
 
 A checkpoint is uploaded in the background, its manifest last: without a manifest it is not found. `keep` holds there
 too. The copy is fetched into the run's folder and verified there as any other checkpoint.
@@ -112,7 +112,7 @@ class RemoteCheckpoints:
         """Copies a checkpoint, its manifest last."""
         target = self._root / checkpoint.name
         files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file != checkpoint / MANIFEST)
-        # The step may have been saved before: what is there must not be found while it is replaced.
+        # The step may have been saved before: that upload must not be found while it is replaced.
         self._repeat(lambda: self._delete(target))
 
         def send(file: Path) -> None:
@@ -126,7 +126,7 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder; None: the store has none.
+        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder, or returns None.
 
         Raises:
             CheckpointError: The store cannot be reached, or the folder cannot be written.
@@ -137,7 +137,7 @@ class RemoteCheckpoints:
         return None
 
     def fetch_spec(self, file: Path) -> None:
-        """Copies the spec of the run that was uploaded to a file, with which a resumed one is compared.
+        """Copies the uploaded run's spec to a file, for comparison with a resumed run's spec.
 
         Raises:
             CheckpointError: The store cannot be reached.
@@ -149,7 +149,7 @@ class RemoteCheckpoints:
             self._repeat(lambda: self._receive(self._root / RESOLVED_SPEC, unfinished))
 
     def fetch_step(self, store: CheckpointStore, step: int) -> Checkpoint | None:
-        """Copies the checkpoint of a step into a run's folder; None: it is not valid. Raises CheckpointError."""
+        """Copies the checkpoint of a step into a run's folder; None if it is not valid. Raises CheckpointError."""
         path = store.begin(step)
         try:
             self._fetch(self._root / folder_name(step), path)
@@ -174,7 +174,7 @@ class RemoteCheckpoints:
             list(pool.map(lambda name: self._repeat(lambda: self._receive(source / name, path / name)), names))
 
     def _found(self) -> dict[int, bool]:
-        """Steps of which there is something, and whether their upload is complete."""
+        """Steps with any file in the store, and whether their upload is complete."""
 
         def find() -> dict[int, bool]:
             infos = self._files.get_file_info(fs.FileSelector(str(self._root), allow_not_found=True))
@@ -189,7 +189,7 @@ class RemoteCheckpoints:
     def _prune(self, checkpoint: Path, protected: Collection[int]) -> None:
         """Removes the oldest checkpoints before this one beyond `keep`, and what interrupted uploads left.
 
-        Where it holds no model, the last one that does stays too, as in the run's folder.
+        If it holds no model, the last one that does stays too, as in the run's folder.
         """
         found, newest = self._found(), step_of(checkpoint.name) or 0
         earlier = sorted(step for step, complete in found.items() if complete and step < newest)
@@ -203,7 +203,7 @@ class RemoteCheckpoints:
                 logger.warning("cannot remove the old checkpoint %s in %s: %s", folder_name(step), self.url, error)
 
     def _with_model(self, steps: Sequence[int]) -> list[int]:
-        """Those of the steps whose checkpoints hold the model as a Hugging Face folder."""
+        """The steps whose checkpoints hold the model as a Hugging Face folder."""
         folders = [str(self._root / folder_name(step) / MODEL) for step in steps]
         infos = self._repeat(lambda: self._files.get_file_info(folders))
         return [step for step, info in zip(steps, infos, strict=True) if info.type == fs.FileType.Directory]
@@ -231,7 +231,7 @@ class RemoteCheckpoints:
             shutil.copyfileobj(stream, sink, _COPY_BYTES)
 
     def _repeat(self, call: Callable[[], T]) -> T:
-        """The result of a call that is repeated where it fails. Raises CheckpointError after the last try."""
+        """The result of a call that is repeated if it fails. Raises CheckpointError after the last try."""
         for number in itertools.count(1):
             self._require_going_on()
             try:
@@ -249,7 +249,7 @@ class RemoteCheckpoints:
 
 
 def _lasting(manifest: bytes) -> dict[str, Any]:
-    """The files of a manifest that do not change while the step is saved; empty where it cannot be read."""
+    """The files of a manifest that do not change while the step is saved, or empty if it cannot be read."""
     try:
         files = dict(json.loads(manifest)["files"])
     except (ValueError, LookupError, TypeError):
@@ -264,7 +264,7 @@ class Uploads:
         """Uploads nothing yet.
 
         Args:
-            remote: None: there is no object store.
+            remote: The object store, or None without one.
             tolerated: Failed uploads in a row before the run stops.
             timeout_s: Longest wait for an upload.
         """
@@ -274,7 +274,7 @@ class Uploads:
         self._failed = 0
         self._running: asyncio.Task[None] | None = None
         self._newest: Path | None = None
-        """The checkpoint that is being uploaded, or whose upload failed; None: no such checkpoint."""
+        """The checkpoint that is being uploaded, or whose upload failed, if any."""
         self._protected: frozenset[int] = frozenset()
 
     def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is due, written while the loop waits or beside it, and reported where it fails."""
+"""The checkpoints of a run: when one is due, writing it while the loop waits or beside it, and failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What checkpoints are made of, and where they and what is said of them go."""
+    """The contents of checkpoints, and where they and their events go."""
 
     source: BatchSource
     recovery: TrainerRecovery
@@ -100,7 +100,7 @@ class RunSaves(RunPart):
             self._trial.result()
 
     async def save_if_due(self, now: Moment) -> None:
-        """Saves the step if it is due, and reports the checkpoint that has been written meanwhile.
+        """Saves the step if it is due, and reports the checkpoint that has been written since.
 
         Raises:
             TroupeError: Too many in a row have failed.
@@ -169,7 +169,7 @@ class RunSaves(RunPart):
         self._times[name] = self._times.get(name, 0.0) + _now() - started
 
     async def _tolerate(self, save: Coroutine[Any, Any, None], step: int) -> None:
-        """Awaits the save of a step, which may fail. Raises TroupeError where too many in a row have failed."""
+        """Awaits the save of a step, which may fail. Raises TroupeError if too many in a row have failed."""
         try:
             await save
         except TrainersLost as error:
@@ -214,7 +214,7 @@ class RunSaves(RunPart):
         await self._tolerate(finish(), saving.moment.step)
 
     async def _save_now(self, now: Moment) -> None:
-        """As `_save`, with what there is now."""
+        """Saves as `_save` does, with the current state."""
         await self._save(await self._source.snapshot(), now)
 
     async def _save(self, snapshot: SourceSnapshot, now: Moment) -> None:
@@ -267,7 +267,7 @@ class RunSaves(RunPart):
         self._saved_at, self._failed = step, 0
 
     async def _saved_files(self, step: int) -> Path | None:
-        """A folder with the files of this step's checkpoint; None where samples cannot be added to them."""
+        """A folder with the files of this step's checkpoint, or None if samples cannot be added to them."""
         try:
             return await asyncio.to_thread(self._store.begin_again, step)
         except CheckpointError as error:

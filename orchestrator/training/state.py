@@ -24,21 +24,21 @@ class BestState(Frozen):
     """The best evaluations so far, by one metric."""
 
     metric: str = ""
-    """Empty: none has been seen."""
+    """Empty before the first one."""
     mode: Literal["max", "min"] = "max"
     steps: tuple[SavedStep, ...] = ()
     """The best steps, whose checkpoints are kept; the best one first. Step 0 is none of them."""
     value: float | None = None
-    """The best value, also that of step 0."""
+    """The best value, step 0's included."""
     without_gain: int = 0
     """Evaluations since then."""
     held_out: str = ""
-    """Digest of how the evaluations were made; empty: unknown."""
+    """Digest of how the evaluations were made, or empty if unknown."""
     rows: str = ""
-    """Digest of the held-out rows; empty: unknown."""
+    """Digest of the held-out rows, or empty if unknown."""
 
     def of(self, config: BestConfig, held_out: str = "", rows: str = "") -> BestState:
-        """This state where it belongs to this metric and to evaluations of these digests, else an empty one."""
+        """This state if it belongs to this metric and to evaluations of these digests, else an empty one."""
         same = (self.metric, self.mode) == (config.metric, config.mode)
         digests = (held_out, self.held_out), (rows, self.rows)
         comparable = all(not (now and before) or now == before for now, before in digests)
@@ -67,7 +67,7 @@ class BestState(Frozen):
         )
 
     def keeping(self, steps: tuple[SavedStep, ...]) -> BestState:
-        """The state with other best steps: those of before, where the checkpoint of the newest cannot be written."""
+        """The state with other best steps: the previous ones if the newest step's checkpoint cannot be written."""
         return self.model_copy(update={"steps": steps})
 
     def is_over(self, checkpoint: CheckpointConfig) -> bool:
@@ -88,7 +88,7 @@ class PenaltyState(Frozen):
     kl_old_coef: float = 0.0
     """Its coefficient."""
     kl_old_start: float | None = None
-    """What it started from; None: there is no penalty, or an earlier version wrote the state."""
+    """Its initial value, or None without a penalty or in a state of an earlier version."""
 
     def for_penalty(self, penalty: KlPenalty | None) -> PenaltyState:
         """This state with a coefficient that started from the penalty's: a resumed run may have a new one."""

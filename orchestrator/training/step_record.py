@@ -1,4 +1,4 @@
-"""What a step keeps for `troupe replay`, in a separate folder: `replay/step-000003/` in the folder of the run.
+"""The record of a step for `troupe replay`, in a separate folder: `replay/step-000003/` in the folder of the run.
 
 | file | content |
 |---|---|
@@ -43,7 +43,7 @@ def _of_penalty(state: Any) -> Any:
 
 
 class StepRecord(Frozen):
-    """What the updates of one step need besides its tables, and what they made of the weights."""
+    """Inputs of one step's updates besides its tables, and the digests of the resulting weights."""
 
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")  # a metric of an update may be NaN
 
@@ -59,14 +59,14 @@ class StepRecord(Frozen):
     rows: tuple[TrainRow, ...]
     units: tuple[tuple[int, ...], ...] | None
     text_rows: tuple[int, ...]
-    """Of the table of texts, in the order of the updates."""
+    """Rows of the table of texts, in the order of the updates."""
     text_tokens: tuple[int, ...]
     """Tokens of each text in the table."""
     groups: tuple[GroupOrigin, ...]
     """The groups of samples, in runs on rollouts."""
     files: dict[str, KeptFile]
     before: dict[str, str]
-    """Digest of the weights before the updates, by role; empty: not known."""
+    """Digest of the weights before the updates, by role, or empty if unknown."""
     after: dict[str, str]
     """Digest of the weights after the updates, by role."""
     updates: tuple[dict[str, float], ...]
@@ -165,7 +165,7 @@ def packed_texts(picks: TextPicks | None) -> tuple[list[int], tuple[int, ...], t
     """The texts of a step without those that it does not use.
 
     Returns:
-        The rows of the table that are kept, in ascending order (plans sort by row where texts are equally long), the
+        The rows of the table that are kept, in ascending order (plans sort by row if texts are equally long), the
         tokens of each, and the picks as rows of the kept table.
     """
     if picks is None:

@@ -59,7 +59,7 @@ class StepRecorder(RunPart):
         self._working_folder = os.getcwd()
         self._trainers = trainers
         self._digests: dict[str, str] = {}
-        """Of the weights now, by role; empty: not known."""
+        """Digests of the current weights by role, or empty if unknown."""
         self._writing: asyncio.Task[None] | None = None
         self._failed = False
 
@@ -79,11 +79,11 @@ class StepRecorder(RunPart):
             self._warn(done + 1, error)
 
     async def before_update(self) -> None:
-        """See `RunPart`."""
+        """Waits until the previous step is kept."""
         await self.settle()
 
     async def after_update(self, step: UpdatedStep) -> None:
-        """Keeps a step in the background: the digest is that of the weights now."""
+        """Keeps a step in the background: the digest is the current weights'."""
         if self._keeps:
             self._writing = asyncio.create_task(self._keep(step), name=f"keep step {step.number}")
 
@@ -150,7 +150,7 @@ class StepRecorder(RunPart):
         return {group.role: digest for group, digest in zip(trainers, digests, strict=True)}
 
     def _publish(self, unfinished: Path, step: int, kept: Callable[[], StepRecord]) -> int:
-        """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds.
+        """Adds this process's record, gives the folder its name, and removes the oldest steps beyond the bounds.
 
         Returns:
             The bytes of the step. One that alone is beyond the bound is removed, and the others stay.
@@ -192,8 +192,8 @@ def _fresh(folder: Path) -> None:
 
 
 def software() -> tuple[str, ...]:
-    """What the results of a step depend on besides the code: versions of the packages, and the processor, each named by
-    the first word."""
+    """The software and hardware that affect a step's results: versions of the packages, and the processor, each named
+    by the first word."""
     return (*versions().splitlines(), f"processor {_processor()}")
 
 

@@ -34,11 +34,11 @@ class Written:
 
     folder: Path
     without_model: str = ""
-    """Why the model is not among them; empty: it is."""
+    """Why the model is not among them, or empty if it is."""
 
 
 class TrainerSaves:
-    """Has the trainers write their part of checkpoints."""
+    """Makes the trainers write their part of checkpoints."""
 
     def __init__(
         self, spec: RunSpec, trainers: Sequence[TrainerGroup[Any]], store: CheckpointStore, console: Console
@@ -59,11 +59,11 @@ class TrainerSaves:
         self._averages = spec.roles.policy.ema_decay > 0
 
     async def try_all(self) -> None:
-        """Has every trainer write a small part of what the run saves, so that what cannot be saved is known now.
+        """Makes every trainer write a small part of what the run saves, so that failures are known at the start.
 
         Raises:
             WorkerError: A trainer cannot write, or the model cannot be exported.
-            CheckpointError: Files of a trainer do not arrive where this process reads them.
+            CheckpointError: Files of a trainer do not arrive in the folder that this process reads.
         """
         folder = self._store.begin_trial()
         try:
@@ -147,7 +147,7 @@ class TrainerSaves:
             if self._averages:
                 await trainer.export_average(str(folder / AVERAGE), timeout_s=self._timeout_s)
         except WorkerRaised as error:
-            if await trainer.find_dead() is not None:  # the other ranks say so first
+            if await trainer.find_dead() is not None:  # the other ranks report it first
                 raise
             self._without_model(folder)
             return error.detail

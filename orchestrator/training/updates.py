@@ -40,12 +40,12 @@ class Penalty(RunPart):
     state: PenaltyState
 
     def __init__(self, penalty: KlPenalty | None) -> None:
-        """`penalty`: the one of the spec; None: the algorithm has another loss."""
+        """`penalty`: the spec's, or None if the algorithm has none."""
         self._penalty = penalty
         self.state = PenaltyState().for_penalty(penalty)
 
     def restore(self, state: Any) -> None:
-        """See `RunPart`."""
+        """Takes over the state of a checkpoint (see `RunPart`)."""
         self.state = PenaltyState.model_validate(state).for_penalty(self._penalty)
 
 
@@ -53,7 +53,7 @@ class Updates(ABC):
     """Trains on one batch after another."""
 
     def __init__(self, spec: RunSpec, console: Console, profiles: UpdateProfiles | None = None) -> None:
-        """`profiles`: updates to record; None: none."""
+        """`profiles`: updates to record, if any."""
         self._spec = spec
         self._profiles = profiles
         self._console = console
@@ -92,7 +92,7 @@ class Updates(ABC):
 
     @abstractmethod
     async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
-        """See `run`."""
+        """Runs the updates of a step (see `run`)."""
 
     async def _update(
         self,
