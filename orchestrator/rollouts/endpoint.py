@@ -25,7 +25,7 @@ NAME = "endpoint"
 """Stands for the name of an engine."""
 _RETRIES = 4
 _LOST = (408, 409, 429)
-"""Statuses of requests that another attempt may answer, besides those from 500 on."""
+"""Statuses of requests that another attempt may answer, besides 500 and above."""
 _EXTENDED = ("vllm", "sglang")
 """Owners that servers with these extensions of the protocol name for their models."""
 _PLAIN: Mapping[str, float] = {
@@ -35,25 +35,25 @@ _PLAIN: Mapping[str, float] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Sampling without further settings. What a request leaves out, such a server takes from the model's own
+"""Sampling without further settings. Such a server takes omitted fields from the model's own
 `generation_config.json`, which the engines here do not read."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a model is."""
+    """Address of a model."""
 
     url: str
     """Address up to `/v1`."""
     model: str | None = None
-    """Name of the model; None: the only one that the endpoint lists."""
+    """Name of the model, or None for the only one that the endpoint lists."""
     key_variable: str = "OPENAI_API_KEY"
-    """Environment variable with the key; where it is not set, requests carry none."""
+    """Environment variable with the key; if unset, requests carry none."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the endpoint answered to one request."""
+    """The endpoint's answer to one request."""
 
     text: str = ""
     finish_reason: str = "stop"
@@ -75,12 +75,12 @@ async def endpoint_sampler(
     Args:
         endpoint: The endpoint.
         put: Places a table in the object store.
-        max_tokens: Longest response where a request does not say.
+        max_tokens: Longest response if a request sets none.
         concurrency: Most requests at the same time.
         timeout_s: Longest time of a request.
 
     Raises:
-        UsageError: It lists no model, or several of which none is named.
+        UsageError: It lists no model, or several and none is named.
         TroupeError: It cannot be reached.
     """
     from openai import AsyncOpenAI
@@ -131,14 +131,14 @@ class _Asking:
     client: Any
     model: str
     extensions: Mapping[str, float]
-    """Fields of every request besides those of the protocol."""
+    """Fields of every request beyond the protocol's."""
     url: str
     max_tokens: int
     places: asyncio.Semaphore
     timeout_s: float
 
     async def ask(self, request: GroupRequest, index: int, prompt: Mapping[str, Any]) -> _Answer:
-        """One sample. Raises TroupeError where no request of this kind would be answered."""
+        """One sample. Raises TroupeError if no request of this kind would be answered."""
         from openai import APIStatusError, OpenAIError
 
         options: dict[str, Any] = {"temperature": 0.0 if request.greedy else request.temperature}

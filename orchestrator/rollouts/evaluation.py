@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 3
 """Calls for a prompt before its failure ends an evaluation."""
 SAVED_SAMPLES = 4096
-"""Most samples of each set that an evaluation writes: those of the first prompts, the same ones in every evaluation."""
+"""Most samples of each set that an evaluation writes: the first prompts', the same ones in every evaluation."""
 MOST_LEVELS = 32
 """Most levels of a set that are reported: a key with more values is no level."""
 LONGEST_LEVEL = 64
@@ -50,11 +50,11 @@ class HeldOutSet:
 
     settings: HeldOutSettings
     picks: Sequence[PromptPick]
-    """Those that are evaluated."""
+    """The picks to evaluate."""
     prompts: TableRef
     """The table that they are rows of."""
     levels: Sequence[str] = ()
-    """Level of each row of the table (empty: it has none); no entries: rows have none."""
+    """Level of each row of the table, "" without one; no entries if no row has a level."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class _Sampled:
 
     result: PromptResult
     tables: tuple[TableRef, ...]
-    """ROLLOUTS and REWARDS, where they will be written."""
+    """ROLLOUTS and REWARDS if they will be written."""
 
 
 def levels_of(pool: PromptPool, key: str) -> list[str]:
-    """Level of each row of a pool, by a key of its metadata; none where no row has it, or it has too many or too long
+    """Level of each row of a pool, by a key of its metadata; none if no row has it, or it has too many or too long
     values. A level is part of the names of metrics, so that it is one line without control characters."""
     values = [json.loads(text).get(key) for text in pool.table["metadata"].to_pylist()]
     levels = ["" if value is None else one_line(str(value)) for value in values]
@@ -91,12 +91,12 @@ class Evaluator:
         """Evaluates nothing yet.
 
         Args:
-            seed: Of the run.
+            seed: Seed of the run.
             sets: The held-out prompts.
             sample: Samples them.
             rewards: The reward workers.
-            responses: Folder for the samples of every evaluation; None: they are not written.
-            log: Keeps the results; None: they are only returned.
+            responses: Folder for the samples of every evaluation, or None to write none.
+            log: Keeps the results, or None to return them only.
         """
         self._seed = seed
         self._sets = tuple(sets)
@@ -113,7 +113,7 @@ class Evaluator:
         Args:
             step: Steps that these weights were trained for; names the file of the samples.
             progress: Called with (finished prompts, all prompts).
-            sample: Samples the prompts; None: as always.
+            sample: Samples the prompts, or None for the default.
 
         Returns:
             `SetResult.metrics` of every set, under `eval/`, or `eval/NAME/` of a set with a name.
@@ -157,7 +157,7 @@ class Evaluator:
         }
 
     async def _save(self, step: int, results: list[_Sampled]) -> None:
-        """Has a reward worker write the samples. The metrics are valid without them, so an error is only logged."""
+        """Makes a reward worker write the samples. The metrics are valid without them, so an error is only logged."""
         folder, tables = self._responses, [table for result in results for table in result.tables]
         if folder is None or not tables:
             return

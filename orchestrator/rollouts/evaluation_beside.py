@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def held_sampler(pool: EnginePool, engine: Engine, version: int) -> Sampler:
     """Samples on an engine that is held at a version, as many prompts at a time as it has room for.
 
-    Raises EvaluationLost where the engine is lost or leaves, or tokens are of another version; the WorkerError of the
-    last attempt where it fails otherwise.
+    Raises EvaluationLost if the engine is lost or leaves, or tokens are of another version; the WorkerError of the
+    last attempt if it fails otherwise.
     """
     turn = asyncio.Lock()
 
@@ -56,13 +56,13 @@ class EvaluationBeside:
         self._pool = pool
 
     async def begin(self, step: int) -> Coroutine[Any, Any, dict[str, float]] | None:
-        """Takes an engine for an evaluation, after that of the one before has caught up; None: no engine can be spared.
+        """Takes an engine for an evaluation, after the previous one's has caught up; None if no engine can be spared.
 
         Args:
             step: Steps that the weights which the engines serve were trained for, their version.
 
         Returns:
-            What makes the evaluation: see `Evaluator.run`. It raises EvaluationLost where its engine is lost and no
+            The coroutine of `Evaluator.run`. It raises EvaluationLost if its engine is lost and no
             other one has the version.
         """
         await self._pool.none_held()

@@ -38,7 +38,7 @@ Json = dict[str, Any]
 
 
 def cache_folder() -> Path:
-    """Where results are kept: `troupe/evaluations` in the user's cache folder, beside the example models."""
+    """Folder of the results: `troupe/evaluations` in the user's cache folder, next to the example models."""
     return models_folder().parent / "evaluations"
 
 
@@ -99,7 +99,7 @@ def _digest_of(model: ModelConfig | None) -> Json | None:
 
 
 def cached(folder: Path, key: str) -> SetResult | None:
-    """The result under a key; None where there is none that can be read."""
+    """The result under a key, or None if it is missing or unreadable."""
     try:
         return result_of(json.loads((folder / f"{key}.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
@@ -133,13 +133,13 @@ def _estimates(content: Json) -> dict[str, MeanEstimate]:
 
 
 def _text_of(template: str | None) -> str:
-    """Content of a template's file; empty where it is no file."""
+    """Content of a template's file, or empty if it is no file."""
     file = Path(template or "")
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def _code_of(functions: Iterable[str]) -> dict[str, str] | None:
-    """Digests of the users' code by its top-level module; None where a function is not determined by code."""
+    """Digests of the users' code by its top-level module; None if a function is not determined by code."""
     found: dict[str, str] = {}
     for name in functions:
         if name in (JUDGE_REWARD, ENVIRONMENT_REWARD):

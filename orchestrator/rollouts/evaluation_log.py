@@ -75,30 +75,30 @@ def evaluation_as_json(step: int, results: Mapping[str, SetResult]) -> Json:
 class EvaluationLog:
     """Writes the file anew after every evaluation.
 
-    Its `sets` are those of the last evaluation; evaluations before a change of the spec have other `settings`.
+    Its `sets` describe the last evaluation; evaluations before a change of the spec have other `settings`.
     """
 
     def __init__(self, file: Path, sets: Mapping[str, Json], done: int) -> None:
-        """Evaluations after step `done`, from which the run resumes, are forgotten."""
+        """Forgets evaluations after step `done`, the step from which the run resumes."""
         self._file = file
         self._sets = sets
         self._settings = settings_of(sets)
         self._evaluations = [one for one in read_evaluations(file).get("evaluations", []) if one["step"] <= done]
 
     def add(self, step: int, results: Mapping[str, SetResult]) -> None:
-        """Adds an evaluation, in place of one of the same step. Raises OSError."""
+        """Adds an evaluation, replacing one of the same step. Raises OSError."""
         kept = [one for one in self._evaluations if one["step"] != step]
         self._evaluations = [*kept, evaluation_as_json(step, results) | {"settings": self._settings}]
         write_atomic(self._file, json.dumps(as_json(self._sets, self._evaluations), indent=1) + "\n")
 
 
 def comparable(evaluations: list[Json]) -> list[Json]:
-    """The evaluations whose sets were sampled and scored as those of the last one."""
+    """The evaluations whose sets were sampled and scored as the last one's."""
     return [one for one in evaluations if one.get("settings") == evaluations[-1].get("settings")]
 
 
 def read_evaluations(file: Path) -> Json:
-    """The content of the file; empty where there is none, or none of this form."""
+    """The content of the file, or empty if it is missing or malformed."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -25,7 +25,7 @@ class MeanEstimate:
     """A mean over the prompts of a set, with the bounds of its 95% confidence interval.
 
     The interval is the percentile bootstrap over prompts (Efron 1979): it covers the choice of the prompts, and the
-    sampling of each one's responses with it. None: it is a mean over one prompt only."""
+    sampling of each one's responses with it. None for a mean over one prompt only."""
 
     value: float
     low: float | None
@@ -39,15 +39,15 @@ class PromptResult:
     """The samples of one prompt."""
 
     rewards: tuple[float | None, ...]
-    """None: the sample has no reward."""
+    """None for a sample without a reward."""
     lengths: tuple[int, ...]
     """Sampled tokens of each."""
     truncated: int
     """Samples that were cut at the longest response."""
     answers: tuple[int | None, ...] = ()
-    """See `RewardSummary.answers`."""
+    """Number of each sample's answer, as in `RewardSummary.answers`."""
     level: str = ""
-    """Of the prompt; empty: it has none."""
+    """Level of the prompt, or empty if it has none."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class SetResult:
     failed_samples: int
     """Samples without a reward: they are in no estimate."""
     estimates: dict[str, MeanEstimate] = field(default_factory=dict)
-    """`reward`; where the reward says what is solved also the share of solved samples, `pass@K` and `maj@K`."""
+    """`reward`; if the reward defines what is solved, also the share of solved samples, `pass@K` and `maj@K`."""
     response_tokens: float | None = None
     """Mean length of the responses."""
     truncated: float | None = None
     """Share of samples that were cut at the longest response."""
     solved_at: float | None = None
-    """Reward from which a sample is solved."""
+    """Smallest reward of a solved sample."""
     levels: dict[str, dict[str, MeanEstimate]] = field(default_factory=dict)
     """Reward and share of solved samples by level."""
 
@@ -101,8 +101,8 @@ def held_out_lines(first: Mapping[str, float], last: Mapping[str, float]) -> dic
     """What is shown at the end of a run of its named sets, by label: before and after training, with intervals.
 
     Args:
-        first: Metrics of the first evaluation of this process; empty: a resumed run has none.
-        last: Those of the last one.
+        first: Metrics of the first evaluation of this process, or empty in a resumed run.
+        last: Metrics of the last one.
     """
     lines: dict[str, str] = {}
     for name, value in last.items():
@@ -136,9 +136,9 @@ def summarize(
         results: Its prompts, without refused ones.
         refused: Number of refused prompts.
         samples: Samples per prompt.
-        solved_at: Reward from which a sample is solved; None: the reward does not say.
+        solved_at: Smallest reward of a solved sample, or None if undefined.
         average: Name of the share of solved samples: `avg` is the mean over prompts of each one's share, `accuracy`
-            that of all samples. They differ only where samples have failed.
+            the share of all samples. They differ only if samples have failed.
         pass_at: Every k of pass@k.
     """
     scored = [[reward for reward in result.rewards if reward is not None] for result in results]
@@ -200,7 +200,7 @@ def _mean(group: Sequence[bool]) -> float:
 
 
 def _vote_of(result: PromptResult, solved_at: float) -> float | None:
-    """See `vote`; None where a sample has no reward, or its answer is not known: the vote needs all of them."""
+    """Computes `vote`; None if a sample has no reward, or its answer is not known: the vote needs all of them."""
     if len(result.answers) < 2 or len(result.answers) != len(result.rewards):
         return None
     pairs = [(a, r) for a, r in zip(result.answers, result.rewards, strict=True) if a is not None and r is not None]
@@ -213,8 +213,8 @@ def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
     """maj@k of one prompt with k samples: the probability that the answer they vote for is right.
 
     The answer with the most samples wins; of several, each with the same probability. Samples without an answer do not
-    vote; where none votes, the answer is wrong. Whether the winner is right is asked of a sample with this answer,
-    drawn at random: samples with equal answers may be solved or not where the reward also looks at their form.
+    vote; if none votes, the answer is wrong. Whether the winner is right is read from a sample with this answer,
+    drawn at random: samples with equal answers may be solved or not if the reward also looks at their form.
 
     Args:
         answers: Number of each sample's answer; `NO_ANSWER`: it states none.

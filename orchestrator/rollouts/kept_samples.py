@@ -50,10 +50,10 @@ class KeptGroup:
     attempt: int
     started_at_version: int
     tables: dict[str, KeptTable]
-    """Where its tables are, by kind."""
+    """Places of its tables, by kind."""
     finished: FinishedSamples | None = None
     summary: GroupSummary | None = None
-    """Of a scored group; so are the fields that follow."""
+    """Set, like the following fields, if the group is scored."""
     rewards: RewardSummary | None = None
     candidates: RewardSummary | None = None
     greedy_reward: float | None = None
@@ -64,7 +64,7 @@ class KeptGroups:
     """The content of `groups.json`."""
 
     fingerprint: str
-    """Of the parts of the spec that samples and their scores depend on."""
+    """Digest of the parts of the spec that samples and their scores depend on."""
     groups: tuple[KeptGroup, ...] = ()
     format: int = field(default=FORMAT)
 
@@ -73,7 +73,7 @@ _JSON = TypeAdapter(KeptGroups)
 
 
 def fingerprint(spec: RolloutSpec) -> str:
-    """Digest of what the spec says about sampling and scoring, without numbers of workers and their resources."""
+    """Digest of the spec's settings for sampling and scoring, without numbers of workers and their resources."""
     roles, fields = spec.roles, field_tree(RolloutSpec)
     present = {"reference": None, "environment": None, "judge": None} | roles.present()
 
@@ -98,7 +98,7 @@ def fingerprint(spec: RolloutSpec) -> str:
 async def write_samples(
     folder: Path, spec: RolloutSpec, groups: Sequence[GroupProgress], rewards: RewardPool
 ) -> tuple[int, int]:
-    """Has reward workers write what there is of open groups to a new folder, scored groups first.
+    """Makes reward workers write the samples of open groups to a new folder, scored groups first.
 
     Args:
         folder: The folder of a checkpoint that is being written.
@@ -107,7 +107,7 @@ async def write_samples(
         rewards: The workers.
 
     Returns:
-        Number of finished samples that are written, and of those that are not.
+        Number of finished samples that are written, and number of the others.
 
     Raises:
         WorkerError: A worker failed.
@@ -159,7 +159,7 @@ async def read_samples(found: Checkpoint, spec: RolloutSpec, rewards: RewardPool
 
 
 async def _read(place: Path, group: KeptGroup, damaged: frozenset[str], rewards: RewardPool) -> GroupProgress | None:
-    """The group with its tables; None where one of them cannot be read."""
+    """The group with its tables; or None if one of them cannot be read."""
     lost = [table.file for table in group.tables.values() if f"{SAMPLES}/{table.file}" in damaged]
     if lost:
         logger.warning("sampling %s again: %s is damaged", group.prompt_uid, place / lost[0])

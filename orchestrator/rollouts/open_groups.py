@@ -1,4 +1,4 @@
-"""What exists of a group that is neither trained nor dropped: what a checkpoint keeps and a resumed run takes over."""
+"""Progress of a group that is neither trained nor dropped, as a checkpoint keeps and a resumed run restores it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Samples:
 
     summary: FinishedSamples
     rollouts: TableRef
-    """ROLLOUTS table with their rows, maybe among those of other groups."""
+    """ROLLOUTS table with their rows, maybe among other groups' rows."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GroupProgress:
     """Weight version of the engine when its first sample started."""
     scored: ScoredGroup | None
     finished: Samples | None
-    """Where the group is not scored: samples that are finished, maybe all of them."""
+    """Finished samples of a group that is not scored, maybe all of them."""
 
     @property
     def samples(self) -> int:

@@ -51,7 +51,7 @@ class RunWeights:
         self._loaded(await self._recovery.retry(lambda: self._sync.push(version)))
 
     async def publish(self, version: int) -> None:
-        """As `push`, but waits only until the policy may train again: a task has the engines load the version.
+        """Pushes, but waits only until the policy may train again: a task makes the engines load the version.
 
         Raises:
             TroupeError: The weights are not published, or the engines could not load the version before.
@@ -68,7 +68,7 @@ class RunWeights:
             loading.result()
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits `work`, which is cancelled where the engines cannot load what was published. Raises TroupeError."""
+        """Awaits `work`, which is cancelled if the engines cannot load what was published. Raises TroupeError."""
         return await (work if self._loading is None else unless_failed(self._loading, work))
 
     async def cancel(self) -> None:
@@ -78,7 +78,7 @@ class RunWeights:
             await asyncio.gather(self._loading, return_exceptions=True)
 
     async def _load(self, version: int) -> None:
-        """Has every engine load the published version, beside the loop.
+        """Makes every engine load the published version, beside the loop.
 
         A version that did not arrive everywhere cannot be published again, for the policy trains. An engine that did
         not load it serves nothing until it has the next version, which is the last chance. Slots of the scheduler that

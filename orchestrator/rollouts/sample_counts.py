@@ -1,6 +1,6 @@
 """How many samples of a group were dispatched and have failed and what scoring took, by name of the metric.
 
-A step reports the sum over the groups of its batch and over those that were replaced on the way to it: what fails for a
+A step reports the sum over the groups of its batch and over the groups that were replaced for it: what fails for a
 whole prompt replaces its group, and is in no batch.
 """
 
@@ -16,7 +16,7 @@ Counts = dict[str, float]
 
 
 def add(total: Counts, counts: Mapping[str, float]) -> None:
-    """Adds counts to a total, those of 0 too."""
+    """Adds counts to a total, including counts of 0."""
     for name, count in counts.items():
         total[name] = total.get(name, 0.0) + count
 
@@ -26,12 +26,12 @@ def sample_counts(group: ScoredGroup, environment: str | None) -> Counts:
 
     Args:
         group: The group.
-        environment: Name of the environment that its samples are episodes in, empty for one without a name; None: they
+        environment: Name of the environment that its samples are episodes in (empty if unnamed), or None if they
             are single responses.
 
     Returns:
         Its samples, and those without a reward; the time of the reward worker (s); its candidates without a reward
-        where it has candidates; episodes that failed and that started again, and the same by environment where this has
+        if it has candidates; episodes that failed and that started again, and the same by environment where this has
         a name.
     """
     statuses = group.rewards.statuses
@@ -57,8 +57,8 @@ def replaced_counts(samples: int, group: ScoredGroup | None, environment: str | 
 
     Args:
         samples: Samples of the group.
-        group: The group, where its rewards have failed; None: its samples were never scored.
-        environment: See `sample_counts`.
+        group: The group if its rewards have failed, or None if its samples were never scored.
+        environment: Name of its environment, as in `sample_counts`.
     """
     if group is None:
         return {DISPATCHED: float(samples)}

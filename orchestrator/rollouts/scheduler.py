@@ -8,7 +8,7 @@ is ever dropped for its age, and a step waits for a straggler only if one would 
 this is strictly on-policy training, by the same code.
 
 Engines may load a version beside the next update. The policy is one version ahead of them then, and k * P groups are
-open at most: as many as the k batches take in which a group that starts at the engines' version is young enough.
+open at most: as many as fill the k batches in which a group that starts at the engines' version is young enough.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class RolloutScheduler:
             prompt_pool: The table that they are rows of.
             version: Version of the policy, which the engines serve.
             observe: Called with groups that are replaced although they are scored.
-            settings: How groups are sampled, by the row of their prompt; None: all alike.
+            settings: How groups are sampled, by the row of their prompt, or None if all alike.
         """
         self._schedule = spec.schedule
         self._failures = spec.failures
@@ -148,7 +148,7 @@ class RolloutScheduler:
         self._opening = False
         """Whether a task that opens the free slots is running."""
         self._groups: dict[str, _Open] = {}
-        """All open groups by prompt_uid, those of the batch that is being trained among them."""
+        """All open groups by prompt_uid, including the groups of the batch in training."""
         self._finished: list[_Open] = []
         """Scored groups that are not in a batch yet."""
         self._batch: list[_Open] = []
@@ -165,11 +165,11 @@ class RolloutScheduler:
         self.replaced: Counts = {}
         """Samples of the groups that were replaced on the way to the last batch, by metric (see `sample_counts`)."""
         self._replaced_since: Counts = {}
-        """Those of the groups that were replaced since."""
+        """Counts of the groups that were replaced since."""
         self._in_checkpoint = deque(ledger.open_groups())
         """Groups that were open at the checkpoint from which the run resumes, and that are not opened again yet."""
         self._kept: dict[str, GroupProgress] = {}
-        """What the checkpoint has of them, by prompt_uid."""
+        """Their progress in the checkpoint, by prompt_uid."""
         self._failed: dict[str, int] = {}
         """Failed samples of these since the last batch."""
 
@@ -177,7 +177,7 @@ class RolloutScheduler:
         """Takes over what a checkpoint has of the groups that were open, before the start.
 
         A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
-        reach, is sampled again as those of which the checkpoint has nothing.
+        reach, is sampled again like a group without progress.
 
         Args:
             state: A value of `state`; without a count, it is 0 (checkpoints of earlier versions).
@@ -220,7 +220,7 @@ class RolloutScheduler:
         }
 
     def progress(self, running: Sequence[tuple[Sequence[FinishedSamples], TableRef]]) -> list[GroupProgress]:
-        """What exists of every open group that has finished samples, in order of dispatch.
+        """Progress of every open group that has finished samples, in order of dispatch.
 
         Args:
             running: What the engines have finished of the groups that run (`EnginePool.finished_samples`).
@@ -244,7 +244,7 @@ class RolloutScheduler:
                 self._continue(PromptPick(known.prompt_uid, known.row), progress)
             elif self._free > 0:
                 self._reopen(known)
-            else:  # the spec has fewer slots than that of the checkpoint
+            else:  # the spec has fewer slots than the checkpoint's
                 left.append(known)
         self._in_checkpoint, self._kept = left, {}
         self._dispatch()
@@ -379,7 +379,7 @@ class RolloutScheduler:
         self._create_task(pick.prompt_uid, self._run, self._open(pick, attempt))
 
     def _continue(self, pick: PromptPick, progress: GroupProgress) -> None:
-        """Opens a group with what there is of it."""
+        """Opens a group with its existing progress."""
         group = self._open(pick, progress.attempt)
         group.started_at_version, group.scored = progress.started_at_version, progress.scored
         group.finished, group.failed = progress.finished, self._failed.get(pick.prompt_uid, 0)
@@ -458,7 +458,7 @@ class RolloutScheduler:
         Groups that a leaving engine could not finish run on another engine without the cost of an attempt.
 
         Returns:
-            (summary, ROLLOUTS reference) of the group, followed by that of the greedy response if there is one.
+            (summary, ROLLOUTS reference) of the group, followed by the greedy response's pair, if any.
 
         Raises:
             WorkerError: The error of the last attempt.
@@ -547,7 +547,7 @@ class RolloutScheduler:
     ) -> None:
         """Drops a failed or refused group, counts it, and opens its slot for another prompt.
 
-        `scored`: the group, where its rewards are what failed.
+        `scored`: the group, if its rewards failed.
         """
         logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)

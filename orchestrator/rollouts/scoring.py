@@ -1,7 +1,7 @@
 """Scoring: sends a finished group to a reward worker and to every model that scores tokens, concurrently.
 
 Reward workers are independent: the least-loaded one scores the group. Models that score tokens (the reference, and
-policy and critic where they do not train meanwhile) are worker groups whose ranks share each call. Groups that finish
+policy and critic unless they train at the same time) are worker groups whose ranks share each call. Groups that finish
 while such a call is running form the next wave, so waves grow when scoring is slower than generation. Reward and
 reference workers can be added and removed during a run.
 """
@@ -82,12 +82,12 @@ class SignalTest:
     """The user's filter, used instead of the comparison of rewards."""
 
     def problem(self, group: ScoredGroup, settings: GroupSettings) -> str:
-        """Why the group is worth replacing; empty: it is not.
+        """Why the group is worth replacing, or empty if it is not.
 
         Args:
             group: The group.
-            settings: Of its source: which component must differ between the samples, and whether truncated ones carry
-                no loss.
+            settings: The source's settings: which component must differ between the samples, and whether truncated ones
+                carry no loss.
         """
         component = settings.signal_in
         if self.keep is not None:
@@ -106,7 +106,7 @@ class SignalTest:
 class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
     """The reward workers; the least-loaded one scores each group.
 
-    A worker gets one group at a time, so that the timeout is that of one group: where reward functions time out, groups
+    A worker gets one group at a time, so that the timeout is that of one group: if reward functions time out, groups
     wait long for each other, and the worker is not lost.
     """
 
@@ -118,14 +118,14 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         budget: RestartBudget | None = None,
         judge_start_s: float = 0.0,
     ) -> None:
-        """See `ReplicaPool`.
+        """Creates the pool (see `ReplicaPool`).
 
         Args:
-            workers: Those that have started.
+            workers: The started workers.
             timeout_s: Bound on a call, for one group.
             launch: Starts a worker.
             budget: Restarts of the role.
-            judge_start_s: Longest time in which a judge that has died is replaced.
+            judge_start_s: Longest time to replace a judge that has died.
         """
         super().__init__(workers, launch, budget)
         self._timeout_s = timeout_s
@@ -141,8 +141,8 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
 
         Args:
             rollouts: The group's ROLLOUTS table.
-            rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
-            vote: Whether the summary says which samples give the same answer.
+            rewards: Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's.
+            vote: Whether the summary records which samples give the same answer.
 
         Returns:
             Rewards by sample, and a reference to the REWARDS table.
@@ -216,8 +216,8 @@ class TokenScorer:
             group: The ranks.
             score: A method of the group.
             timeout_s: Bound on a wave.
-            pool: The workers of the group, if they are independent of each other: it replaces those that are lost, and
-                workers join and leave the group between two waves. None: the group does not change, and the loss of a
+            pool: The workers of the group, if they are independent of each other: it replaces lost ones, and
+                workers join and leave the group between two waves. If None, the group does not change, and losing a
                 worker is an error.
         """
         self._group = group

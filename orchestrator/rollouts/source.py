@@ -62,14 +62,14 @@ class _BatchScorer:
     """A trainer that scores the tokens of a whole batch, between the updates of two steps."""
 
     what: str
-    """What it computes, for the console."""
+    """Name of its result, for the console."""
     group: TrainerGroup[Any]
     score: ScoreTokens
     """A method of the group."""
 
 
 def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
-    """The trainers whose scores have to be those before the step's updates, where they train during generation."""
+    """The trainers whose scores must precede the step's updates, if they train during generation."""
     found: list[_BatchScorer] = []
     if spec.old_logprobs_at_batch:
         policy = workers.require_policy()
@@ -172,7 +172,7 @@ class RolloutSource:
         return counts
 
     def _source_metrics(self) -> dict[str, float]:
-        """Metrics by source of a mixture; empty where there is one source."""
+        """Metrics by source of a mixture, or empty for a single source."""
         if not self._spec.data.mixture:
             return {}
         curriculum = self._spec.data.curriculum
@@ -183,7 +183,7 @@ class RolloutSource:
         return metrics
 
     async def save_trajectories(self, version: int) -> None:
-        """Has a reward worker write the samples of the step in the background; waits for those of the step before."""
+        """Makes a reward worker write the step's samples in the background; waits for the previous step's."""
         await self.flush()
         folder, train, self._train = self._trajectories, self._train, None
         if folder is None:
@@ -217,7 +217,7 @@ class RolloutSource:
         parts = self._components
         keeps = self._spec.checkpoint.samples_mib > 0
         running = await parts.pool.finished_samples(self._spec.failures.health_interval_s) if keeps else []
-        # From here to the end nothing is awaited: all of it is of one moment.
+        # From here to the end nothing is awaited, so that all of it is of one moment.
         groups = parts.scheduler.progress(running) if keeps else []
         state = {
             "prompts": parts.prompts.state(),
@@ -231,7 +231,7 @@ class RolloutSource:
         return SourceSnapshot(state, parts.ledger.state(), samples, write)
 
     async def _write_open(self, groups: Sequence[GroupProgress], folder: Path) -> int:
-        """Writes finished samples of open groups into a checkpoint; returns how many, 0 where that failed."""
+        """Writes finished samples of open groups into a checkpoint; returns how many, or 0 if that failed."""
         try:
             kept, left = await write_samples(folder, self._spec, groups, self._components.rewards)
         except WorkerError as error:
@@ -282,7 +282,7 @@ class RolloutSource:
         return [table for scores in scored for _, table in scores]
 
     def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
-        """What `PolicyGroup.prepare` needs besides the tables."""
+        """Arguments of `PolicyGroup.prepare` besides the tables."""
         rows = {group.summary.prompt_uid: group.row for group in groups}
         greedy = {g.summary.prompt_uid: g.greedy_reward for g in groups if g.greedy_reward is not None}
         keep = tuple((group.summary.prompt_uid, i) for group in groups for i in group.rewarded)
@@ -385,12 +385,12 @@ def source_metrics(
     Args:
         groups: Scored groups.
         settings: Source of each row.
-        component: Reward component that says which samples are solved; None: the reward.
+        component: Reward component that defines solved samples, or None for the reward.
 
     Returns:
-        By source, of every source: its share of the groups; and where it has groups, mean reward, mean response
+        By source, of every source: its share of the groups; and if it has groups, mean reward, mean response
         (tokens), the shares of truncated samples and of groups whose rewards differ, and the pass rate (share of
-        samples that are solved) where the reward says which.
+        samples that are solved) if the reward defines them.
     """
     by_source: dict[str, list[ScoredGroup]] = {one.source: [] for one in settings.entries}
     for group in groups:
@@ -430,7 +430,7 @@ def episode_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSetti
         settings: Environment of each row.
 
     Returns:
-        Metrics of all episodes; those of each environment with a name besides, with the name in theirs. Numbers that
+        Metrics of all episodes; and of each named environment, with its name in theirs. Numbers that
         an environment reports are never averaged over environments.
     """
     by_name: dict[str, list[SampleSummary]] = {}

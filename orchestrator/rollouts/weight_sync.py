@@ -45,7 +45,7 @@ class SyncReport:
     engines: Mapping[str, str]
     """The digest that each engine acknowledged."""
     digest: str
-    """Of the weights that were published or sent."""
+    """Digest of the weights that were published or sent."""
     to_nodes: int = 0
     """Bytes that were sent to other nodes: of each, all weights or what had changed."""
 
@@ -94,7 +94,7 @@ class FileSync:
         self._times = 0.0, 0.0
         """When the current version began to be published, and when it was (time of the event loop, in seconds)."""
         self._damaged: WeightUpdate | None = None
-        """What a new engine could not load."""
+        """The update that a new engine could not load."""
         self._published = asyncio.Condition()
         pool.bring_up = self.bring_up
 
@@ -174,7 +174,7 @@ class FileSync:
             self._published.notify_all()
 
     async def renew(self) -> None:
-        """Has the policy publish the current version again, after a new engine could not load it.
+        """Makes the policy publish the current version again, after a new engine could not load it.
 
         While the policy trains, its weights are no longer those of the version: then this waits for the next one.
 
@@ -185,7 +185,7 @@ class FileSync:
         async with self._pool.transfer_lock:
             damaged = self._damaged
             if damaged is None or self._current is not damaged:
-                return  # another version was published meanwhile, or this one again
+                return  # another version was published since, or this one again
             update = await self._policy.publish_weights(damaged.version, timeout_s=self._timeout_s)
             if update.digest == damaged.digest:
                 await self._serve(update, set())
@@ -196,7 +196,7 @@ class FileSync:
     async def _load(self, update: WeightUpdate) -> SyncReport:
         """Loads an update into every engine, or raises, when none of them reads it any more.
 
-        Engines that were lost meanwhile are not in the report.
+        Engines lost during the call are not in the report.
         """
 
         async def apply(engine: Engine) -> WeightAck | Exception | None:
@@ -228,7 +228,7 @@ class FileSync:
             raise
 
     async def _apply(self, update: WeightUpdate, engine: Engine) -> WeightAck | None:
-        """Loads an update into one engine; None: it does not answer, which was reported to the pool."""
+        """Loads an update into one engine; returns None if it does not answer, after reporting that to the pool."""
         try:
             ack = await engine.update_weights(update, self._timeout_s)
         except (WorkerDied, WorkerTimeout) as error:
@@ -365,11 +365,11 @@ class DeviceSync:
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`).
 
-        The other engines continue to serve meanwhile.
+        The other engines continue to serve.
 
         Raises:
             UpdateDamaged: The policy is lost, or has trained since the version was sent: its weights are no longer
-                those of the version.
+                the version's.
         """
         if not self._version:
             return
