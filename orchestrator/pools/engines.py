@@ -58,7 +58,7 @@ class EngineState(Enum):
 
     SERVING = "serving"
     SUSPECT = "suspect"
-    """A call failed; the engine is being probed and receives no groups meanwhile."""
+    """A call failed; the engine is being probed and receives no groups until it answers."""
     LEAVING = "leaving"
     """Finishes its groups and receives no more."""
     GONE = "gone"
@@ -78,7 +78,7 @@ class Engine:
     """How many of these were finished already, as reported with the last group that it finished."""
     finished_groups: int = 0
     predecessor_fault: str = ""
-    """What ended the engine that this one replaced; empty where it is not known or there was none."""
+    """What ended the engine that this one replaced; empty if unknown or if there was none."""
     missed_probes: int = 0
     state: EngineState = EngineState.SERVING
     resting: bool = False
@@ -103,7 +103,7 @@ class Engine:
     def generate(
         self, request: GroupRequest, prompts: TableRef, finished: TableRef | None, timeout_s: float
     ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
-        """Samples one group, or what is left of it; returns its summary and a reference to its ROLLOUTS table."""
+        """Samples one group, or the rest of it; returns its summary and a reference to its ROLLOUTS table."""
         return self.handle.call_for_table(roles.RolloutEngine.generate, timeout_s, request, prompts, finished)
 
     def finished_samples(self, timeout_s: float) -> Coroutine[Any, Any, tuple[tuple[FinishedSamples, ...], TableRef]]:
@@ -119,7 +119,7 @@ class Engine:
         return self.handle.call(roles.RolloutEngine.write_weights, timeout_s, update, payload)
 
     def change_weights(self, update: WeightUpdate, delta: TableRef, timeout_s: float) -> Coroutine[Any, Any, bool]:
-        """Turns the version that the engine wrote before into this one; False where it lacks the delta's base."""
+        """Turns the engine's previous version into this one; returns False if it lacks the delta's base."""
         return self.handle.call(roles.RolloutEngine.change_weights, timeout_s, update, delta)
 
     def connect_environments(
@@ -144,9 +144,9 @@ class Engine:
 Spawn = Callable[[str], Awaitable[Engine]]
 """Starts an engine under this name (placement, constructor and `start`)."""
 BringUp = Callable[[Engine], Awaitable[None]]
-"""Loads the current weights into a new engine. Raises UpdateDamaged where they have to be published again."""
+"""Loads the current weights into a new engine. Raises UpdateDamaged if they have to be published again."""
 Renew = Callable[[], Awaitable[None]]
-"""Has the trainers publish the current weights again, after a restart where one of them is lost."""
+"""Makes the trainers publish the current weights again, after a restart if one of them is lost."""
 
 
 class _Loads:
@@ -200,19 +200,19 @@ class EnginePool(ReplicaPool[Engine]):
         self.meter = GenerationMeter()
         self.bring_up: BringUp | None = None
         self.renew: Renew | None = None
-        """None: an engine does not start where the current weights are damaged."""
+        """If None, an engine does not start while the current weights are damaged."""
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
         self.version = 0
         """The version whose transfer to the engines began last."""
         self.memory = MemoryLock()
-        """Shared with the trainers, where engines run on their GPUs."""
+        """Shared with the trainers if engines run on their GPUs."""
         self._sleeps = spec.resolved_sleep != "none"
         self._spawn = spawn
         self._faults: dict[str, str] = {}
         """What ended the engines that are being replaced, by name."""
         self._repeated_fault = ""
-        """Why no further engine is started: a replacement died as its predecessor did; empty: it has not happened."""
+        """Why no further engine is started: a replacement died as its predecessor did; empty before that."""
         self._loads = _Loads()
         """Loads of the serving engines."""
         self._waiting: deque[tuple[int, asyncio.Future[Engine]]] = deque()
@@ -231,7 +231,7 @@ class EnginePool(ReplicaPool[Engine]):
 
     @property
     def engines(self) -> list[Engine]:
-        """Engines that run, including those that are being probed or finish their groups."""
+        """Engines that run, including engines that are being probed or finish their groups."""
         return self.workers
 
     @property
@@ -241,7 +241,7 @@ class EnginePool(ReplicaPool[Engine]):
 
     @property
     def receivers(self) -> list[Engine]:
-        """Engines that a new version of the weights is loaded into: those that are not held, or all if all are."""
+        """Engines that load a new version of the weights: all that are not held, or all if all are."""
         return [engine for engine in self.workers if not engine.held] or list(self.workers)
 
     @property
@@ -294,7 +294,7 @@ class EnginePool(ReplicaPool[Engine]):
             raise
 
     def hold(self) -> Engine | None:
-        """Takes the least-loaded engine out of the dispatch, with the weights that it has; None: no other would serve.
+        """Takes the least-loaded engine, with its weights, out of the dispatch; returns None if no other would serve.
 
         It finishes the groups that it has. `let_go` ends this.
         """
@@ -309,7 +309,7 @@ class EnginePool(ReplicaPool[Engine]):
         await self._wait_for(lambda: not any(engine.held for engine in self.workers))
 
     async def reserve(self, engine: Engine, samples: int) -> bool:
-        """As `acquire`, on a held engine; False where it is lost or leaves. One caller may wait at a time."""
+        """Acquires a slot of a held engine; returns False if it is lost or leaves. One caller may wait at a time."""
 
         def gone() -> bool:
             return engine not in self.workers or engine.state is EngineState.LEAVING
@@ -325,7 +325,7 @@ class EnginePool(ReplicaPool[Engine]):
         return True
 
     def let_go(self, engine: Engine) -> None:
-        """Has a held engine receive groups again, in the background: once it has the weights that the others have."""
+        """Lets a held engine receive groups again, in the background, once it has the other engines' weights."""
         task = asyncio.create_task(self._rejoin(engine), name=f"rejoin {engine.name}")
         self._replacing.add(task)
         task.add_done_callback(self._replaced)
@@ -364,7 +364,7 @@ class EnginePool(ReplicaPool[Engine]):
             in_transfer: The call was part of a transfer of weights, whose lock is held by the caller. Otherwise an
                 engine that a transfer has closed is probed again once the transfer, which may open it, has ended.
         """
-        engine.finished_ahead = 0  # it is not known to which groups these belonged
+        engine.finished_ahead = 0  # the groups to which these belonged are unknown
         if engine.state is EngineState.LEAVING:
             await self.lose(engine, error)
             return
@@ -385,7 +385,7 @@ class EnginePool(ReplicaPool[Engine]):
                 await self._notify()
 
     async def _probe(self, engine: Engine) -> WorkerError | None:
-        """Why the engine is not healthy; None: it is."""
+        """Why the engine is not healthy, or None if it is."""
         try:
             await engine.health(self.spec.failures.health_interval_s)
         except WorkerError as error:
@@ -416,7 +416,7 @@ class EnginePool(ReplicaPool[Engine]):
         await gather_all(probe(engine) for engine in self.serving)
 
     async def rest(self, timeout_s: float) -> None:
-        """Has every engine give its memory to the trainers; replaces one that does not, once they have given it back.
+        """Makes every engine give its memory to the trainers; replaces one that does not, once they have returned it.
 
         Unfinished groups, which there are only when trainers are restarted, continue afterwards.
         """
@@ -506,7 +506,7 @@ class EnginePool(ReplicaPool[Engine]):
             raise
 
     def _starting_memory(self) -> AbstractAsyncContextManager[None]:
-        """The memory that an engine starts with, where trainers share its GPU."""
+        """The memory for the start of an engine, if trainers share its GPU."""
         return self.memory.starting() if self._sleeps else nullcontext()
 
     async def _admit(self, engine: Engine) -> None:
@@ -518,7 +518,7 @@ class EnginePool(ReplicaPool[Engine]):
             self._add(engine)
 
     async def _rejoin(self, engine: Engine) -> None:
-        """See `let_go`. An engine that cannot load the weights is lost."""
+        """Loads the weights into a released engine, which then receives groups; it is lost if it cannot load them."""
         try:
             for renewals in itertools.count():
                 try:

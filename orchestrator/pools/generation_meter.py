@@ -39,7 +39,7 @@ class GenerationMeter:
         self._tokens += tokens
 
     def read(self) -> float:
-        """Tokens per second since the last reading; 0 where nothing was generated.
+        """Tokens per second since the last reading, or 0 if nothing was generated.
 
         Tokens of unfinished groups count in the reading in which their group finishes.
         """

@@ -33,10 +33,10 @@ _MARGIN_S = 10.0
 
 @dataclass(frozen=True)
 class Callers(Generic[CallerT, LinkT]):
-    """The workers that call those of a pool."""
+    """The workers that call a pool's workers."""
 
     present: Callable[[], Iterable[CallerT]]
-    """Those that run now."""
+    """The callers that run now."""
     connect: Callable[[CallerT, LinkT], Awaitable[None]]
     """Gives one of them a link. Raises WorkerError."""
 
@@ -62,9 +62,9 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
 
         Args:
             role: Name of the role, for messages.
-            workers: Those that have started.
+            workers: The started workers.
             callers: The workers that call them.
-            make_link: Makes the link to these workers; the text says why no worker will serve again, or is empty.
+            make_link: Makes the link to these workers; the text is why no worker will serve again, or empty.
             launch: Starts the worker of this name.
             budget: Restarts of the role.
             watch_s: Longest time to notice a frozen worker.

@@ -1,4 +1,4 @@
-"""What waits for the engines of a run, as `troupe why` shows it."""
+"""Work that waits for the engines of a run, as `troupe why` shows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineQueue:
-    """What the driver has sent to one engine."""
+    """Work that the driver has sent to one engine."""
 
     name: str
     state: str

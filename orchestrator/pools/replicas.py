@@ -40,7 +40,7 @@ ReplicaT = TypeVar("ReplicaT", bound=PoolWorker)
 class ReplicaPool(Generic[ReplicaT]):
     """The replicas of one role.
 
-    A lost worker is replaced by one of the same name as long as the restart budget lasts; meanwhile the others do its
+    A lost worker is replaced by one of the same name as long as the restart budget lasts; until then the others do its
     work. The pool runs a task only while it starts a replacement.
     """
 
@@ -54,10 +54,10 @@ class ReplicaPool(Generic[ReplicaT]):
         """Starts nothing.
 
         Args:
-            workers: Those that have started.
-            launch: Starts the worker of a name, ready for work; raises WorkerError. None: no worker is started.
-            budget: Restarts of the role; None: no worker is replaced.
-            retry_s: Wait before a failed start of a replacement is repeated; None: it is not repeated.
+            workers: The started workers.
+            launch: Starts the worker of a name, ready for work; raises WorkerError. None to start no worker.
+            budget: Restarts of the role, or None to replace no worker.
+            retry_s: Wait before a failed start of a replacement is repeated, or None to not repeat it.
         """
         self.workers = list(workers)
         """Workers that run, including those that finish their work before they are removed."""
@@ -86,7 +86,7 @@ class ReplicaPool(Generic[ReplicaT]):
 
     @property
     def names(self) -> list[str]:
-        """Workers that run or are being started; not those that are being removed."""
+        """Workers that run or are being started; not workers that are being removed."""
         return [*(worker.name for worker in self.workers if worker not in self._leaving), *self.starting]
 
     async def call(self, call: Callable[[ReplicaT], Awaitable[T]]) -> T:
