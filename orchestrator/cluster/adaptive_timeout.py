@@ -1,6 +1,6 @@
 """Bounds on calls that follow how long the same call has taken before.
 
-A worker runs one call at a time: a call that is made while others are open waits for those first, and may take as long
+A worker runs one call at a time: a call that is made while others are open waits for these first, and may take as long
 as all of them together. How long a call has taken includes such a wait, unless it waits for a call without a bound
 (a checkpoint): it is then neither bounded nor measured.
 """
@@ -18,7 +18,7 @@ from troupe.orchestrator.errors import WorkerTimeout
 FACTOR = 10
 """Times the longest call before that a call may take."""
 _ENOUGH = 5
-"""Calls of a method after which they say how long the next one may take."""
+"""Number of measured calls of a method from which they bound the next one."""
 
 
 class AdaptiveTimeouts:
@@ -31,7 +31,7 @@ class AdaptiveTimeouts:
         self._calls: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
         self._open: list[float] = []
-        """Bounds of the open calls; infinite where a call has none."""
+        """Bounds of the open calls; infinite if a call has none."""
 
     @property
     def idle(self) -> bool:
@@ -49,7 +49,7 @@ class AdaptiveTimeouts:
 
     @contextmanager
     def bounded(self, method: str, timeout_s: float) -> Iterator[float]:
-        """The bound on the call in the block: `timeout_s`, or less where calls before say so.
+        """The bound on the call in the block: `timeout_s`, or less if earlier calls were faster.
 
         A call that exceeds it may have been slow only: the next one may take `FACTOR` times as long.
 

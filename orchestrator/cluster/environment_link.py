@@ -17,13 +17,13 @@ class ActorEnvironments:
     """The `EnvironmentLink` of a run. Pickled to every rollout worker, which counts its own episodes."""
 
     def __init__(self, actors: Mapping[str, Any], lost: str = "") -> None:
-        """`lost`: why there will be no worker again; empty: one can still start."""
+        """`lost`: why no worker will serve again, or empty if one can still start."""
         self._actors = dict(actors)
         self._open = dict.fromkeys(self._actors, 0)
         self._lost = lost
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
-        """See `EnvironmentLink.begin`."""
+        """Begins an episode on the least-loaded worker; see `EnvironmentLink.begin`."""
         if not self._open:
             if self._lost:
                 return "", failed(self._lost)
@@ -33,15 +33,15 @@ class ActorEnvironments:
         try:
             return worker, await self._call(worker, EnvironmentServer.begin.__name__, timeout_s, episode, row)
         except BaseException:
-            self.end(worker, episode)  # a call that nobody waits for would take a seat all the same
+            self.end(worker, episode)  # an abandoned call would still take a seat
             raise
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
-        """See `EnvironmentLink.step`."""
+        """Sends a message to an episode; see `EnvironmentLink.step`."""
         return await self._call(worker, EnvironmentServer.step.__name__, timeout_s, episode, message)
 
     def end(self, worker: str, episode: str) -> None:
-        """See `EnvironmentLink.end`."""
+        """Ends an episode; see `EnvironmentLink.end`."""
         self._closed(worker)
         if worker in self._actors:
             getattr(self._actors[worker], EnvironmentServer.end.__name__).remote(episode)

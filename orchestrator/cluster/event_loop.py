@@ -1,7 +1,7 @@
 """The controller's event loop at the scale of thousands of engines: cheap timeouts, and rare garbage collections.
 
 Timeouts. Waits with the same timeout expire in the order in which they began, so one timer per timeout value is enough:
-that of the oldest wait. asyncio keeps a cancelled timer until half of all timers are cancelled, and then scans all of
+the oldest wait's. asyncio keeps a cancelled timer until half of all timers are cancelled, and then scans all of
 them: with one timer for each call to 16 000 engines that blocked the loop for 50 ms
 (`python -m benchmarks.controller_scale`).
 
@@ -84,7 +84,7 @@ _YOUNG = 1
 async def rare_collections() -> AsyncIterator[None]:
     """Makes collections rare inside the block; objects that exist at its start are not scanned at all.
 
-    At the end they are scanned again, unless the caller had excluded objects: they cannot be told apart from its own.
+    At the end they are scanned again, unless the caller had excluded objects: the two cannot be told apart.
     """
     before, excluded = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()

@@ -19,13 +19,13 @@ class ActorJudges:
     """The `Judge` of a run with the role `judge`. Pickled to every reward worker."""
 
     def __init__(self, name: str, actors: Mapping[str, Any], lost: str = "") -> None:
-        """`name`: the model and its settings; `lost`: why there will be no worker again; empty: one can still start."""
+        """`name`: the model and its settings; `lost`: why no worker will serve again, or empty."""
         self.name = name
         self._actors = dict(actors)
         self._lost = lost
 
     def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
-        """One answer to each question. The workers share the questions; those of a lost worker go to the others.
+        """One answer to each question. The workers share the questions; a lost worker's go to the others.
 
         Raises:
             JudgeGone: There is no worker, and one can still start.
@@ -44,7 +44,7 @@ class ActorJudges:
     def _ask_all(
         self, questions: Sequence[list[Message]], places: Sequence[int], deadline: float, timeout_s: float
     ) -> dict[int, JudgeAnswer]:
-        """Answers by place; without those of a worker that is lost, which gets no further questions."""
+        """Answers by place, without a lost worker's, which gets no further questions."""
         workers = list(self._actors)
         shares = {worker: places[number :: len(workers)] for number, worker in enumerate(workers)}
         calls = {

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_S = 1.0
 _ROUND_S = 10.0
-"""Longest time until a node's actor answers. The next round includes workers started meanwhile."""
+"""Longest time until a node's actor answers. The next round includes workers started since."""
 _ANSWER_S = 60.0
 """Time beyond a round in which the actor must answer. Ray finds lost nodes itself."""
 _WITH_DESCENDANTS = named(lambda row: row.engine)
@@ -53,7 +53,7 @@ _LOCATE_S = 5.0
 
 @dataclass(frozen=True)
 class Process:
-    """Where the process of a worker runs."""
+    """Node and process id of a worker."""
 
     node: str
     """Ray's id of the node."""
@@ -74,7 +74,7 @@ class WatchedProcess(Protocol):
         ...
 
     def locate(self, process: Process) -> None:
-        """Records where its process runs."""
+        """Records the location of its process."""
         ...
 
     def terminate(self, reason: str) -> None:
@@ -99,13 +99,13 @@ class NodeWatch:
         return []
 
     async def inspect(self, roots: Mapping[int, str], paths: tuple[Path, ...]) -> NodeReport:
-        """What the processes of these workers do, and how the node is."""
+        """Reports the activity of these workers' processes and the state of the node."""
         logs = own_logs()
         request = InspectRequest(roots, logs / STACKS, str(logs.parent), paths)
         return await asyncio.to_thread(inspect_node, request)
 
     async def activities(self, pids: tuple[int, ...]) -> dict[int, str]:
-        """What these processes do to start, where they have announced it."""
+        """The steps of their start that these processes have announced."""
         return read_activities(own_logs() / STACKS, pids)
 
 
@@ -149,7 +149,7 @@ class ProcessWatch:
             task.cancel()
 
     def exit_reason(self, process: Process | None) -> str:
-        """What is known about the end of a worker's process: the out-of-memory killer, an error in its log."""
+        """Known reason for the end of a worker's process: the out-of-memory killer, an error in its log."""
         words = []
         if (kills := out_of_memory_kills() - self._kills_before) > 0:
             words.append(f"the kernel's out-of-memory killer has ended {kills} process(es) on this node during the run")
@@ -158,11 +158,11 @@ class ProcessWatch:
         return "; ".join(words)
 
     def locations(self) -> dict[str, Process]:
-        """Where the workers' processes are, by name. May be called from any thread."""
+        """Locations of the workers' processes, by name. May be called from any thread."""
         return {worker.name: process for process, worker in list(self._workers.items())}
 
     async def activities(self, names: Collection[str]) -> dict[str, str]:
-        """What these workers do to start, by name. Those of a node that does not answer at once are missing."""
+        """Start-up steps of these workers, by name, without workers of a node that does not answer at once."""
         on_node: dict[str, dict[int, str]] = {}
         for name, process in self.locations().items():
             if name in names:
@@ -179,7 +179,7 @@ class ProcessWatch:
         return found
 
     def inspect(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
-        """What the processes of all nodes do; for a thread other than that of the event loop.
+        """Reports on the processes of all nodes; for a thread other than the event loop's.
 
         A node whose watch does not answer in time is reported as not reachable. Nodes that died before this watch began
         are not reported: Ray never forgets them.
@@ -226,7 +226,7 @@ class ProcessWatch:
             else:
                 self._begin(Process(*await asked), worker)
         except RayError:
-            pass  # it died; its calls say so
+            pass  # it died; its calls report it
         finally:
             asked.cancel()
 
@@ -266,7 +266,7 @@ class ProcessWatch:
         return actor
 
     async def _ask(self, node: str, actor: Any, watched: Mapping[int, bool]) -> list[int] | None:
-        """What a node's actor finds in a round; None if it does not answer. Waits before it is to be asked again."""
+        """Findings of a node's actor in a round, or None if it does not answer. Waits before the next request."""
         try:
             return await within(_ROUND_S + _ANSWER_S, actor.find_stopped.remote(watched, _ROUND_S))
         except (RayError, TimeoutError) as error:
@@ -313,7 +313,7 @@ class _NodeTable:
             logger.debug("the nodes were not found: %s", error)
 
     def read(self, deadline: float) -> tuple[dict[str, str], set[str]]:
-        """Names of all nodes by id, and the ids of those that are dead; empty where Ray does not answer in time."""
+        """Names of all nodes by id, and the ids of dead ones; empty if Ray does not answer in time."""
         self._reading.join(max(0.0, deadline - time.monotonic()))
         found = list(self._found)
         names = {node["NodeID"]: f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" for node in found}

@@ -116,7 +116,7 @@ class ActorWorker(Generic[W_co]):
     async def call(
         self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """See `WorkerHandle.call`."""
+        """Calls a method of the actor; see `WorkerHandle.call`."""
         return await self._wait(_submit(self.actor, method, args, kwargs), method.__name__, timeout_s, args)
 
     async def call_for_table(
@@ -126,7 +126,7 @@ class ActorWorker(Generic[W_co]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[R, TableRef]:
-        """See `WorkerHandle.call_for_table`; only the summary is fetched."""
+        """Calls a method that returns (summary, table) and fetches the summary only; see `WorkerHandle`."""
         name = method.__name__
         summary, table = getattr(self.actor, name).options(num_returns=2).remote(*args, **kwargs)
         return await self._wait(summary, name, timeout_s, args), table
@@ -138,11 +138,11 @@ class ActorWorker(Generic[W_co]):
             ray.kill(self.actor, no_restart=True)
 
     def locate(self, process: Process) -> None:
-        """See `process_watch.Watched`."""
+        """Records the location of the actor's process; see `process_watch.Watched`."""
         self._process = process
 
     def terminate(self, reason: str) -> None:
-        """See `process_watch.Watched`."""
+        """Ends the actor for this reason; see `process_watch.Watched`."""
         self._terminated = reason
         self.kill()
         self._on_loss(self._name, reason)
@@ -182,7 +182,7 @@ class ActorWorker(Generic[W_co]):
         return error
 
     def _death(self, error: RayActorError) -> str:
-        """Ray's reason for the actor's death, with what the node knows about it."""
+        """Ray's reason for the actor's death, with the node's findings."""
         words = "" if self._watch is None else self._watch.exit_reason(self._process)
         return f"{_reason(error)}{words and f' ({words})'}"
 
@@ -210,7 +210,7 @@ _ABOUT_GROUPS = frozenset({GroupRequest, GroupSummary, RewardSummary})
 
 
 def _subject(value: object) -> str:
-    """What a call with this first argument or result is about; empty where it says nothing."""
+    """Subject of a call with this first argument or result, or empty if it has none."""
     kind = type(value)  # by type, as this runs twice for each of thousands of calls a second
     if kind in _ABOUT_GROUPS:
         return cast("GroupRequest | GroupSummary | RewardSummary", value).prompt_uid
@@ -279,7 +279,7 @@ class ActorSpec:
     concurrent: bool = False
     """Whether the class is asynchronous and serves calls concurrently."""
     engine: EngineProcess | None = None
-    """The engine in its process; None: it has none on the CPU."""
+    """The engine in its process, or None without one on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class Cluster:
         self.calls = CallLog()
         """Every call to a worker."""
         self.events = EventLog()
-        """What happens to workers, and in the run."""
+        """Events of workers and of the run."""
         self._reserved: dict[str, _Reservation] = {}
         self._actors: list[ActorWorker[Any]] = []
         self._watch: ProcessWatch | None = None
@@ -326,7 +326,7 @@ class Cluster:
             address: HOST:PORT of a Ray head, or `auto`.
             server: From which the workers of a cluster that is started here are forked, closed with the connection. In
                 another cluster, Ray starts them all: with the environment of their node, and not below this process,
-                which a job of Ray ends with all that is below it. None: Ray starts them all, too.
+                which a job of Ray ends with its whole tree. If None, Ray starts them all as well.
 
         Raises:
             ClusterUnreachable: The cluster cannot be joined or started.
@@ -370,11 +370,11 @@ class Cluster:
         return "" if self._watch is None else self._watch.node
 
     def gpu_memory(self) -> int:
-        """Memory of the smallest GPU of the cluster, in bytes; 0: no type of GPU is known."""
+        """Memory of the smallest GPU of the cluster, in bytes, or 0 if no type of GPU is known."""
         return min((node.gpu_memory for node in ray_nodes.nodes() if node.gpu_memory), default=0)
 
     def gpu_type(self) -> str:
-        """Type of the cluster's GPUs; empty: it is not known, or there are several."""
+        """Type of the cluster's GPUs, or empty if unknown or if there are several."""
         types = {node.gpu_type for node in ray_nodes.nodes() if node.gpus}
         return types.pop() if len(types) == 1 else ""
 
@@ -383,15 +383,15 @@ class Cluster:
         return self.calls.open_calls()
 
     def locations(self) -> dict[str, Process]:
-        """Where the workers' processes are, by name. May be called from any thread."""
+        """Locations of the workers' processes, by name. May be called from any thread."""
         return {} if self._watch is None else self._watch.locations()
 
     async def activities(self, names: Collection[str]) -> dict[str, str]:
-        """See `ProcessWatch.activities`."""
+        """Start-up steps of workers, by name; see `ProcessWatch.activities`."""
         return {} if self._watch is None else await self._watch.activities(names)
 
     def inspect(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
-        """See `ProcessWatch.inspect`."""
+        """Reports on the processes of all nodes; see `ProcessWatch.inspect`."""
         return [] if self._watch is None else self._watch.inspect(own, paths, timeout_s)
 
     @staticmethod
@@ -450,8 +450,8 @@ class Cluster:
         """Calls a function in a separate process on the node of a reserved seat; it reserves nothing itself.
 
         Args:
-            placement: Of the seat.
-            seat: Whose node.
+            placement: Placement of the seat.
+            seat: Seat on the node.
             env: Environment variables of the process.
             function: What to call.
             timeout_s: Timeout for the result.
@@ -502,7 +502,7 @@ class Cluster:
         return group
 
     def _emptiest(self, placement: Placement) -> str:
-        """Id of the node that `troupe plan` would choose among those with room now; empty if there is none."""
+        """Id of the node that `troupe plan` would choose among nodes with room now, or empty if there is none."""
         free = ray_nodes.free()
         names = {node.id: node.name for node in free}
         occupied: Counter[tuple[str, str]] = Counter()
@@ -535,7 +535,7 @@ class Cluster:
         return worker
 
     def _process(self, placement: Placement, seat: Seat, spec: ActorSpec) -> dict[str, Any]:
-        """Ray's settings of a worker's process, which is a fork of the server where there is one with its engine."""
+        """Ray's settings of a worker's process, which is a fork of the server if one has its engine."""
         settings, engine, server = TABLE_SETTINGS | spec.env, spec.engine, self._server
         if server is not None and not seat.gpus and engine in (None, server.engine) and self._is_here(placement, seat):
             settings |= {SERVER_VARIABLE: server.path, ENGINE_VARIABLE: engine.model_dump_json() if engine else ""}

@@ -95,7 +95,7 @@ def join(address: str) -> Path:
 
 
 def connected() -> Path | None:
-    """Session folder of the cluster that this process is connected to; None: it is connected to none."""
+    """Session folder of the cluster that this process is connected to, or None."""
     if not ray.is_initialized():
         return None
     _configure({})
@@ -152,7 +152,7 @@ class _OwnGroup(services.ConsolePopen):
 def _own_process_groups() -> Iterator[None]:
     """Keeps signals to the run's process group (a closed terminal, `scancel`) from Ray's processes.
 
-    The run saves on such a signal, for which it needs them. They end when the run does: Ray has the kernel see to it.
+    The run saves on such a signal, for which it needs them. They end when the run does: Ray makes the kernel end them.
     Nor does Ray handle SIGTERM of this process.
     """
     before, services.ConsolePopen = services.ConsolePopen, _OwnGroup
@@ -201,8 +201,8 @@ def _with_own_setup() -> Iterator[None]:
 def _let_agents_end(session: Path) -> None:
     """Keeps Ray's agents from outliving a local cluster that is killed.
 
-    When the raylet is gone, they look into its log for the words of an orderly end. Where they do not find them, they
-    report its end to Ray's head before they exit, for a minute where that has been killed too.
+    When the raylet is gone, they look into its log for the words of an orderly end. If they do not find them, they
+    report its end to Ray's head before they exit, for a minute if that has been killed too.
     """
     with (session / "logs" / "raylet.out").open("a") as log:
         log.write(f"Written by Troupe, so that Ray's agents do not outlive the raylet: {_ORDERLY_END}\n")
@@ -219,7 +219,7 @@ def _node(node: dict[str, Any], *, shared: bool) -> Node:
     """A node from Ray's description, which names the type of its GPUs but not their memory."""
     resources: dict[str, float] = node["Resources"]
     kinds = (key.removeprefix(_GPU_TYPE) for key in resources if key.startswith(_GPU_TYPE))
-    # Ray's own name may be that of a larger GPU (A100), beside one that the node was started with (A100-40G).
+    # Ray's own name may name a larger GPU (A100) than the one that the node was started with (A100-40G).
     gpu = min((GPU_GIB[kind] for kind in kinds if kind in GPU_GIB), default=0.0)
     host = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
@@ -233,7 +233,7 @@ def _create_token() -> None:
     if token.exists() or {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return
     scratch = token.with_name(f".auth_token-{os.getpid()}")
-    with suppress(OSError):  # Ray says what is wrong with the folder; or another run was faster
+    with suppress(OSError):  # Ray reports what is wrong with the folder; or another run was faster
         token.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(scratch, secrets.token_hex(32), PRIVATE)
         os.link(scratch, token)  # whole, or not at all

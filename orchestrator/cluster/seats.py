@@ -1,4 +1,4 @@
-"""Which worker of a run sits where: the placement groups that are reserved, and the seat of each worker in them."""
+"""The seats of a run's workers: the reserved placement groups, and the seat of each worker in them."""
 
 from __future__ import annotations
 
@@ -70,6 +70,6 @@ class Seats(Mapping[str, tuple[Placement, Seat]]):
             self._cluster.release(placement.name)
 
     def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
-        """Takes the seats of a placement, or those of the sections in `only`."""
+        """Takes the seats of a placement, or its seats of the sections in `only`."""
         seats = [seat for seat in placement.seats if only is None or section_of(seat.role) in only]
         self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}

@@ -133,7 +133,7 @@ class WorkerGroup(Generic[W]):
             role: The role's name in metrics and checkpoints.
             workers: The ranks, by number.
             micro_batch_tokens: Most tokens of a micro-batch.
-            hung_s: See `AdaptiveTimeouts`; it bounds the calls that compute, not those that read or write files.
+            hung_s: As in `AdaptiveTimeouts`; bounds the calls that compute, not calls that read or write files.
             sequence_parallel_size: Adjacent ranks that share each micro-batch.
         """
         self.role = role
@@ -216,7 +216,7 @@ class WorkerGroup(Generic[W]):
         return [replace(plan, trace="") if member else plan for plan in plans for member in members]
 
     def _by_share(self, results: Sequence[R]) -> list[R]:
-        """The results of the ranks without repetition: those that share their micro-batches have the same one."""
+        """The results of the ranks without repetition: ranks that share their micro-batches have the same one."""
         return list(results[:: self.sequence_parallel_size])
 
     async def _score(
@@ -240,13 +240,13 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     """Ranks that train one model together.
 
     Methods that leave the trainers as they are repeat a call that failed because a rank was lost, once `recovery` has
-    brought the ranks back. The others raise: only their caller knows what else has to be repeated.
+    brought the ranks back. The others raise: only their caller knows what else to repeat.
     """
 
     recovery: Recovery | None = None
-    """None: a lost rank is an error."""
+    """None if a lost rank is an error."""
     gpu_memory: int = 0
-    """Memory of the smallest GPU of the ranks in bytes, once they have started; 0: they have none."""
+    """Memory of the smallest GPU of the ranks in bytes, once they have started, or 0 without one."""
 
     async def start(self, timeout_s: float) -> None:
         """Starts the ranks: rank 0 names the address at which all of them meet. Then asks whether they pack."""
@@ -381,7 +381,7 @@ class PolicyGroup(TrainerGroup[Policy]):
         return await self._run_plans(Policy.update, timeout_s, plans, batch, kl_old_coef, texts)
 
     async def token_records(self, *, timeout_s: float) -> list[TableRef]:
-        """What the updates computed for every token since the last call, by share. Call it after a step's updates."""
+        """Results of the updates for every token since the last call, by share. Call it after a step's updates."""
         with self._timeouts.bounded(Policy.token_records.__name__, timeout_s) as bound_s:
             workers = self._by_share(self.workers)
             calls = (worker.call_for_table(Policy.token_records, bound_s) for worker in workers)
