@@ -61,7 +61,7 @@ class ProcessFacts:
     resident: int = 0
     age_s: float = 0.0
     threads: tuple[Thread, ...] = ()
-    """Its stacks, the main thread last; none where it wrote none."""
+    """Its stacks, the main thread last; none if it wrote none."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class NodeFacts:
     reachable: bool = True
     """Whether the node's watch has answered."""
     alive: bool = True
-    """What Ray says."""
+    """Whether the node is alive according to Ray."""
     workers: tuple[str, ...] = ()
     shm_free: int = -1
     shm_total: int = -1
@@ -88,7 +88,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node says."""
+    """Findings on one node."""
 
     node: NodeFacts
     processes: tuple[ProcessFacts, ...] = ()
@@ -96,7 +96,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class InspectRequest:
-    """What to inspect on a node."""
+    """Processes and folders to inspect on a node."""
 
     roots: Mapping[int, str]
     """Workers by process id; their descendants are included."""
@@ -109,11 +109,11 @@ class InspectRequest:
 
 
 def inspect_node(request: InspectRequest) -> NodeReport:
-    """Inspects the processes of this node for about a second; blocks meanwhile."""
+    """Inspects the processes of this node for about a second; blocks until then."""
     began = time.monotonic()
     found = [*_trees(request.roots), *_services(request.session)]
-    # Not of this process, which can read its own stacks: the signal's handler walks the frames of threads that run
-    # meanwhile, and can crash it.
+    # Not of this process, which can read its own stacks: the signal's handler walks the frames of threads that run at
+    # the same time, and can crash it.
     asked = request_stacks(request.stacks, [pid for pid, _ in found if pid != os.getpid()])
     before = {pid: _cpu_seconds(pid) for pid, _ in found}
     time.sleep(_SETTLE_S)
@@ -128,7 +128,7 @@ def inspect_node(request: InspectRequest) -> NodeReport:
         if pid not in asked and pid != os.getpid() and worker not in _SERVICES
         if _state(pid) == "T" or used[pid] > _COMPUTES
     ]
-    others.sort(key=lambda pid: (_state(pid) != "T", -used[pid]))  # the stopped ones, then those that compute most
+    others.sort(key=lambda pid: (_state(pid) != "T", -used[pid]))  # the stopped ones, then the ones that compute most
     stacks |= {pid: read_from_outside(pid) for pid in others[:_MOST_OUTSIDE]}
     processes = tuple(
         replace(
@@ -232,7 +232,7 @@ def _waiting_threads(pid: int) -> set[int]:
 
 
 def _text(name: str) -> str:
-    """A name as text that JSON takes, also where the bytes that the system has are not UTF-8."""
+    """A name as text that JSON takes, also if the system's bytes are not UTF-8."""
     return os.fsencode(name).decode(errors="replace")
 
 
@@ -241,7 +241,7 @@ def _state(thread: int) -> str:
 
 
 def _usage(path: Path) -> tuple[int, int]:
-    """(free, total) bytes of a path's file system; -1 where they are not known, or the file system hangs."""
+    """(free, total) bytes of a path's file system; -1 if they are unknown, or the file system hangs."""
     found = (-1, -1)
 
     def ask() -> None:
@@ -257,7 +257,7 @@ def _usage(path: Path) -> tuple[int, int]:
 
 
 def _gpus() -> tuple[str, ...]:
-    """One line for each GPU, where NVIDIA's management library can be imported."""
+    """One line for each GPU if NVIDIA's management library can be imported."""
     try:
         pynvml: Any = import_module("pynvml")
     except ImportError:

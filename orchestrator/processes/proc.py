@@ -53,7 +53,7 @@ def is_stopped(pid: int, with_descendants: bool) -> bool:
 
 
 def kill_tree(pid: int) -> None:
-    """Sends SIGKILL to a process and its descendants; does nothing where there are none."""
+    """Sends SIGKILL to a process and its descendants; does nothing if there are none."""
     try:
         parent = psutil.Process(pid)
         tree = [*parent.children(recursive=True), parent]
@@ -76,7 +76,7 @@ def out_of_memory_kills() -> int:
 
 
 def last_error_line(logs: Path, pid: int) -> str:
-    """The error among the last lines that a Ray worker wrote to its standard error; empty where there is none."""
+    """The error among the last lines that a Ray worker wrote to its standard error, or empty if there is none."""
     for path in logs.glob(f"worker-*-{pid}.err"):
         try:
             with path.open("rb") as stream:
@@ -92,19 +92,19 @@ def last_error_line(logs: Path, pid: int) -> str:
 
 
 def started_at(pid: int) -> int:
-    """When a process started, in ticks since the machine did; 0 where there is no such process."""
+    """When a process started, in ticks since the machine did, or 0 without such a process."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def _state(pid: int) -> str:
-    """The letter that the kernel has for the state of a process; empty where there is no such process."""
+    """The kernel's letter for the state of a process, or empty without such a process."""
     fields = stat_fields(pid)
     return fields[0] if fields else ""
 
 
 def stat_fields(pid: int) -> list[str]:
-    """What the kernel says about a process, from its state on; empty where there is no such process."""
+    """Fields of a process's `/proc` stat from its state on, or empty without such a process."""
     try:  # the name of a process is bytes, cut at the 15th
         return Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace").rpartition(")")[2].split()
     except OSError:

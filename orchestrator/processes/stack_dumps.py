@@ -45,7 +45,7 @@ class Frame:
     line: int
     function: str
     source: str = ""
-    """The line of code, where the file can be read."""
+    """The line of code, if the file can be read."""
 
     @property
     def origin(self) -> Origin:
@@ -75,8 +75,8 @@ class Thread:
 def request_stacks(folder: Path, pids: Iterable[int]) -> dict[int, int]:
     """Asks processes for their stacks.
 
-    Only those are signalled that have installed the handler: SIGUSR1 ends every other process. The handler walks the
-    frames of all threads, and can crash a process where another thread changes them meanwhile: one that is stopped, and
+    Only processes with the handler installed are signalled: SIGUSR1 ends every other process. The handler walks the
+    frames of all threads, and can crash a process if another thread changes them during it: one that is stopped, and
     would run it when it continues, or whose threads compute, is left out (`read_from_outside`).
 
     Returns:
@@ -137,7 +137,7 @@ def thread_at(frame: FrameType | None) -> Thread:
 
 
 def read_from_outside(pid: int) -> tuple[Thread, ...]:
-    """The stacks of a process that does not write them: from its memory, where py-spy may read it."""
+    """The stacks of a process that does not write them, from its memory if py-spy may read it."""
     spy = Path(sys.executable).with_name("py-spy")
     if not spy.is_file():
         return ()
@@ -169,7 +169,7 @@ def _handles(pid: int) -> bool:
 
 
 def _keeps_its_frames(pid: int) -> bool:
-    """Whether no thread of a process runs beside the one that a signal finds, soon, and none is stopped."""
+    """Whether a process soon has a single thread, or none that runs, and no stopped one."""
     for _ in range(_LOOKS):
         states = [stat_fields(int(thread))[:1] for thread in os.listdir(f"/proc/{pid}/task")]
         if _STOPPED in states:

@@ -56,7 +56,7 @@ class Seated:
     bundle: int
     gpus: float
     node: str
-    """Empty: no room."""
+    """Empty without room."""
 
     @property
     def role(self) -> str:
@@ -80,7 +80,7 @@ class Sizes:
     """Models of unknown size that an earlier stage trains, from another one of unknown size."""
 
     def of(self, model: ModelConfig, *, packed: bool = False) -> ModelSize | None:
-        """Size of the model; None where it is not known.
+        """Size of the model, or None if unknown.
 
         Args:
             model: The model.
@@ -166,7 +166,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
 def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float] | None:
     """KV cache in bytes of an engine on the policy's GPU of this many bytes, and the engine's share of that GPU.
 
-    None: the size of its model is not known.
+    None if the size of its model is unknown.
     """
     memories, cache = of_engine(spec, Seated("rollout-0", "", 0, spec.roles.rollout.gpus, ""), gpu, sizes)
     if cache is None:

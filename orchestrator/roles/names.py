@@ -1,6 +1,6 @@
 """The names of workers and roles.
 
-A worker is called `ROLE-INDEX`. A role is called as its section of `roles`: `policy`, or `environment.NAME` where the
+A worker is called `ROLE-INDEX`. A role is named after its section of `roles`: `policy`, or `environment.NAME` if the
 section is a map. An index has no `-`, so that a name has one reading whatever environments are called.
 """
 
@@ -12,7 +12,7 @@ _WORKER = re.compile(r"([a-z_]+(?:\.[a-z0-9-]+)?)-\d+")
 
 
 def is_worker(name: str) -> bool:
-    """Whether a name is that of a worker: `policy-0`, but not `cluster`."""
+    """Whether a name is a worker's: `policy-0`, but not `cluster`."""
     return _WORKER.fullmatch(name) is not None
 
 

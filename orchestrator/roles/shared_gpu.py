@@ -1,4 +1,4 @@
-"""Memory of workers that share a GPU: which part of each is held in which period of a step."""
+"""Memory of workers that share a GPU: the part of each that is held in each period of a step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def of_trainer(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]
 
     Args:
         memories: Its memory as if it had the GPU to itself.
-        scoring: Memory of its model when it scores while the engines sample; empty: it does not.
+        scoring: Memory of its model when it scores while the engines sample, or empty if it does not.
     """
     for memory in memories:
         if memory.where == "host":
@@ -91,7 +91,7 @@ def engine_shares(
 
 
 def held_by_engine(memories: Sequence[WorkerMemory]) -> int:
-    """What an engine takes of its share of a GPU, in bytes: all but the buffers for new weights."""
+    """Bytes of its share of a GPU that an engine takes: all but the buffers for new weights."""
     parts = [part for memory in memories if memory.where == "gpu" for part in memory.parts]
     return sum(part.bytes for part in parts if part.name != "transfer")
 

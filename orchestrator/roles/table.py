@@ -28,7 +28,7 @@ from troupe.workers.contract.config import (
 )
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
-"""Ray hides no GPU from an actor that asks for none."""
+"""Ray hides no GPU from an actor that requests none."""
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
 _POOLS = "troupe.orchestrator.run_pools"
 
@@ -42,13 +42,13 @@ class WorkerSettings:
     threads: int
     device: Device
     micro_batch_tokens: int = 0
-    """Most tokens in one forward pass; 0: the role's workers do not share rows by their tokens."""
+    """Most tokens in one forward pass, or 0 if the role's workers do not share rows by their tokens."""
     extra: tuple[Any, ...] = ()
     """Constructor arguments after the worker's name."""
     sequence_parallel_size: int = 1
     """Adjacent workers that share each micro-batch."""
     engine: EngineProcess | None = None
-    """The engine in its process; None: it has none on the CPU."""
+    """The engine in its process, or None without one on the CPU."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -75,21 +75,21 @@ class Role:
     worker: str
     """Path of the worker class."""
     protocol: type[Any]
-    """What its workers can be asked to do."""
+    """Protocol of its workers' calls."""
     settings: Callable[[Any], WorkerSettings | Mapping[str, WorkerSettings] | None]
     """How the workers of a spec are started, by `ROLE.NAME` where its section may be a map; None if the spec has no
     workers of this role."""
     memory: MemoryOf
     """Memory of one worker."""
     name: RoleName | None = None
-    """Section of `roles` that has its workers; None: that of the same name as the row."""
+    """Section of `roles` that has its workers, or None for the section named as the row."""
     restarts: Restarts | None = None
-    """How many lost workers are replaced; None: none is."""
+    """How many lost workers are replaced, or None to replace none."""
     pool: str | None = None
     """Path of the function that makes the pool of the workers, each of which can be replaced, added and removed during
-    the run (see `run_pools.py`); None: they start once and stay."""
+    the run (see `run_pools.py`), or None if they start once and stay."""
     group: str | None = None
-    """Path of the class of group that calls the workers together; None: each is called alone."""
+    """Path of the class of group that calls the workers together, or None if each is called alone."""
     trains: bool = False
     """Whether the workers are ranks that train one model together."""
     concurrent: bool = False
@@ -129,7 +129,7 @@ def _judge(spec: RolloutSpec) -> WorkerSettings | None:
 
 
 def _engine(config: RolloutConfig | JudgeConfig) -> WorkerSettings:
-    """On a GPU vLLM decides about threads (0): it takes one, because more would spin beside it."""
+    """On a GPU vLLM decides about threads (0): it takes one, because more would spin in parallel."""
     if config.device == "cuda":
         return WorkerSettings(config, 0, "cuda")
     return WorkerSettings(config, config.engine.threads, "cpu", engine=config.process)
@@ -291,7 +291,7 @@ ENGINES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES
 SAMPLERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.samples))
 """The roles whose workers sample what is trained on."""
 TRAINED = (*TRAINERS, "reward_model")
-"""Prefixes of the trainers' metrics: those of a reward model are not named after its role."""
+"""Prefixes of the trainers' metrics: a reward model's are not named after its role."""
 
 
 def named(role: Callable[[Role], bool]) -> frozenset[str]:
@@ -300,7 +300,7 @@ def named(role: Callable[[Role], bool]) -> frozenset[str]:
 
 
 def row_of(spec: RunSpec, role: str) -> Role:
-    """The row of a role of this spec, by its name: `environment.NAME` has that of `environment`."""
+    """The row of a role of this spec, by its name: `environment.NAME` has the row of `environment`."""
     return ROLES[spec.trainer if role == "policy" else section_of(role)]
 
 

@@ -28,7 +28,7 @@ from troupe.workers.contract.units import GIB, MIB
 Where = Literal["gpu", "host"]
 Phase = Literal["always", "pass", "step"]
 Period = Literal["sampling", "update", "transfer"]
-"""What the workers of a shared GPU do at one time: engines sample and models score; trainers update; weights are
+"""Periods of a step on a shared GPU: engines sample and models score; trainers update; weights are
 sent."""
 PERIODS: tuple[Period, ...] = ("sampling", "update", "transfer")
 
@@ -49,10 +49,10 @@ FRAGMENTS = 0.4
 """Share of its activations that a rank on the CPU holds besides, as freed blocks between blocks in use: the C library
 keeps those below 8 MiB (`troupe.workers.models.cpu.return_large`). Measured: 0.1 to 0.5, and 0.8 under ZeRO-3."""
 TILE_LOGITS = 2**21
-"""Logits that the output head holds at a time on the CPU (`troupe.workers.models.heads`); on a GPU those of
+"""Logits that the output head holds at a time on the CPU (`troupe.workers.models.heads`); on a GPU the logits of
 `GPU_TILE_COLUMNS` columns."""
 KV_BLOCK = {"gpu": 16, "host": 32}
-"""Tokens in a block of vLLM's KV cache (on the CPU that of `workers/engine/settings.py`)."""
+"""Tokens in a block of vLLM's KV cache (on the CPU set by `workers/engine/settings.py`)."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ _PHASES: tuple[Phase, ...] = ("always", "pass", "step")
 
 @dataclass(frozen=True)
 class Training:
-    """What determines the memory of one rank of a training group."""
+    """The settings that determine the memory of one rank of a training group."""
 
     size: ModelSize
     dtype: Dtype
@@ -130,7 +130,7 @@ class Training:
 
 
 def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
-    """Memory of one rank: host memory, and that of its GPU if it has one."""
+    """Memory of one rank: host memory, and its GPU's if it has one."""
     size, trainer, width = rank.size, rank.trainer, WIDTHS[rank.dtype]
     device: Where = "gpu" if rank.gpu else "host"
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
@@ -162,7 +162,7 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     masked = _mask_row(size, rank.longest, trainer.packing)
     layers = activations(size, width, tokens, masked, trainer.gradient_checkpointing)
     if trainer.sequence_parallel_size > 1:
-        # What a rank sends and receives of the queries; those that attention keeps are counted as activations.
+        # What a rank sends and receives of the queries; the ones that attention keeps are counted as activations.
         layers += 2 * width * tokens * size.heads * size.head_dim
     parts[device].append(Part("activations", layers, "pass"))
     if rank.values:
@@ -204,7 +204,7 @@ def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int
 def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
     """Host memory of a rank with a GPU until its weights are on the GPU.
 
-    Below ZeRO-3 every rank builds the whole model. Under ZeRO-3 it reads its share tensor by tensor, of which two can
+    Below ZeRO-3 every rank builds the whole model. Under ZeRO-3 it reads its share by tensor, and two of them can
     be whole at once (embedding and output head, converted to another type); then DeepSpeed copies the share once
     through host memory.
     """
@@ -314,7 +314,7 @@ def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
     """Bytes that one layer keeps of one token for the backward pass. `masked`: length of a row of the mask.
 
     Norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
-    sharing those of a group), output, its log-sum, a row of the mask; eager, the weights of all pairs of tokens.
+    sharing a group's), output, its log-sum, a row of the mask; eager, the weights of all pairs of tokens.
     Feed-forward: gate, its activation, up, product. Each expert has a copy of the token, and its output before it is
     weighted.
     """
@@ -327,7 +327,7 @@ def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
 def _pairs(size: ModelSize, masked: int) -> int:
     """Bytes that a layer with eager attention keeps of one token's pairs: the capped logits, and the probabilities.
 
-    In bfloat16 these are also there in float32, from which they are rounded: 8 bytes, too.
+    In bfloat16 these are also there in float32, from which they are rounded: 8 bytes more.
     """
     return 8 * size.heads * masked if size.eager else 0
 
@@ -370,7 +370,7 @@ def _tile(size: ModelSize, tokens: int, gpu: bool) -> int:
 
 
 def _tiled(size: ModelSize, truncated: bool) -> bool:
-    """Whether the output head never holds a chunk of logits. Families with eager attention cap their logits, too."""
+    """Whether the output head never holds a chunk of logits. Families with eager attention also cap their logits."""
     return not (truncated or size.eager)
 
 
@@ -386,7 +386,7 @@ def _chunk(size: ModelSize, tokens: int, gpu: bool) -> int:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What determines the memory of a frozen model that scores (reference, reward model)."""
+    """The settings that determine the memory of a frozen model that scores (reference, reward model)."""
 
     size: ModelSize
     dtype: Dtype
@@ -464,7 +464,7 @@ def sequence_bytes(size: ModelSize, per_token: int, tokens: int, block: int, bat
     """Bytes that vLLM reserves in the cache for one sequence, in whole blocks.
 
     A layer with a sliding window keeps the window and what two batches in flight may add (vLLM's `SlidingWindowSpec`).
-    Layers of both kinds are put into groups of one size, the last of which is padded
+    Layers of both kinds are put into groups of one size, and the last one is padded
     (`_get_kv_cache_groups_uniform_page_size`).
 
     Args:
@@ -497,7 +497,7 @@ def engine(
     adapters: int = 0,
     graphs: int = 0,
 ) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
-    """Memory of one vLLM engine, and its cache (None where its size is not known).
+    """Memory of one vLLM engine, and its cache (None if its size is unknown).
 
     On a GPU vLLM takes the share `gpu_memory_utilization` and uses what the model leaves of it as the cache; without
     room for any sequence the cache holds 0 sequences.
@@ -507,11 +507,11 @@ def engine(
         size: Size of the model.
         dtype: Type of the weights.
         config: The engine's settings.
-        gpu: Memory of one GPU in bytes; 0: not known; None: the engine runs on the CPU.
+        gpu: Memory of one GPU in bytes, 0 if unknown, or None if the engine runs on the CPU.
         process: Host memory of the engine's processes without the model, in bytes.
         transfer: Memory of the buffers for new weights, in bytes.
         adapters: Memory that the layers have for adapters, in bytes; each rank of an engine counts with all of it.
-        graphs: Memory of the CUDA graphs, in bytes, where the cache has to leave it free.
+        graphs: Memory of the CUDA graphs, in bytes, if the cache has to leave it free.
     """
     width, ranks = WIDTHS[dtype], config.tensor_parallel_size
     # vLLM's CPU build packs the output head; of a tied one it keeps the embedding as well.
@@ -579,7 +579,7 @@ def in_engine(lora: LoraConfig) -> LoraConfig:
 
 
 def bucket_bytes(size: ModelSize, dtype: Dtype) -> int:
-    """Bytes of the largest bucket in which weights are sent from device to device."""
+    """Bytes of the largest bucket of weights sent from device to device."""
     return max(BUCKET, WIDTHS[dtype] * size.largest)
 
 
