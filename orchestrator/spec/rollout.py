@@ -107,7 +107,7 @@ class RolloutSpec(RunSpec, frozen=True):
     sampling: Annotated[SamplingConfig, NEXT_STEP, NOT_REWARDED, SAMPLED] = SamplingConfig()
     """How responses are sampled for training."""
     data: DataConfig
-    """Where prompts come from."""
+    """Sources of prompts."""
     evaluation: Annotated[EvaluationConfig | None, OTHER_EVALUATIONS, NOT_REWARDED, NOT_SAMPLED] = None
     """When and how the policy is evaluated; left out: never."""
     weight_sync: Annotated[WeightSyncConfig, NONE] = WeightSyncConfig()
@@ -119,7 +119,7 @@ class RolloutSpec(RunSpec, frozen=True):
     failures: Annotated[FailureConfig, NONE] = FailureConfig()
     """Which failures are tolerated, and when the run stops."""
     output: Annotated[OutputConfig, NONE] = OutputConfig()
-    """What the run writes."""
+    """Outputs of the run."""
 
     @property
     def group_size(self) -> int:
@@ -205,12 +205,12 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def kl_penalty(self) -> KlPenalty | None:
-        """See `RunSpec.kl_penalty`."""
+        """The penalty on KL(old || new), or None for an algorithm without one."""
         return section.kl_penalty(self.algorithm)
 
     @property
     def kl_start(self) -> float | None:
-        """See `RunSpec.kl_start`."""
+        """Start value of the adaptive coefficient of the KL term in the reward, or None if it does not adapt."""
         return None if self.algorithm.kl.target is None else self.kl_coef
 
     @property
@@ -225,7 +225,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def update_rules(self) -> tuple[object, ...]:
-        """See `RunSpec.update_rules`."""
+        """The settings besides batch and trainers' configurations on which the updates of a step depend."""
         algorithm = self.algorithm
         return (
             *super().update_rules,
@@ -325,7 +325,7 @@ class RolloutSpec(RunSpec, frozen=True):
         return {path: functions for path, functions in lists.items() if functions is not None}
 
     def reward_digest(self) -> str:
-        """See `RunSpec.reward_digest`; excludes the functions' time limits and the place where they run."""
+        """Digest of what gives the rewards of training, without the functions' time limits and where they run."""
         reward, judge = self.roles.reward, self.roles.judge
         content: dict[str, Any] = {
             path: [decisive(one, "reward") for one in functions]
@@ -339,7 +339,7 @@ class RolloutSpec(RunSpec, frozen=True):
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def missing(self) -> list[Finding]:
-        """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""
+        """Missing models, data and libraries, and problems of engines, reward functions and own algorithms."""
         engines = {"rollout": self.roles.rollout.engine}
         if self.roles.judge is not None:
             engines["judge"] = self.roles.judge.engine
@@ -354,7 +354,7 @@ class RolloutSpec(RunSpec, frozen=True):
         return [*super().missing(), *options, *functions, *environments, *self._algorithm_problems()]
 
     def packages(self) -> Iterator[tuple[str, str]]:
-        """See `RunSpec.packages`; and what votes in evaluations compare answers with."""
+        """(field, module) of features that need an extra, and of the comparison of answers in votes."""
         yield from super().packages()
         for one, source in zip(self.held_out_sets(), self.data.held_out_sets().values(), strict=True):
             if one.votes:
@@ -362,7 +362,7 @@ class RolloutSpec(RunSpec, frozen=True):
                 yield f"data.{one.section}.sampling.samples" if own else "evaluation.sampling.samples", "math_verify"
 
     def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:
-        """See `RunSpec.model_problems`; and what the engines do not support."""
+        """Problems of models by their config.json, including what the engines do not support."""
         trained = models.get("model") if self.device == "cpu" else None
         heads = preflight.unsupported_head_size(Path(trained.path)) if trained is not None else ()
         engines = {"model": ("roles.rollout.tensor_parallel_size", self.roles.rollout.tensor_parallel_size)}
@@ -411,7 +411,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def resolved_sleep(self) -> Sleep:
-        """What engines release while the policy trains, null resolved."""
+        """Memory that engines release while the policy trains, null resolved."""
         role = self.roles.rollout
         if role.sleep is not None:
             return role.sleep
@@ -513,14 +513,14 @@ class RolloutSpec(RunSpec, frozen=True):
         return found
 
     def evaluated_by(self) -> dict[str, Any]:
-        """See `RunSpec.evaluated_by`; an environment without a name is among the other fields of the digest."""
+        """Environment and judge that decide results, by set; the digest's other fields hold an unnamed environment."""
         sets = {one.label: self.plays_and_judges(one) for one in self.held_out_sets()}
         if "" in self.roles.environments():
             sets = {label: {k: v for k, v in own.items() if k != "played_in"} for label, own in sets.items()}
         return {label: own for label, own in sets.items() if own}
 
     def evaluation_metrics(self) -> list[str]:
-        """See `RunSpec.evaluation_metrics`."""
+        """The metrics that every evaluation reports, or empty without held-out data."""
         return [name for held_out in self.held_out_sets() for name in held_out.metric_names()]
 
     def reward_config(self) -> ScoringConfig:
@@ -532,17 +532,17 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def probe_interval_s(self) -> float:
-        """See `RunSpec.probe_interval_s`."""
+        """Seconds between two rounds of health probes of the workers besides the trainers."""
         return self.failures.health_interval_s
 
     @property
     def overlaps_steps(self) -> bool:
-        """See `RunSpec.overlaps_steps`."""
+        """Whether a step may begin before the engines have the previous step's weights."""
         return self.schedule.max_staleness > 0
 
     @property
     def alarm(self) -> AlarmConfig | None:
-        """See `RunSpec.alarm`."""
+        """When a rising reward counts as reward hacking, or None if never."""
         return self.failures.alarm
 
     @property
@@ -552,18 +552,18 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def rollouts(self) -> RolloutSpec:
-        """See `RunSpec.rollouts`."""
+        """This spec."""
         return self
 
     @property
     def prompt_room(self) -> PromptRoom:
-        """See `RunSpec.prompt_room`."""
+        """Tokens that a prompt may have."""
         longest, response = self.roles.rollout.max_model_len, self.sampling.max_tokens
         words = f"roles.rollout.max_model_len {longest} leaves beside sampling.max_tokens {response}"
         return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
 
     def room_for(self, section: str) -> PromptRoom:
-        """See `RunSpec.room_for`; after reserving the longest response of the section's samples, or a turn of their
+        """Tokens that a prompt of this section in `data` may have, after reserving a response, or a turn of its
         episodes.
 
         A turn may have what the conversation leaves of the model's length, and needs one token.
@@ -585,12 +585,12 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def trainer(self) -> str:
-        """See `RunSpec.trainer`."""
+        """Row of the table of roles for the workers that train the model."""
         return "policy"
 
     @property
     def batch_bytes(self) -> int:
-        """See `RunSpec.batch_bytes`; with every prompt and response at its longest.
+        """Most bytes of the tables of one step and of steps in progress, with prompts and responses at their longest.
 
         ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, if sampling is truncated, the tokens
         that were left, once for every step in progress; the scores (old, reference, values) and TRAIN exist once
@@ -605,7 +605,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def has_weight_file(self) -> bool:
-        """See `RunSpec.has_weight_file`."""
+        """Whether new weights reach the engines in a file in shared memory."""
         return BACKENDS[self.resolved_backend()].writes_file
 
     @property
