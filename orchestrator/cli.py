@@ -1,6 +1,6 @@
 """The `troupe` command line. Each command is in `commands/`; errors become one line and an exit code here.
 
-`troupe --help` needs what this module imports and nothing else: neither pydantic nor pyarrow.
+`troupe --help` needs only the imports of this module, so neither pydantic nor pyarrow.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> NoReturn:
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know a character
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
         code = app(prog_name="troupe", standalone_mode=False)
         if code == STOPPED:  # typer has caught a KeyboardInterrupt

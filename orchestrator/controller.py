@@ -58,13 +58,13 @@ class RunComponents:
     recovery: TrainerRecovery
     """Restarts the trainers in place when one of them is lost."""
     sync: WeightSync | None
-    """None: no engine serves the trained weights."""
+    """None if no engine serves the trained weights."""
     evaluator: HeldOutEvaluation | None
     ledger: Ledger
     step_recorder: StepRecorder
     """Keeps what the last steps trained on, for `troupe replay`."""
     scaler: WorkerScaler | None = None
-    """Scales roles while the run is running; None: the number of workers is fixed."""
+    """Scales roles while the run is running, or None if the number of workers is fixed."""
     budgets: Sequence[RestartBudget] = ()
     """Restarts of the other roles."""
     peaks: PeakMemory = field(default_factory=PeakMemory)
@@ -74,9 +74,9 @@ class RunComponents:
     recorder: RunRecorder = field(default_factory=lambda: RunRecorder(CallLog(), EventLog()))
     """Records events and the timeline."""
     held_out_rows: str = ""
-    """Digest of the rows that evaluations are made on; empty: there are none."""
+    """Digest of the rows that are evaluated, or empty if there are none."""
     beside: EvaluationBesideTraining | None = None
-    """Evaluates while training continues (`evaluation.beside`); None: training waits."""
+    """Evaluates while training continues (`evaluation.beside`), or None if training waits."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RunOutcome:
     peak_memory: str
     """Per role, in one line."""
     ended_early: str = ""
-    """Why the run has ended before its last step; empty: it has not, or was stopped."""
+    """Why the run has ended before its last step, or empty if it has not or was stopped."""
     best: BestState = field(default_factory=BestState)
     """The best evaluations."""
 
@@ -170,7 +170,7 @@ class Controller:
             *(() if components.scaler is None else (components.scaler,)),
             ChangeEvents(components.ledger, self._recorder.events),
         )
-        """In the order in which a step passes them."""
+        """The parts in the order in which a step passes them."""
         if checkpoints.found is not None:
             with checkpoints.found.restoring():
                 states = states_of(checkpoints.found.state)
@@ -205,7 +205,7 @@ class Controller:
             for part in self.parts:
                 part.begin(self.version)
             if not self.version:
-                await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
+                await self._recorder.end_step(0)  # start-up; a resumed run's is part of its first step
             source.start()
             self._timers = self._new_timers()
             while self.version < spec.schedule.steps and not (self._alarm.stops or self.best.no_gain):
@@ -254,7 +254,7 @@ class Controller:
         )
 
     async def _settle(self) -> SourceSnapshot:
-        """Waits for what runs beside the loop; what to save, before the groups in flight are cancelled."""
+        """Waits for work beside the loop; returns what to save, before the groups in flight are cancelled."""
         await self._evaluations.leave(self.version)
         if self._weights is not None:
             await self._weights.settle()
@@ -284,7 +284,7 @@ class Controller:
         return UpdatedStep(step + 1, batch, before, updates, self._timers)
 
     async def _sync(self, version: int) -> None:
-        """Every engine loads the weights and verifies them, beside the next step where samples may be stale."""
+        """Every engine loads and verifies the weights, during the next step if samples may be stale."""
         if self._weights is None:
             return
         with self._timers.phase("sync"):

@@ -37,7 +37,7 @@ class WorkerDied(WorkerError):
     """The worker's process has died or cannot be reached."""
 
     def __init__(self, worker: str, method: str, detail: str, fault: str = "") -> None:
-        """`fault` says what ended it, the same text for the same cause; empty where it is not known."""
+        """`fault` names what ended it, the same text for the same cause, or is empty if unknown."""
         super().__init__(worker, method, detail)
         self.fault = fault
 
@@ -75,7 +75,7 @@ class EvaluationLost(TroupeError):
 
 
 class WeightsNotVerified(TroupeError):
-    """An engine acknowledged weights other than those that were sent."""
+    """An engine acknowledged other weights than were sent."""
 
 
 class BatchFailed(TroupeError):
@@ -99,11 +99,11 @@ class StopRequested(TroupeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'X'?` for the nearest known word; empty where none is near."""
+    """`did you mean 'X'?` for the nearest known word, or empty if none is near."""
     near = nearest_word(word, known)
     return f"did you mean '{near}'?" if near else ""
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str:
-    """The nearest known word; empty where none is near."""
+    """The nearest known word, or empty if none is near."""
     return next(iter(difflib.get_close_matches(word[:60], list(known), n=1)), "")

@@ -34,13 +34,13 @@ class EvaluationOptions:
     """How a model is evaluated."""
 
     endpoint: Endpoint | None = None
-    """Samples in place of engines; None: engines with the spec's model."""
+    """Samples instead of engines, or None for engines with the spec's model."""
     use_cache: bool = True
     """Whether results that are kept are used; they are replaced otherwise."""
     output: Path | None = None
-    """File for the results with their intervals; None: they are only returned."""
+    """File for the results with their intervals, or None to only return them."""
     adapter: Path | None = None
-    """Adapters to merge with the spec's model, in place of those that the spec names."""
+    """Adapters to merge with the spec's model, instead of the spec's adapters."""
 
 
 async def evaluate_on_prompts(
@@ -151,7 +151,7 @@ async def _sample(
 
 
 def _require_chat(spec: RolloutSpec) -> None:
-    """Raises UsageError where an endpoint would not sample what the spec asks for."""
+    """Raises UsageError if an endpoint would not sample what the spec asks for."""
     refused = {
         "roles.environment": any(one.environment is not None for one in spec.held_out_sets()),
         "sampling.stop": bool(spec.sampling.stop),

@@ -41,9 +41,9 @@ class WorkerLauncher:
 
         Args:
             spec: The spec, with models that are folders.
-            cluster: Where the workers run.
-            snapshots: Those of the folders that are snapshots of the hub: nodes without them download them.
-            classes: Worker classes to start instead of those of the table, by its rows.
+            cluster: The cluster of the workers.
+            snapshots: The folders that are snapshots of the hub, which nodes without them download.
+            classes: Worker classes to start instead of the classes of the table, by its rows.
         """
         self._spec = spec
         self._snapshots = tuple(snapshots)
@@ -56,8 +56,8 @@ class WorkerLauncher:
         """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
 
         Args:
-            only: Sections of `roles` to start; None: all.
-            progress: Called with how far the start is.
+            only: Sections of `roles` to start, or None for all.
+            progress: Called with the progress of the start.
 
         Raises:
             DoesNotFit: The cluster has no room.
@@ -123,7 +123,7 @@ class WorkerLauncher:
         return group
 
     async def _start_trainers(self, group: TrainerGroup[Any]) -> None:
-        """Starts the ranks of a group, again if one dies meanwhile; one that dies again has a cause that stays."""
+        """Starts the ranks of a group, again if one dies during it; one that dies again has a cause that stays."""
         try:
             await group.start(self._spec.schedule.start_timeout_s)
         except WorkerError as error:
@@ -164,7 +164,7 @@ class WorkerLauncher:
         self._cluster.events.record("trainer_restarted", workers=names)
 
     def seat(self, name: str) -> tuple[Placement, Seat]:
-        """Where the worker of this name runs."""
+        """Placement and seat of the worker of this name."""
         return self._seats[name]
 
     async def make_room(self, name: str) -> None:

@@ -78,9 +78,9 @@ def run(
     Args:
         spec: The spec.
         set: Fields to set.
-        out: Run folder; None: the spec's.
+        out: Run folder, or None for the spec's.
         resume: Resume from the newest valid checkpoint in the run folder.
-        address: Ray cluster to join; None: start a local one.
+        address: Ray cluster to join, or None to start a local one.
         on_step: Called after every step, and with late evaluations, in the thread of the run. Training waits for it; an
             exception ends the run.
         progress: Print the run's progress to standard output, or to this stream.
@@ -111,7 +111,7 @@ def _report_at_end(folder: Path, console: Console) -> None:
 
 
 def train(request: RunRequest, console: Console) -> Outcome:
-    """Train as a request says, shown on a console, which is closed. Raises TroupeError."""
+    """Train as a request specifies, shown on a console, which is closed. Raises TroupeError."""
     from troupe.orchestrator.insight.verdicts.running import RunningVerdicts
     from troupe.orchestrator.run import run as run_spec
 
@@ -148,13 +148,13 @@ def evaluate(
     Args:
         spec: The spec.
         model: Folder of a model, of a checkpoint or of a run (its newest checkpoint), a name on the hub, or the URL of
-            an endpoint with OpenAI's chat completions; None: the spec's model.
+            an endpoint with OpenAI's chat completions, or None for the spec's model.
         set: Fields to set.
         best: Of a run, the checkpoint of the best evaluation (`checkpoint.best`).
-        served: Name of the model at the endpoint; None: the only one that it lists.
+        served: Name of the model at the endpoint, or None for the only one that it lists.
         use_cache: Use results that are kept.
         output: JSON file for the results with their confidence intervals (prompts only).
-        address: Ray cluster to join; None: start a local one.
+        address: Ray cluster to join, or None to start a local one.
         progress: Print what is being done to standard output, or to this stream.
 
     Raises:
@@ -247,8 +247,8 @@ def plan(
     Args:
         spec: The spec.
         set: Fields to set.
-        cluster: NODESxGPUS[xTYPE], as in `2x8xH200`; None: this machine.
-        measured: Folder of a `troupe bench` of the spec, whose measurements replace estimates; None: only estimates.
+        cluster: NODESxGPUS[xTYPE], as in `2x8xH200`, or None for this machine.
+        measured: Folder of a `troupe bench` of the spec, whose measurements replace estimates, if any.
 
     Raises:
         SpecError: The spec is not valid.
@@ -279,13 +279,13 @@ def export(
 ) -> Path:
     """Write the policy of a run as a Hugging Face model folder, and return the folder.
 
-    Where the run trained adapters (`roles.policy.lora`), that is peft's folder of an adapter.
+    If the run trained adapters (`roles.policy.lora`), that is peft's folder of an adapter.
 
     Args:
         run: The run, or its folder.
         folder: The folder to write; it must not exist.
-        step: Step of the checkpoint; None: the newest valid one.
-        best: That of the best evaluation (`checkpoint.best`) instead.
+        step: Step of the checkpoint, or None for the newest valid one.
+        best: The checkpoint of the best evaluation (`checkpoint.best`) instead.
         average: The moving average of the weights (`ema_decay`) instead of the weights.
         merge: Add the adapters to the model below them, in float32 before rounding once, and write the whole model.
 
@@ -331,8 +331,8 @@ def samples(
         step: Only samples of this step.
         where: An SQL condition, as in `reward < 0 AND step > 40`.
         sort: Columns, separated by commas; descending with a leading `-`.
-        limit: Most samples; None: all.
-        columns: Columns of the table; None: all.
+        limit: Most samples, or None for all.
+        columns: Columns of the table, or None for all.
 
     Raises:
         UsageError: The run has no samples, the query is not valid, or duckdb is not installed.
@@ -382,7 +382,7 @@ class Outcome:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """What is right and wrong with the run."""
+        """The findings on the run."""
         from troupe.orchestrator.insight.verdicts.running import verdicts_of
 
         return tuple(verdicts_of(self._run))
@@ -391,7 +391,7 @@ class Outcome:
         """Write the report, one HTML page, and return the file.
 
         Args:
-            file: The file; None: `report.html` in the run folder.
+            file: The file, or None for `report.html` in the run folder.
         """
         from troupe.orchestrator.insight.report.report import REPORT, write_report
 
@@ -450,7 +450,7 @@ def _in_place(planned: PlannedRun, stream: TextIO, *, resume: bool = False) -> P
 
 
 def _stream(progress: bool | TextIO) -> TextIO:
-    """Where progress is printed."""
+    """Stream to which progress is printed."""
     if isinstance(progress, bool):
         return sys.stdout if progress else io.StringIO()
     return progress
@@ -478,7 +478,7 @@ def _console(on_step: OnStep | None, stream: TextIO) -> Console:
 
 
 def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
-    """Calls a function that runs an event loop: in another thread, where this one has a running loop.
+    """Calls a function that runs an event loop: in another thread if this one has a running loop.
 
     An interrupt stops the run in order, and is raised when it has ended.
     """

@@ -32,9 +32,9 @@ class PostedRequest:
     """A request that has arrived."""
 
     key: str
-    """What its file and that of its answer share in their names."""
+    """Common part of the names of its file and its answer's."""
     content: bytes | None
-    """None: it cannot be read."""
+    """None if it cannot be read."""
 
     @property
     def too_long(self) -> bool:
@@ -80,7 +80,7 @@ class Mailbox:
         Args:
             content: The request.
             timeout_s: Longest wait for the answer, in seconds.
-            write_s: Longest wait until the request is written, in seconds; None: `timeout_s`.
+            write_s: Longest wait until the request is written, in seconds, or None for `timeout_s`.
 
         Raises:
             TimeoutError: There is no answer in time. The request is withdrawn.

@@ -119,7 +119,7 @@ class OfflineRun:
     async def _tokenize(self, pool: ExamplePool, label: str) -> tuple[Tokenized, TableRef]:
         """Tokenizes every example once; an example that is too long counts as a bad row.
 
-        Bad rows that were found before are reported where the data are read.
+        Bad rows that were found before are reported when the data are read.
         """
         self._context.console.phase("tokenise", 0, 1)
         timeout_s = self._spec.schedule.train_timeout_s

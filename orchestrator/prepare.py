@@ -1,4 +1,4 @@
-"""What a spec names is brought in place and checked, before anything starts."""
+"""Fetches and checks the models and data of a spec before anything starts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool
 
 
 def single(document: Document, name: str, out: Path | None = None) -> PlannedRun:
-    """The only run of a document, nothing of which is checked on this machine.
+    """The only run of a document, unchecked on this machine.
 
     Args:
         document: The spec.
         name: What the user calls it.
-        out: Run folder; None: the spec's.
+        out: Run folder, or None for the spec's.
 
     Raises:
         SpecError: The spec is invalid.
@@ -49,7 +49,7 @@ def single(document: Document, name: str, out: Path | None = None) -> PlannedRun
 
 
 def checked(runs: tuple[PlannedRun, ...], *, resume: bool = False) -> tuple[PlannedRun, ...]:
-    """The runs, with names on the hub pinned to commits. Raises SpecError where what they name does not exist."""
+    """The runs, with names on the hub pinned to commits. Raises SpecError if something named does not exist."""
     problems = list(dict.fromkeys(problem for planned in runs for problem in planned.missing()))
     if problems:
         raise SpecError(problems)
@@ -83,7 +83,7 @@ def models_to_create(planned: PlannedRun) -> dict[str, Path]:
 
 
 def create_models(runs: Sequence[PlannedRun] | None, say: Say) -> None:
-    """Create the models of the examples that runs name, or all of them, where this machine does not have them yet."""
+    """Create the models of the examples that runs name, or all of them, if this machine does not have them yet."""
     from troupe.orchestrator.starter.demo_models import MODELS, DemoModelError, make_models
 
     check_models_to_create(runs or ())

@@ -1,6 +1,6 @@
-"""What a resumed run may change: the spec in its folder against the one given, and the checkpoint against both.
+"""Changes that a resumed run may make: the spec in its folder against the one given, and the checkpoint against both.
 
-Everything here is checked before Ray starts. A field is refused where the checkpoint's state belongs to its old value.
+Everything here is checked before Ray starts. A change is refused if the checkpoint's state belongs to its old value.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Resumption:
     found: Checkpoint
     spec: RunSpec
     differences: tuple[FieldDifference, ...] | None
-    """Between the spec in the run's folder and the one given; None: the folder has no spec that can be read."""
+    """Differences between the folder's spec and the given one, or None if the folder has no readable spec."""
     problems: tuple[str, ...]
     """Other reasons why the run cannot resume."""
 
     def lines(self) -> list[str]:
-        """What the run is to say at its start.
+        """Lines that the run prints at its start.
 
         Raises:
             UsageError: The run cannot resume with this spec; with one line for every reason.
@@ -69,7 +69,7 @@ def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path)
 
 
 def require_same_rows(found: Checkpoint | None, drawn: Callable[[Mapping[str, Any]], Iterable[DrawnSource]]) -> None:
-    """Compare training data with those of a checkpoint, if there is one, so that their order can continue.
+    """Compare training data with a checkpoint's, if there is one, so that their order can continue.
 
     Args:
         found: The checkpoint.
@@ -116,7 +116,7 @@ def _new_length(spec: RunSpec, step: int) -> str:
 
 
 def _problems(found: Checkpoint, spec: RunSpec, unknown_spec: bool) -> Iterator[str]:
-    """What the checkpoint's files do not fit, whatever the spec was."""
+    """Settings that the checkpoint's files do not fit, whatever the spec was."""
     saved, now = found.trainers(), trainer_layouts(spec)
     for name, layout in now.items():
         if name not in saved:
@@ -129,7 +129,7 @@ def _problems(found: Checkpoint, spec: RunSpec, unknown_spec: bool) -> Iterator[
 
 
 def _unknown_starts(found: Checkpoint, before: RunSpec, spec: RunSpec) -> Iterator[str]:
-    """New coefficients where those of the checkpoint adapt, and an earlier version wrote it: it does not say from which
+    """Changed coefficients that adapt, for a checkpoint of an earlier version: it does not record the values from which
     they started, so that they would be kept."""
     with found.restoring():
         advantages = AdvantageState.model_validate(found.state.get("source", {}).get("advantages", {}))

@@ -61,7 +61,7 @@ class RolloutRun:
         self._rewards = self._pools.rewards
         policy = self._workers.policy
         self._handover: MemoryHandover | None = None
-        """None: engines and policy share no GPU, or share its memory all the time."""
+        """None if engines and policy share no GPU, or share its memory all the time."""
         if policy is not None and spec.resolved_sleep != "none":
             self._handover = MemoryHandover(self._pool, policy, spec.schedule.sync_timeout_s)
         self._scaler = WorkerScaler(
@@ -161,12 +161,12 @@ class RolloutRun:
     async def audit(
         self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None
     ) -> AuditReport:
-        """Compares engines and trainer with the float32 scorer, with the initial weights or those of the checkpoint.
+        """Compares engines and trainer with the float32 scorer, with the initial weights or the checkpoint's.
 
         Args:
             spec: With models that are folders.
-            found: The checkpoint; None: the initial weights.
-            controller: The run's, which has loaded the checkpoint; None: nothing has loaded it.
+            found: The checkpoint, or None for the initial weights.
+            controller: The run's, which has loaded the checkpoint, or None if nothing has.
         """
         policy, model = self._workers.require_policy(), Path(spec.model.path)
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
@@ -196,7 +196,7 @@ class RolloutRun:
         return report
 
     def queues(self) -> Queues:
-        """What the engines have to do. May be called from any thread."""
+        """Work that waits for the engines. May be called from any thread."""
         engines = [
             EngineQueue(e.name, "resting" if e.resting else "evaluating" if e.held else e.state.value, e.outstanding)
             for e in list(self._pool.engines)
@@ -223,10 +223,10 @@ class RolloutRun:
         """Held-out evaluation, if the spec has one.
 
         Args:
-            responses: Folder for its samples; None: they are not written.
-            log: Keeps its results; None: they are only returned.
-            sample: Samples the prompts from the tables themselves; None: the engines do.
-            only: Labels of the sets; None: all.
+            responses: Folder for its samples, or None to write none.
+            log: Keeps its results, or None to return them only.
+            sample: Samples the prompts from the tables themselves, or None for the engines.
+            only: Labels of the sets, or None for all.
         """
         evaluation = self._spec.evaluation
         if evaluation is None or not self._data.held_out:
@@ -286,7 +286,7 @@ class RolloutRun:
         return RolloutScheduler(self._spec, self._pool, scorer, ledger, prompts.next, table, done, observe, settings)
 
     async def _take_over(self, found: Checkpoint, scheduler: RolloutScheduler) -> None:
-        """Has the scheduler take over the finished samples of groups that were open at the checkpoint."""
+        """Makes the scheduler take over the finished samples of groups that were open at the checkpoint."""
         groups = await read_samples(found, self._spec, self._rewards)
         with found.restoring():
             samples = scheduler.restore(found.state["source"].get("scheduler", {}), groups)

@@ -76,7 +76,7 @@ class StopSwitch:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the user asked for."""
+    """The user's request."""
 
     spec: RunSpec
     """With every name on the hub pinned to a commit."""
@@ -84,7 +84,7 @@ class RunRequest:
     resume: bool
     address: str | None
     classes: Mapping[str, type[Worker]] = field(default_factory=dict)
-    """Worker classes to start instead of those of the table of roles, by its rows."""
+    """Worker classes to start instead of the classes of the table of roles, by its rows."""
     switch: StopSwitch = field(default_factory=StopSwitch)
     """Stops the run from another thread."""
 
@@ -94,7 +94,7 @@ AUDIT = "audit.json"
 
 
 def run(request: RunRequest, console: Console) -> RunOutcome:
-    """Trains as the spec says.
+    """Trains as the spec specifies.
 
     Raises:
         TroupeError: The run cannot start or cannot continue, with one clear message.
@@ -138,7 +138,7 @@ def audit(request: RunRequest, console: Console) -> AuditReport:
 
 
 def one_engine(spec: RolloutSpec) -> RolloutSpec:
-    """The spec of an audit: one engine where engines do not share the policy's GPUs."""
+    """The spec of an audit: one engine unless engines share the policy's GPUs."""
     rollout = spec.roles.rollout
     if rollout.colocate_with is None:
         rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
@@ -203,7 +203,7 @@ async def _train_offline(
 
 async def evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Console) -> dict[str, float]:
     """Metrics of the spec's model on held-out examples: the trainers compute the loss of their algorithm, with the
-    reference where it has one. Raises UsageError where the spec names no such data."""
+    reference if it has one. Raises UsageError if the spec names no such data."""
     local = fetch(spec, console)
     examples, held_out = load_examples(local.spec) if spec.data.eval is not None else (None, None)
     if examples is None or held_out is None:
@@ -236,7 +236,7 @@ async def _usable(console: Console, pools: Pools, rendering: Awaitable[PromptChe
 
 
 def _facts(spec: RunSpec) -> dict[str, object]:
-    """What a run consists of: workers by role, and versions of the packages; and how it evaluates and rewards."""
+    """Facts of a run: workers by role, and versions of the packages; and how it evaluates and rewards."""
     versions = dict(line.split(" ", 1) for line in describe_versions().splitlines())
     roles = {size.role: size.workers for size in role_sizes(spec)}
     digests = {EVALUATION: spec.evaluation_digest(), REWARDS: spec.reward_digest()}
@@ -264,9 +264,9 @@ async def open_run(
         request: The run.
         local: Its spec, with models that are folders.
         console: Shows the start.
-        roles: Roles to start; None: all.
-        resume_at: Steps that the run has completed; None: nothing is recorded or observed, as this is no training.
-        checks: Checks the data meanwhile. Where they fail, the start ends; otherwise they may still run in the block.
+        roles: Roles to start, or None for all.
+        resume_at: Steps that the run has completed, or None to record and observe nothing, as this is no training.
+        checks: Checks the data during the start. If they fail, the start ends; otherwise they may go on in the block.
     """
     console.phase("start Ray", 0, 1)
     engines = roles is None or any(name in roles for name in SAMPLERS)

@@ -28,13 +28,13 @@ class RunActors:
 
         Args:
             spec: The spec, with models that are folders.
-            cluster: Where the actors run.
-            seats: Those of the workers.
-            classes: Worker classes to use instead of those of the table of roles, by its rows.
+            cluster: The cluster of the actors.
+            seats: The seats of the workers.
+            classes: Worker classes to use instead of the classes of the table of roles, by its rows.
         """
         self.policy_gpu = 0
-        """Memory of the policy's smallest GPU in bytes, as its ranks report it when they have started; 0: they have
-        none, or have not."""
+        """Memory of the policy's smallest GPU in bytes, as its ranks report it when they have started, or 0 if
+        they have none or have not started."""
         self.served: set[str] = set()
         """Names of workers that have started before."""
         self._spec = spec
@@ -61,7 +61,7 @@ class RunActors:
         return worker
 
     def record_start(self, name: str, health: WorkerHealth | None = None) -> None:
-        """Records that a worker serves, and where."""
+        """Records that a worker serves, and its location."""
         event = "worker_replaced" if name in self.served else "worker_started"
         self.served.add(name)
         detail = "" if health is None else f"host {health.host}, pid {health.pid}"
@@ -92,7 +92,7 @@ class RunActors:
         """KV cache in bytes of an engine on the policy's GPU and its share of it, as `troupe plan` counts them, for
         every engine alike.
 
-        None: each engine takes what it finds free, as it has its GPU to itself, or the memory of a GPU is not known.
+        None if each engine takes the free memory, alone on its GPU, or if the memory of a GPU is unknown.
         """
         spec = self._spec.rollouts
         if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: those in its folder, their copies in an object store, and the one that it resumes from."""
+"""The checkpoints of a run: the ones in its folder, their copies in an object store, and the one to resume from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunCheckpoints:
 
     store: CheckpointStore
     found: Checkpoint | None = None
-    """The one that the run resumes from; None: it starts from the beginning."""
+    """The one that the run resumes from, or None if it starts from the beginning."""
     remote: RemoteCheckpoints | None = None
     """The copies in an object store, if the spec has one."""
 
@@ -36,10 +36,10 @@ class RunCheckpoints:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What the checkpoints of a run folder hold."""
+    """Newest step in the checkpoints of a run folder."""
 
     step: int
-    """Of the newest one; 0 without one."""
+    """Step of the newest one, or 0 without one."""
     complete: bool
     """Whether it is the last step of the spec, or the one at which the run has ended early, valid, and has the exported
     model."""
@@ -80,7 +80,7 @@ def open_checkpoints(spec: RunSpec, out: Path, resume: bool) -> RunCheckpoints:
 
 
 def saved_run(spec: RunSpec, out: Path) -> SavedRun:
-    """What a run folder holds. A checkpoint that would make the run complete is verified."""
+    """The state of a run folder. A checkpoint that would make the run complete is verified."""
     store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
     checkpoint, steps = spec.checkpoint, spec.schedule.steps
     newest, remote = max(store.steps(), default=0), _remote(spec)
@@ -125,7 +125,7 @@ def _remote(spec: RunSpec) -> RemoteCheckpoints | None:
 
 
 def _newer(remote: RemoteCheckpoints, here: RunCheckpoints, resume: bool) -> Checkpoint | None:
-    """The newest valid checkpoint of the object store, fetched, if it is newer than that of the folder.
+    """The newest valid checkpoint of the object store, fetched, if it is newer than the folder's.
 
     Raises:
         UsageError: There is one, and the run is not to resume.

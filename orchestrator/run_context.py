@@ -1,4 +1,4 @@
-"""What a run has at its disposal, once its workers are started."""
+"""The workers and services of a run, once its workers are started."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Observer(Protocol):
     """Observes the run from a thread (`orchestrator/insight/why/observer.py`)."""
 
     queues: Callable[[], Queues]
-    """What waits for engines; called from any thread."""
+    """Work that waits for engines; called from any thread."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run has at its disposal."""
+    """The workers and services of a run."""
 
     cluster: Cluster
     launcher: WorkerLauncher

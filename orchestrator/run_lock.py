@@ -28,7 +28,7 @@ LOCK_FILE = "run.lock"
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _LONGEST_COMMAND = 200
 _LOOK_S = 1.0
-"""Interval at which a run looks whether its folder is there."""
+"""Interval at which a run checks that its folder exists."""
 
 
 class RunLock:
@@ -39,12 +39,12 @@ class RunLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Locks an existing folder. Raises UsageError where another run holds it, and OSError."""
+        """Locks an existing folder. Raises UsageError if another run holds it, and OSError."""
         self._folder = folder
         self._path = folder / LOCK_FILE
         self._name = _reserved(folder)
         self._changing = threading.Lock()
-        """Held where the file is exchanged or closed."""
+        """Held while the file is exchanged or closed."""
         self._closed = False
         try:
             self._file = self._lock()
@@ -55,7 +55,7 @@ class RunLock:
     def renew(self) -> bool:
         """Locks the folder again if it, or the file in it, has been removed; whether that was so.
 
-        Another thread may close the lock meanwhile.
+        Another thread may close the lock during it.
 
         Raises:
             UsageError: Another run was faster.
@@ -104,7 +104,7 @@ def locked(folder: Path) -> Iterator[RunLock]:
     that this one starts do not inherit it.
 
     Raises:
-        UsageError: Another run holds it; the message says which.
+        UsageError: Another run holds it; the message names it.
         OSError: The file cannot be created.
     """
     lock = RunLock(folder)
@@ -116,7 +116,7 @@ def locked(folder: Path) -> Iterator[RunLock]:
 
 @contextmanager
 def kept(lock: RunLock, file: Path) -> Iterator[None]:
-    """Inside the block, makes the run folder, its lock and this file again where they are removed.
+    """Inside the block, makes the run folder, its lock and this file again if they are removed.
 
     A thread looks: the event loop of the run waits for no disk.
     """
@@ -131,7 +131,7 @@ def kept(lock: RunLock, file: Path) -> Iterator[None]:
 
 
 def _keep(lock: RunLock, file: Path, over: threading.Event) -> None:
-    """Looks at a fixed interval until `over`; waits for nothing else."""
+    """Checks the files at a fixed interval until `over`."""
     content: bytes | None = None
     while not over.wait(_LOOK_S):
         try:
@@ -162,7 +162,7 @@ def _reserved(folder: Path) -> socket.socket:
 
 
 def _flock(descriptor: int, path: Path) -> None:
-    """Locks an open file. Raises UsageError where another run has."""
+    """Locks an open file. Raises UsageError if another run has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -76,7 +76,7 @@ class RunPools:
         if policy is not None and spec.reference_in_policy:
             scorers.append(TokenScorer(policy, policy.reference_logprobs, timeout_s))
         if policy is not None and spec.needs_old_logprobs and not spec.old_logprobs_at_batch:
-            # The trainers are idle during synchronous generation, so they score group by group meanwhile.
+            # The trainers are idle during synchronous generation, so they score group by group during it.
             scorers.append(TokenScorer(policy, policy.compute_logprobs, timeout_s))
         return scorers
 
@@ -93,7 +93,7 @@ class RunPools:
 
 
 def replica_pool(run: RunPools, role: str) -> ReplicaPool[Any]:
-    """A pool of workers that have nothing to do with those of other roles."""
+    """A pool of workers without links to other roles."""
     workers, launch = run.context.workers.each(role), run.context.launcher.replica
     return ReplicaPool(workers, launch, RestartBudget.of_role(run.spec, role))
 
@@ -108,7 +108,7 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
         return engine
 
     async def end_episodes(engine: str) -> None:
-        """Ends the episodes of a lost engine, whose seats those of other engines need."""
+        """Ends the episodes of a lost engine, as other engines' need their seats."""
 
         async def end(worker: WorkerHandle[roles.EnvironmentServer]) -> None:
             try:

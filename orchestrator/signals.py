@@ -1,6 +1,6 @@
 """SIGINT, SIGTERM and SIGHUP before a run handles them itself: code 130 and one line, in the first second too.
 
-Imports next to nothing: the command line sets the first handlers before it loads anything else.
+Imports very little: the command line sets the first handlers before it loads anything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def exit_on_signals() -> None:
-    """A signal ends this process at once, as long as nothing has begun that would have to be ended in order."""
+    """A signal ends this process at once, until work has begun that must be ended in order."""
     _handle(_exit)
 
 

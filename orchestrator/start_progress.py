@@ -14,7 +14,7 @@ _LOOK_S = 1.0
 Progress = Callable[[int, int, str], None]
 """Called with how many workers have started, how many there are, and the names of the others."""
 Activities = Callable[[Sequence[str]], Awaitable[dict[str, str]]]
-"""What workers that are starting do, by name."""
+"""Start-up steps of workers, by name."""
 
 
 class StartProgress:
@@ -23,7 +23,7 @@ class StartProgress:
     def __init__(
         self, activities: Activities, progress: Progress, all_names: Collection[str], served: Collection[str]
     ) -> None:
-        """`all_names` and `served`: the workers of the run, and those that have started; both change."""
+        """`all_names` and `served`: the workers of the run, and the started ones; both change."""
         self._activities = activities
         self._progress = progress
         self._all = all_names

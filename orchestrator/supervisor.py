@@ -71,7 +71,7 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
 
 @contextmanager
 def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Passes signals on to the process; yields those that were."""
+    """Passes signals on to the process; yields the passed ones."""
     received: list[int] = []
 
     def forward(number: int, _: object) -> None:

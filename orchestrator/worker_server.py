@@ -40,7 +40,7 @@ class WorkerServer:
         self._folder = tempfile.mkdtemp(prefix="troupe-")
         remove_at_death(self._folder)
         self.path = str(Path(self._folder) / "workers")
-        """Of its socket, which accepts connections already."""
+        """Path of its socket, which accepts connections already."""
         self._errors = Path(self._folder) / "errors"
         theirs, self._owner = os.pipe()
         with socket.socket(socket.AF_UNIX) as listener, self._errors.open("w") as errors:
@@ -85,7 +85,7 @@ def started_ahead(spec: RunSpec, address: str | None) -> Iterator[None]:
 
 
 def server_of(spec: RunSpec, address: str | None = None) -> WorkerServer | None:
-    """The server of a run, which closes it; None where no engine runs on the CPU, or a cluster is joined."""
+    """The server of a run, which closes it, or None if no engine runs on the CPU or a cluster is joined."""
     engine = _engine(spec, address)
     return None if engine is None else _ahead.pop(engine, None) or WorkerServer(engine)
 
