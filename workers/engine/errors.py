@@ -1,4 +1,4 @@
-"""Why a rollout worker's engine does not serve. vLLM tells its client only that it has died; the log says why."""
+"""Why a rollout worker's engine does not serve. vLLM's client learns only that it has died; the log has the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ERROR = re.compile(
 """The last line of a traceback, behind whatever the logger puts before it, or what C++ and Python print before they end
 a process."""
 _CONSEQUENCES = ("EngineDeadError", "EngineGenerateError", "Engine core initialization failed", "; its log: ")
-"""Errors that only say that there was another one."""
+"""Errors that only refer to another one."""
 _LONGEST = 300
 
 
@@ -36,7 +36,7 @@ class EngineDead(WorkerGone):
     """The engine's process has ended; the worker must be replaced."""
 
     def __init__(self, name: str, fault: str = "", log: str = "") -> None:
-        """`fault` is vLLM's last error, `log` the file it stands in; empty where they are not known."""
+        """`fault` is vLLM's last error, `log` its file; both are empty if unknown."""
         super().__init__(name, fault, log)
 
     @property
@@ -66,7 +66,7 @@ class EngineOutOfStep(WorkerGone):
 
 
 def engine_dead(name: str) -> EngineDead:
-    """The error for an engine whose process has ended, with what the log says."""
+    """The error for an engine whose process has ended, with the error in its log."""
     logs = own_logs()
     for log in logs:
         if fault := last_error(log):

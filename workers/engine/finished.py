@@ -26,11 +26,11 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class RunningGroup(Generic[T]):
-    """A group of which an engine generates samples."""
+    """A group whose samples an engine generates."""
 
     request: GroupRequest
     tasks: Mapping[int, asyncio.Task[T]]
-    """What generates each sample, by its index."""
+    """The task of each sample, by its index."""
     build: Callable[[int, T], tuple[SampleSummary, Rows]]
     """Summary and rows of a finished sample."""
 
@@ -38,7 +38,7 @@ class RunningGroup(Generic[T]):
     """Rows of `request.finished`."""
 
     def finished(self) -> tuple[FinishedSamples, pa.Table]:
-        """The samples that are finished now, those of `request.finished` among them, and their ROLLOUTS table."""
+        """The samples that are finished now, including `request.finished`, and their ROLLOUTS table."""
         done = {i: task for i, task in self.tasks.items() if task.done() and not task.cancelled()}
         built = [self.build(i, task.result()) for i, task in done.items() if task.exception() is None]
         summaries = (*self.request.finished, *(summary for summary, _ in built))
@@ -51,8 +51,8 @@ def merged(request: GroupRequest, finished: pa.Table | None, rows: Rows) -> pa.T
     """The ROLLOUTS table of a whole group, in order of samples and segments.
 
     Args:
-        request: Says which samples are finished, and the attempt that all rows belong to.
-        finished: Their rows, among those of other groups; None: there are none.
+        request: Has the finished samples, and the attempt that all rows belong to.
+        finished: Their rows, among other groups' rows, or None without any.
         rows: Rows of the other samples.
 
     Raises:

@@ -49,13 +49,13 @@ def recording_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
 
 
 def record_kept_tokens(runner: Any) -> None:
-    """Have a model runner return the sets with its outputs; called once, in each process of an engine.
+    """Make a model runner return the sets with its outputs; called once, in each process of an engine.
 
-    An error of this ends no engine: the tokens of that step have no sets, and `kept_tokens` says so of their samples.
-    With runner V1 a step in which no request asks for log-probs, as that of a probe, has none either.
+    An error here ends no engine: the tokens of that step have no sets, which `kept_tokens` reports for their samples.
+    With runner V1 a step in which no request asks for log-probs, such as a probe's, has none either.
 
     Raises:
-        RuntimeError: it is another runner than the two whose samplers are known.
+        RuntimeError: the runner is neither of the two whose samplers are known.
     """
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
@@ -73,11 +73,11 @@ def record_kept_tokens(runner: Any) -> None:
 
 
 def _sets_of_v2(masks: SamplingMaskTensors, _sampled: Any = None) -> SamplingMaskLists | None:
-    """What runner V2 returns instead of lists that hold all tokens where all were left."""
+    """The lists that runner V2 returns instead of ones that hold all tokens if all were left."""
     with _errors_logged():
         bits = masks.packed_mask.numpy()
         bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))
-        bits[masks.counts.numpy() == 0] = 0  # not written where a request got no token
+        bits[masks.counts.numpy() == 0] = 0  # not written if a request got no token
         return _sets(bits, masks.vocab_size)
 
 
@@ -93,7 +93,7 @@ def _record_v1(runner: Any) -> None:
         sampled, logprobs = sample(*args, **kwargs)
         if logprobs is not None:
             with _errors_logged():
-                # On a GPU this copies to pinned memory, and nothing waits for it: vLLM's own copies, for which it waits
+                # On a GPU this copies to pinned memory, without waiting for it: vLLM's own copies, for which it waits
                 # before it reads an output, come after it.
                 last[:] = [(_packed(logprobs).to("cpu", non_blocking=True), logprobs.shape[1])]
         return sampled, logprobs
@@ -144,7 +144,7 @@ def _sets(packed: npt.NDArray[np.uint8], vocabulary: int) -> SamplingMaskLists:
 
 
 def kept_tokens(completion: CompletionOutput) -> tuple[list[bytes], str]:
-    """The words of each sampled token of a response, and why they are not known (each is empty then), or nothing."""
+    """The words of each sampled token of a response, and why they are unknown (each is empty then), or ""."""
     mask, ids = completion.sampling_mask, completion.token_ids
     if mask is None or len(mask.token_ids) != len(ids):
         return [b""] * len(ids), "the tokens that the sampler left were not recorded; the engine's log may say why"

@@ -1,4 +1,4 @@
-"""What ends with the rollout worker: the processes of its engine and their temporary files, also after kill -9."""
+"""Ends the processes of an engine and their temporary files with the rollout worker, also after kill -9."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _LEAST = 1e-3
 
 
 async def probe_logprobs(engine: AsyncLLM, adapter: LoRARequest | None) -> list[float]:
-    """Log-probs of some tokens after the others. `adapter`: None for those of the model below."""
+    """Log-probs of some tokens after the others. `adapter`: None for the model below."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind

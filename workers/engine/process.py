@@ -2,7 +2,7 @@
 
 By default vLLM spawns it: two imports of vLLM, one after the other, each some seconds of a core. On the CPU the engine
 is forked from a fork server, a process without engine, event loop or model that has imported vLLM. It is a fork of the
-worker where that is one itself (`workers/preload/`), so that one import serves all; otherwise it imports vLLM at the
+worker if that is one itself (`workers/preload/`), so that one import serves all; otherwise it imports vLLM at the
 same time as the worker.
 """
 
@@ -28,7 +28,7 @@ from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, die_with_owner, t
 
 IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 FRONT_END = "vllm.v1.engine.async_llm"
-"""What the worker of an engine imports besides."""
+"""Module that an engine's worker also imports."""
 _NO_COLLECTIONS = "troupe.workers.engine.no_collections"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Environment variable with the compute threads of a process."""
@@ -79,7 +79,7 @@ def close_descriptors(but: Collection[int]) -> None:
     """Close all descriptors except the standard streams and these."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > sys.stderr.fileno() and descriptor not in but:
-            with suppress(OSError):  # that of the listing itself
+            with suppress(OSError):  # the listing's own descriptor
                 os.close(descriptor)
 
 
@@ -91,7 +91,7 @@ def _serve(code: str) -> None:
 
 
 class _ForkedProcess(ForkServerProcess):
-    """A process with the environment of the process that starts it, not that of the fork server."""
+    """A process with the environment of the process that starts it, not the fork server's."""
 
     def start(self) -> None:
         """Start the process with the current environment of this one."""
@@ -132,7 +132,7 @@ def engine_processes(device: Device) -> Iterator[None]:
 
 
 def use_threads() -> None:
-    """Compute with the threads of the environment: in a fork, OpenMP has read that of the process it is a fork of."""
+    """Compute with the threads of the environment: in a fork, OpenMP has read the parent's environment."""
     torch: Any = import_module("torch")
     threads = os.environ.get(THREADS_VARIABLE, "")
     if threads.isdecimal() and torch.get_num_threads() != int(threads):

@@ -1,4 +1,4 @@
-"""What an engine holds of a GPU that it shares with a trainer: it rests while the trainer updates, and wakes in order.
+"""Memory of an engine on a GPU shared with a trainer: it rests while the trainer updates, and wakes in order.
 
 The order matters. vLLM resumes automatically as soon as all of an engine's memory is back, and it reports the old
 version over weights that were discarded. So the cache, which is always the last part to come back, waits here until the
@@ -39,7 +39,7 @@ class MemoryState(Enum):
 
 
 class SleepingEngine(Protocol):
-    """What this module uses of vLLM's `AsyncLLM`."""
+    """The methods of vLLM's `AsyncLLM` that this module uses."""
 
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Releases weights (kept in host memory at level 1) and cache; `keep`: requests continue after waking."""
@@ -92,7 +92,7 @@ class EngineMemory:
                 raise ValueError("an engine with sleep: none does not rest")
             case "weights":
                 if self.state is not MemoryState.WEIGHTS_GONE:
-                    # Before they are gone, so that nothing reports what is no longer there.
+                    # Before they are gone, so that nothing reports weights that are gone.
                     await self._call(engine.collective_rpc("troupe_forget_weights"))
                     await self._call(engine.update_weight_version(str(GONE)))
                     self.state = MemoryState.WEIGHTS_GONE

@@ -1,4 +1,4 @@
-"""Rows of the ROLLOUTS table: what vLLM returns, or what another source wrote, beside the prompt."""
+"""Rows of the ROLLOUTS table: the output of vLLM or of another source, with the prompt."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ def _status(status: str, *turns: SampledTurn) -> str:
 
 
 def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
-    """What the engine sampled for one prompt. Raises RuntimeError if vLLM left something out.
+    """The engine's samples for one prompt. Raises RuntimeError if vLLM left something out.
 
     Args:
-        output: Of vLLM.
+        output: Output of vLLM.
         records: Whether the engine recorded the tokens that the sampler left to each one.
     """
     completion = output.outputs[0]

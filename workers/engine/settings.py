@@ -47,7 +47,7 @@ def set_environment(engine: EngineProcess) -> None:
 
 
 def set_import_environment(engine: EngineProcess) -> None:
-    """Set those of the variables that do not depend on the process; forks of a process that has imported vLLM share
+    """Set the variables that do not depend on the process; forks of a process that has imported vLLM share
     them."""
     os.environ |= {
         "VLLM_NO_USAGE_STATS": "1",
@@ -98,7 +98,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
             backend=receiver_name(config.transfer_backend) if config.lora is None else ADAPTER_BACKEND
         ),
         worker_extension_cls=_EXTENSION if config.lora is None else _ADAPTER_EXTENSION,
-        # Without white space between the parts of JSON: a response could be nothing else.
+        # Without white space between the parts of JSON: a response could consist of it.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
         scheduler_cls=_RECORDING_SCHEDULER if config.sampling.truncates else None,
         enable_log_requests=False,
@@ -116,7 +116,7 @@ def receiver_name(backend: TransferBackend) -> str:
 def adapter_request(version: int, digest: str) -> LoRARequest:
     """vLLM's reference to the policy's adapters, which every request for a sample must carry.
 
-    vLLM's prefix cache knows adapters by their name: with another name for every version, no request reads what an
+    vLLM's prefix cache identifies adapters by name: with another name for every version, no request reads what an
     earlier version has computed.
     """
     from vllm.lora.request import LoRARequest
@@ -137,7 +137,7 @@ def _adapter_args(lora: LoraConfig | None) -> dict[str, Any]:
 
 
 def structured_outputs(config: StructuredConfig | None) -> StructuredOutputsParams | None:
-    """vLLM's constraint of one request, which keeps state; None: any text."""
+    """vLLM's constraint of one request, which keeps state, or None for any text."""
     if config is None:
         return None
     from vllm.sampling_params import StructuredOutputsParams
@@ -174,7 +174,7 @@ def _device_args(config: RolloutConfig) -> dict[str, Any]:
     if config.device == "cuda":
         return {
             # Of a cache whose size is given vLLM still requires this share to be free when it starts. On a shared GPU,
-            # what is free then says nothing.
+            # the memory free at that time means nothing.
             "gpu_memory_utilization": engine.gpu_share if config.kv_cache_bytes is None else _NO_SHARE,
             # In a placement group vLLM would choose Ray, and wants a bundle for every GPU. An engine's GPUs are on one
             # node and in one bundle.

@@ -40,16 +40,16 @@ class _Call(threading.Thread):
         """Processor time of the thread so far."""
         try:
             return 0.0 if self._clock is None else time.clock_gettime(self._clock)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended since
             return 0.0
 
     def end(self) -> None:
-        """Raise an exception in the thread; it ends where it next runs Python code."""
+        """Raise an exception in the thread; it ends when it next runs Python code."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(_Ended))
 
 
 def within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """What `function(*args)` returns or raises, unless it takes longer than `seconds` of processor time.
+    """Return or raise as `function(*args)` does, unless it takes longer than `seconds` of processor time.
 
     Time in which other threads or processes run does not count, so a busy machine gives the same result. The caller
     does not wait for a call that cannot be ended at once.

@@ -1,7 +1,7 @@
-"""vLLM's metrics for Prometheus, which nothing reads in a rollout worker.
+"""vLLM's metrics for Prometheus, unread in a rollout worker.
 
 An engine whose samples are timed has to collect statistics, and then also updates some thirty Prometheus metrics after
-every iteration, and one for every token. `AsyncLLM` leaves its own metrics out only where it is given others.
+every iteration, and one for every token. `AsyncLLM` leaves its own metrics out only if it receives others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def unread_metrics() -> type[PrometheusStatLogger]:
-    """The stat logger of an engine that takes the place of vLLM's own and records nothing. Imports vLLM."""
+    """The stat logger of an engine that replaces vLLM's own and records nothing. Imports vLLM."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class UnreadMetrics(PrometheusStatLogger):
