@@ -1,7 +1,7 @@
-"""Saving beside training: a copy of the state in host memory, and a thread that writes it.
+"""Saving during training: a copy of the state in host memory, and a thread that writes it.
 
 torch's `DefaultStager` copies (`torch.distributed.checkpoint` uses it for its `async_save`): it keeps which tensors
-share a storage, so that the files are those of a synchronous save, and it keeps its memory for the next copy.
+share a storage, so that the files equal a synchronous save's, and it keeps its memory for the next copy.
 DeepSpeed's own engines do not serve here: its decoupled one is part of FastPersist, which needs a compiled writer.
 """
 
@@ -24,13 +24,13 @@ Write = Callable[[], object]
 
 
 class HostCopies:
-    """Copies states to host memory, which is pinned where the tensors are on a GPU."""
+    """Copies states to host memory, which is pinned if the tensors are on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Copy nothing yet.
 
         Args:
-            device: Where the tensors are.
+            device: Device of the tensors.
         """
         on_gpu = device.type == "cuda"
         options = StagingOptions(
@@ -87,7 +87,7 @@ class BackgroundWriter:
         """Whether the checkpoint in this folder is written, and what failed.
 
         Raises:
-            RuntimeError: it is another one than was begun last.
+            RuntimeError: another save was begun last.
         """
         if self._thread is None or name != self._name:
             raise RuntimeError(f"{name} is not being written")

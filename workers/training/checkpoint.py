@@ -39,7 +39,7 @@ class ReshardingLoader:
             engine: DeepSpeed's engine.
             stage: Its ZeRO stage.
             dtype: Type of its weights.
-            whole: Whether all weights were saved, and not only those that train.
+            whole: Whether all weights were saved, not only the trained ones.
         """
         self._engine = engine
         self._stage = stage

@@ -100,8 +100,8 @@ class TrainEngine:
             total_updates: Optimizer updates that the learning-rate schedule spans.
             device: Device of this rank.
             dtype: Type of the weights.
-            adapter: The adapters in the model, which alone are trained, published, averaged and saved; None: all
-                weights are.
+            adapter: The adapters in the model, which alone are trained, published, averaged and saved, or None if
+                all weights are.
 
         Raises:
             ValueError: the model is random in training mode.
@@ -141,7 +141,7 @@ class TrainEngine:
             # steps too small, because AdamW corrects them by the number of steps.
             self._engine.optimizer.optimizer.state.clear()
         # BF16_Optimizer and training without ZeRO find the sums where the backward pass left them. DeepSpeed's other
-        # optimizers get them from the reduction, that of ZeRO-1 with offload_optimizer, too.
+        # optimizers get them from the reduction, also ZeRO-1's with offload_optimizer.
         in_place = self._stage == 0 or hasattr(self._engine.optimizer, "fp32_groups_gradients_flat")
         if in_place and dist.get_world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it would copy all gradients twice
@@ -165,7 +165,7 @@ class TrainEngine:
     def update(self, micro_batches: Sequence[Batch], loss_fn: Callable[[Forward, Batch], torch.Tensor]) -> StepResult:
         """One optimizer step on the sum over micro-batches and ranks of `loss_fn(forward, micro_batch)`.
 
-        Where a loss or the gradient's norm is not finite on any rank, no rank changes a parameter or an optimizer
+        If a loss or the gradient's norm is not finite on any rank, no rank changes a parameter or an optimizer
         state.
 
         Args:
@@ -217,7 +217,7 @@ class TrainEngine:
     def offload_states(self) -> int:
         """Move what only an update needs to host memory; returns the bytes that are free on the device then.
 
-        The next update moves it back, and so does whatever else computes with it. It can be saved where it is.
+        The next update moves it back, and so does any other computation with it. It can be saved from there.
         """
         if self._states.moved:
             return 0
@@ -252,7 +252,7 @@ class TrainEngine:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter and saved buffer, tied ones once. Collective.
 
-        The tensors are live: copy those that must outlast the next update or, under ZeRO-3, the next item. With
+        The tensors are live: copy them if they must outlast the next update or, under ZeRO-3, the next item. With
         adapters, they are the adapters' and their description, under the names of peft.
         """
         if self._adapter is not None:
@@ -314,7 +314,7 @@ class TrainEngine:
         self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
 
     def _own_state(self) -> dict[str, torch.Tensor]:
-        """What this rank needs besides DeepSpeed's files."""
+        """State of this rank besides DeepSpeed's files."""
         state = {"updates": torch.tensor([self._updates]), "torch_rng": torch.get_rng_state()}
         if self._adapter is not None:
             state |= {_BASE: as_bytes(self._adapter.base)}
@@ -434,7 +434,7 @@ class TrainEngine:
                 load_tokenizer(source.model_copy(update={"path": str(folder), "chat_template": None}))
 
     def _write_model(self, folder: Path, source: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
-        """Write these weights with the configuration of the model, and what stands beside it in the model `source`.
+        """Write these weights with the configuration of the model, and the other files of the model `source`.
 
         A `generation_config.json` is copied: transformers loads one that it then refuses to write.
         """

@@ -41,7 +41,7 @@ def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = 
     Args:
         rendezvous: Address of the store, rank and world size.
         device: Device of the rank.
-        store: The store, where `rendezvous_store` opened it in this process.
+        store: The store, if `rendezvous_store` opened it in this process.
     """
     os.environ |= {
         "DS_ACCELERATOR": device,

@@ -18,9 +18,9 @@ class _Moved:
     """A tensor whose data are in host memory."""
 
     tensor: torch.Tensor
-    """Has its data in host memory now, where they can be read and saved."""
+    """Its data are in host memory, readable and saved from there."""
     before: torch.Tensor
-    """The data on the device; nothing is allocated for them now."""
+    """The data on the device, with no memory allocated."""
 
 
 class HostStates:
@@ -34,12 +34,12 @@ class HostStates:
         """Move nothing yet.
 
         Args:
-            device: Where the tensors are while they are in use.
+            device: Device of the tensors while they are in use.
         """
         self._device = device
         self._moved: list[_Moved] = []
         self._freed: list[tuple[torch.Tensor, int]] = []
-        """Tensors that hold nothing between two updates, and the bytes of their storages."""
+        """Tensors that are empty between two updates, and the bytes of their storages."""
         self._buffers: list[torch.Tensor] = []
         """Host memory, which is kept, because pinning it takes long."""
 
@@ -77,7 +77,7 @@ class HostStates:
 
     @torch.no_grad()
     def move_back(self) -> None:
-        """Allocate the device's memory again, and copy the tensors back. Does nothing where they are there."""
+        """Allocate the device's memory again, and copy the tensors back. Does nothing if they are there."""
         for moved in self._moved:
             storage = moved.before.untyped_storage()
             storage.resize_(moved.before.nbytes)

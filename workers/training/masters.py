@@ -28,7 +28,7 @@ def masters(engine: Any, stage: int) -> list[torch.Tensor]:
 
 
 def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
-    """As `masters`, without what ZeRO-3 appends to the last shares of a parameter: memory that nothing was written to.
+    """As `masters`, without the unwritten memory that ZeRO-3 appends to the last shares of a parameter.
 
     (ZeRO-1 and ZeRO-2 append zeros.)
     """
@@ -48,7 +48,7 @@ def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """xxh3-128 of the bytes of the tensors, one after another; of a GPU's tensors, of two checksums of each.
 
-    A copy to the host, hashed by one thread, took 1.2 s of 1.5 billion weights of an H200, beside an update of 3.2 s.
+    A copy to the host, hashed by one thread, took 1.2 s of 1.5 billion weights of an H200, next to an update of 3.2 s.
     The digests of a GPU and of a CPU are not comparable.
     """
     state = xxhash.xxh3_128()

@@ -1,6 +1,6 @@
 """A model's adapters as the trainer publishes, saves and exports them.
 
-What is published describes itself: beside the tensors stands a description with peft's configuration and the digest of
+A published version describes itself: with the tensors goes a description with peft's configuration and the digest of
 the model below, so that the digest of a version covers all three.
 """
 
@@ -29,7 +29,7 @@ class ModelAdapter(Adapter):
     """The adapters of the model that a rank trains."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, source: ModelConfig, seed: int = 0) -> None:
-        """See `Adapter`.
+        """Add the adapters to the model (see `Adapter`).
 
         Args:
             model: The model.
@@ -50,7 +50,7 @@ class ModelAdapter(Adapter):
             self.start_from(start)
 
     def description(self) -> torch.Tensor:
-        """What the tensors of a version mean, uint8 [bytes]."""
+        """Description of the tensors of a version, uint8 [bytes]."""
         return as_bytes(Description(base=self.base, config=self.peft_config("")).to_json())
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:

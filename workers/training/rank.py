@@ -70,7 +70,7 @@ class TrainingRank(ABC):
         self._sequence: SequenceGroup | None = None
         self._reference: FrozenModule | None = None
         self._base_of: ModelAdapter | None = None
-        """Adapters of which the colocated reference is the start."""
+        """Adapters whose start is the colocated reference."""
         self._writer = BackgroundWriter()
 
     @property
@@ -110,7 +110,7 @@ class TrainingRank(ABC):
         """Load the models, the trained one into DeepSpeed; the process must have joined its group."""
 
     def _train(self, module: ModelModule, model: PreTrainedModel, dtype: torch.dtype) -> ModelAdapter | None:
-        """Put a model into DeepSpeed. Returns its adapters, where they are what trains of it."""
+        """Put a model into DeepSpeed. Returns its adapters if only they train, else None."""
         adapter = None if self._lora is None else ModelAdapter(model, self._lora, self._source, self._seed)
         self._sequence = sequence_group(self._trainer.sequence_parallel_size)
         if self._trainer.kernels == "liger":
@@ -121,7 +121,7 @@ class TrainingRank(ABC):
         return adapter
 
     def _refer_to(self, module: ModelModule, model: PreTrainedModel) -> None:
-        """Keep a frozen reference beside the trained model."""
+        """Keep a frozen reference next to the trained model."""
         if self._trainer.kernels == "liger":
             use_liger(model, self._device)
         # Both score the same micro-batches.
@@ -131,7 +131,7 @@ class TrainingRank(ABC):
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
         """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
 
-        With adapters, the reference may be the trained model without them, or with those that training started from.
+        With adapters, the reference may be the trained model without them, or with the initial adapters.
 
         Raises:
             RuntimeError: the worker has no colocated reference.
@@ -164,12 +164,12 @@ class TrainingRank(ABC):
         self.engine.save(directory)
 
     def begin_save(self, directory: str, model: str = "", average: str = "") -> None:
-        """Copy what `save` writes, and begin to write it in the background; `save_status` says when it is written.
+        """Copy what `save` writes, and begin to write it in the background; `save_status` reports when it is done.
 
         Args:
             directory: The folder that `save` takes.
-            model: Folder of the exported model; empty: none is written.
-            average: That of the moving average of its weights; empty: none is written.
+            model: Folder of the exported model, or empty to write none.
+            average: Folder of the moving average of its weights, or empty to write none.
 
         Raises:
             RuntimeError: some rank is still writing an earlier one.
@@ -181,12 +181,12 @@ class TrainingRank(ABC):
         self._writer.start(directory, state, exports)
 
     def _require_written(self) -> None:
-        """Raise RuntimeError on all ranks where one is still writing: the others would wait for it in vain."""
+        """Raise RuntimeError on all ranks if one is still writing: the others would wait for it in vain."""
         if all_reduce({"writes": float(self._writer.writes)}, self._device, "max")["writes"]:
             raise RuntimeError("an earlier checkpoint is still being written")
 
     def save_status(self, directory: str) -> SaveStatus:
-        """Whether what `begin_save` began is written. Raises RuntimeError where it was another process that began."""
+        """Whether the save of `begin_save` is written. Raises RuntimeError if another process began it."""
         return self._writer.status(directory)
 
     def try_save(self, directory: str) -> None:

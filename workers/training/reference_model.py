@@ -41,7 +41,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class RankScores:
-    """What one rank has scored."""
+    """Scores of one rank."""
 
     rows: int
     table: pa.Table
@@ -52,7 +52,7 @@ class ReferenceModel:
     """A frozen causal model, whole or this rank's part of it, that scores micro-batches."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        """Load the model. Collective where it is divided: the process must have joined its group.
+        """Load the model. Collective if it is divided: the process must have joined its group.
 
         Raises:
             OSError: The model is missing.
@@ -67,7 +67,7 @@ class ReferenceModel:
         self._config = config
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> RankScores:
-        """`ref_logprobs` of the plan's rows. Collective where the model is divided."""
+        """`ref_logprobs` of the plan's rows. Collective if the model is divided."""
         rows, table = score_plan(self._placed.module, plan, rollouts, "ref_logprobs", self._device)
         return RankScores(rows, table, own_peak(self._config.device))
 
@@ -93,13 +93,13 @@ class ShardedReference:
         join_group(_rendezvous(config, 0, self._store.port), config.device, self._store)
         self._model = ReferenceModel(config)
         self.packs = self._model.packs
-        """See `ReferenceModel.packs`."""
+        """Whether the model packs rows, as in `ReferenceModel.packs`."""
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> RankScores:
         """`ref_logprobs` of the plan's rows, whose micro-batches are shared by the ranks.
 
-        After an error the model cannot be used any more: the other ranks' answers would be taken for those of the next
-        call.
+        After an error the model cannot be used any more: the other ranks' answers would be taken for the next
+        call's.
 
         Raises:
             OSError: An earlier call has failed.
@@ -176,5 +176,5 @@ def _partitioner(config: ReferenceConfig) -> ZeroPartitioner:
 
 
 def _trainer(config: ReferenceConfig) -> TrainerConfig:
-    """What DeepSpeed wants to know, although nothing trains."""
+    """Settings that DeepSpeed requires, although nothing trains."""
     return TrainerConfig(zero_stage=3, micro_batch_tokens=config.micro_batch_tokens, threads=config.threads)

@@ -59,7 +59,7 @@ State = dict[str, Any]
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 """Whole shape of every parameter by name, one mapping per group, in the order of flattening."""
 Cut = Callable[[Sequence[Sequence[torch.Tensor]]], list[torch.Tensor]]
-"""From the flat tensors of every rank that saved to those of this rank, one per group."""
+"""From the flat tensors of every rank that saved to this rank's, one per group."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -112,7 +112,7 @@ def cut_groups(shapes: Shapes, widths: Sequence[int], rank: int) -> Cut:
 
 
 def cut_parameters(before: Shapes, now: Shapes, rank: int, world: int) -> Cut:
-    """ZeRO 3: a share of each parameter. The groups may differ: DeepSpeed splits them where shares are large."""
+    """ZeRO 3: a share of each parameter. The groups may differ: DeepSpeed splits them if shares are large."""
 
     def cut(saved: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         shards: dict[str, list[torch.Tensor]] = {}
@@ -148,7 +148,7 @@ def reshard(saved: Sequence[State], keys: StateKeys, cut: Cut, param_groups: Seq
 
     Args:
         saved: State of every rank that saved.
-        keys: Where the states have the resharded parts.
+        keys: Keys of the resharded parts in the states.
         cut: Cuts this rank's part.
         param_groups: The optimizer's current groups, which number the flat tensors.
 

@@ -1,7 +1,7 @@
 """Reading of DeepSpeed's checkpoint files without running code from them.
 
-DeepSpeed writes pickles, and its own loaders call whatever a file asks for. A manifest of hashes does not help against
-those who can write to the folder: they can write the manifest, too. Here every file is read by torch's restricted
+DeepSpeed writes pickles, and its own loaders call whatever a file names. A manifest of hashes does not help against
+anyone who can write to the folder, and so also the manifest. Here every file is read by torch's restricted
 unpickler, which builds tensors, plain containers and the few types listed below, and calls nothing else.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 _ADVICE = "Weights only load failed"
-"""torch begins with how to load the file without restrictions, and says why behind it."""
+"""Beginning of torch's advice to load the file without restrictions, which precedes the reason."""
 _UNPICKLER = "WeightsUnpickler error:"
 
 
@@ -93,7 +93,7 @@ def restrict_loading(engine: Any) -> ShardFiles:
 
         @contextmanager
         def held(self, copy: Copy) -> Iterator[list[Callable[[], None]]]:
-            """See `ShardFiles.held`."""
+            """Copy what DeepSpeed saves in the block instead of writing it; yields what writes the copies."""
             writes: list[Callable[[], None]] = []
             self._held = copy, writes
             try:
@@ -103,7 +103,7 @@ def restrict_loading(engine: Any) -> ShardFiles:
 
         @contextmanager
         def tried(self) -> Iterator[None]:
-            """See `ShardFiles.tried`."""
+            """Write what DeepSpeed saves in the block without its numbers, and read it again."""
             self._tried = True
             try:
                 yield
@@ -122,7 +122,7 @@ def _without_numbers(state: dict[str, Any]) -> dict[str, Any]:
 def save_trained_only(engine: Any) -> None:
     """Let a DeepSpeed engine save the parameters that train only.
 
-    Its own option leaves frozen parameters out under one name, and saves those that are tied under the other.
+    Its own option leaves frozen parameters out under one name, and saves tied ones under the other.
     """
     state_of, module = engine.module_state_dict, engine.module
 
@@ -134,7 +134,7 @@ def save_trained_only(engine: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says in one line, without its advice to load the file unsafely."""
+    """torch's reason in one line, without its advice to load the file unsafely."""
     said = str(error)
     if said.startswith(_ADVICE):
         said = said.rpartition(_UNPICKLER)[2] if _UNPICKLER in said else said.partition("\n")[2]

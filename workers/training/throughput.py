@@ -50,7 +50,7 @@ class UpdateMeter:
         self._padding += batch.padding / sharing
 
     def metrics(self) -> dict[str, float]:
-        """`padding`, `tokens_per_s` of one worker and, where the peak of every rank is known, `mfu`. Collective.
+        """`padding`, `tokens_per_s` of one worker and, if the peak of every rank is known, `mfu`. Collective.
 
         Attention and what gradient checkpointing computes again do not count as used.
         """
@@ -69,7 +69,7 @@ def operations(module: ModelModule) -> int | None:
     """Floating-point operations of a token in an update; None for a mixture of experts.
 
     Two for each parameter that it is multiplied with in the forward pass, two for the gradient of the activations,
-    and two for that of the parameter if it trains.
+    and two for the parameter's if it trains.
     """
     model: PreTrainedModel = module.model
     if any("expert" in name for name in model.config.get_text_config().to_dict()):
@@ -83,5 +83,5 @@ def operations(module: ModelModule) -> int | None:
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of the GPU with this name; None where it is not known."""
+    """The peak of the GPU with this name; None if unknown."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

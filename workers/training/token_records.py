@@ -1,4 +1,4 @@
-"""What the policy computed for every token of a step's updates, kept for the run's samples."""
+"""The policy's numbers for every token of a step's updates, kept for the run's samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenRecorder:
             )
 
     def end_update(self, table: pa.Table) -> None:
-        """Takes the micro-batches noted since the last update as those of one, on rows of this TRAIN table."""
+        """Takes the micro-batches noted since the last update as one update's, on rows of this TRAIN table."""
         parts, self._parts = self._parts, []
         if not parts:
             return

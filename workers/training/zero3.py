@@ -42,7 +42,7 @@ def partitioner_for(model: ModelConfig, trainer: TrainerConfig) -> ZeroPartition
 class ZeroPartitioner:
     """A `Partitioner` of DeepSpeed. Every rank copies its own part out of the memory-mapped files.
 
-    A rank reads whole tensors only where transformers converts them: to another type, or several of a file to one of
+    A rank reads whole tensors only if transformers converts them: to another type, or several of a file to one of
     the model (fused experts). It then holds one tensor at a time.
     """
 
@@ -56,7 +56,7 @@ class ZeroPartitioner:
 
     @contextlib.contextmanager
     def reading(self, folder: str, vocabulary: int) -> Iterator[None]:
-        """See `Partitioner.reading`."""
+        """Read the model's files in the block; see `Partitioner.reading`."""
         return_large()
         files = WeightMappings(folder)
         before = os.environ.get(_ONE_AT_A_TIME)
@@ -74,7 +74,7 @@ class ZeroPartitioner:
     def _take(
         self, files: WeightMappings, vocabulary: int, _module: nn.Module, _name: str, parameter: nn.Parameter
     ) -> None:
-        """Called for every parameter that is assigned to a module, among them those that are read from a file."""
+        """Called for every parameter that is assigned to a module, including parameters read from a file."""
         if not getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta or is_partitioned(parameter):
             return
         if parameter.shape[:1] == (vocabulary,):
@@ -92,7 +92,7 @@ class ZeroPartitioner:
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._init.local_device)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """See `Partitioner.finish`. What was in no file, such as a new head, is taken from rank 0."""
+        """Take parameters that were in no file, such as a new head, from rank 0; see `Partitioner.finish`."""
         read = {id(parameter) for parameter in self._whole}
         for parameter in model.parameters():
             if id(parameter) in read and not is_partitioned(parameter):
@@ -109,7 +109,7 @@ class FrozenModule:
 
     module: ModelModule
     engine: Any = None
-    """DeepSpeed's, where the module is partitioned. Without it the module could not run."""
+    """DeepSpeed's, if the module is partitioned. Without it the module could not run."""
 
 
 def place_frozen(module: ModelModule, trainer: TrainerConfig, device: torch.device) -> FrozenModule:
