@@ -1,6 +1,6 @@
 """Whether the memory that an engine multiplies with holds exactly the adapters of a version.
 
-vLLM says nothing where an adapter's layer has no place in the engine, where an adapter is dropped, or where the buffers
+vLLM reports nothing if an adapter's layer has no place in the engine, if an adapter is dropped, or if the buffers
 of its layers hold something else. So they are read back and compared with what was published, number for number.
 """
 
@@ -28,11 +28,11 @@ class LayerAdapter:
 
 
 def missing_parts(adapters: Mapping[str, Mapping[str, torch.Tensor]], rank: int) -> str:
-    """What the tensors of a version lack; empty: nothing.
+    """What the tensors of a version lack, or empty if nothing.
 
     Args:
         adapters: Tensors `a` and `b` by layer.
-        rank: Rank that the version's description says.
+        rank: Rank in the version's description.
     """
     if not adapters:
         return "the version has no adapter"
@@ -52,7 +52,7 @@ def slot_problem(
     slot: int,
     scaling: float,
 ) -> str:
-    """How an engine's memory differs from the adapters of a version; empty: it does not.
+    """How an engine's memory differs from the adapters of a version, or empty if it does not.
 
     Args:
         layers: vLLM's layers with adapters, by name.
@@ -74,7 +74,7 @@ def slot_problem(
 
 
 def _share(layer: Any, adapters: Sequence[LayerAdapter | None]) -> Sequence[LayerAdapter | None]:
-    """What one rank of an engine holds of a layer's adapters: vLLM divides them as it divides the layer's weights."""
+    """One engine rank's share of a layer's adapters: vLLM divides them as it divides the layer's weights."""
     present = [one for one in adapters if one is not None]
     if not present or layer.tp_size == 1:
         return adapters

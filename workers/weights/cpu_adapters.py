@@ -44,11 +44,11 @@ _PRODUCTS: dict[str, Callable[..., None]] = {
     "bgmv_expand": _expand,
     "bgmv_expand_slice": _expand_slice,
 }
-"""What replaces vLLM's kernels; those for the computation of prompts (`sgmv_...`) call them."""
+"""Replacements of vLLM's kernels; the kernels for prompts (`sgmv_...`) call them."""
 
 
 def multiply_at_once() -> None:
-    """Replace vLLM's kernels in this process where an engine has memory for one adapter."""
+    """Replace vLLM's kernels in this process if an engine has memory for one adapter."""
     for name, product in _PRODUCTS.items():
         replaced = _with_one_adapter(vars(lora_ops)[name], product)
         for module in (lora_ops, punica_cpu):
@@ -58,7 +58,7 @@ def multiply_at_once() -> None:
 def multiply_experts_without_adapters() -> None:
     """Let vLLM choose the kernel of experts in this process as without adapters; before it loads a model.
 
-    With adapters it chooses one for experts that have some, which needs Triton. Those of Troupe have none.
+    With adapters it chooses one for experts that have some, which needs Triton. Troupe's experts have none.
     """
     module: Any = unquantized_fused_moe_method
     chosen = module.select_unquantized_moe_backend
@@ -71,7 +71,7 @@ def multiply_experts_without_adapters() -> None:
 
 
 def _with_one_adapter(kernel: Callable[..., None], product: Callable[..., None]) -> Callable[..., None]:
-    """The kernel, or the product where all tokens have the same adapter. `kernel` gets the index of each token's."""
+    """The kernel, or the product if all tokens have the same adapter. `kernel` gets the index of each token's."""
 
     @wraps(kernel)
     def multiply(

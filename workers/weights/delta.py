@@ -1,9 +1,9 @@
-"""What changed between two versions of the weights, as a compressed stream that turns one payload into the other.
+"""The changes between two versions of the weights, as a compressed stream that turns one payload into the other.
 
 After a small update most bfloat16 weights round to the value they had, and the others move by a step or two of the
 format. A delta has, for each changed 16-bit word of the payload, the distance from the changed word before it and the
 difference of the two values: exact for every type, because it is the difference of bits. Both are split into planes of
-bytes, most of which are nearly constant, and compressed by Arrow (zstd).
+bytes, mostly nearly constant, and compressed by Arrow (zstd).
 
 A delta names the digest of the version that it starts from. Applied to anything else it gives other bytes, so what it
 gives is verified against the digest of the new version before any engine loads it, as every payload is.
@@ -29,7 +29,7 @@ here, encoding and applying take as long as sending and writing everything at 10
 _LEAST_WORDS = 1 << 20
 """Words that are compared before a share counts."""
 _SAMPLED = 16
-"""One in so many stretches of `_STRETCH` bytes is compared where all weights are expected to travel: a sixteenth of the
+"""One in so many stretches of `_STRETCH` bytes is compared if all weights are expected to travel: a sixteenth of the
 time to compare them."""
 _STRETCH = 1 << 20
 _SPAN = 1 << 24
@@ -58,7 +58,7 @@ class _Part:
 class ChangedWords:
     """Collects what differs, piece by piece and from several threads, until it is too much.
 
-    Where it is expected to be too much, only a sample is compared, which tells whether it will be the next time.
+    If it is expected to be too much, only a sample is compared; it shows whether to expect it the next time.
     """
 
     def __init__(self, base: str, expect_dense: bool = False) -> None:
@@ -78,7 +78,7 @@ class ChangedWords:
 
     @property
     def dense(self) -> bool:
-        """Whether so many words changed, of those that were compared, that all weights should travel."""
+        """Whether enough of the compared words changed that all weights should travel."""
         return self._changed > DENSE_SHARE * max(self._compared, _LEAST_WORDS // (_SAMPLED if self._sampled else 1))
 
     def give_up(self) -> None:
@@ -90,7 +90,7 @@ class ChangedWords:
         """Collect what differs in one piece.
 
         Args:
-            start: Where the piece begins in the payload, an even number of bytes.
+            start: Offset of the piece in the payload, an even number of bytes.
             old: The bytes of the base.
             new: The bytes that replace them, as many; an odd last byte is followed by padding.
         """
@@ -141,7 +141,7 @@ def base_of(delta: Bytes) -> str:
 
 
 def apply_delta(delta: Bytes, payload: Bytes) -> None:
-    """Change the payload of the base, in place, into that of the new version. The caller verifies the result.
+    """Change the payload of the base, in place, into the new version's. The caller verifies the result.
 
     Args:
         delta: From `ChangedWords.encode`.

@@ -87,7 +87,7 @@ def device_sender(
 
 
 class _Sender:
-    """What both kinds of sender have."""
+    """Base of both kinds of sender."""
 
     def __init__(self, link: EngineLink, buckets: Sequence[Bucket], device: torch.device) -> None:
         self._link = link
@@ -126,7 +126,7 @@ class GroupSender(_Sender):
             joined.result()
 
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
-        """See `DeviceSender`."""
+        """Send these weights as `version`; see `DeviceSender.send`."""
         if self._group is None:
             for _ in tensors:
                 pass
@@ -144,7 +144,7 @@ class GroupSender(_Sender):
             raise
 
     def close(self) -> None:
-        """See `DeviceSender`."""
+        """Leave the engines."""
         if self._group is not None:
             self._group.leave()
             self._group = None
@@ -188,7 +188,7 @@ class SharedGpuSender(_Sender):
             link.join(described)
 
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
-        """See `DeviceSender`."""
+        """Send these weights as `version`; see `DeviceSender.send`."""
         sums: list[torch.Tensor] = []
         try:
             self._on_every_rank(self._begin)
@@ -209,7 +209,7 @@ class SharedGpuSender(_Sender):
         return self._finish(version, sums) if self._rank == 0 else None
 
     def close(self) -> None:
-        """See `DeviceSender`."""
+        """Leave the engines."""
 
     def _begin(self) -> None:
         """Allocate the buffer. Rank 0 has the engines begin."""

@@ -91,7 +91,7 @@ class WeightPublisher:
             source: The weights, iterated once per version. A tied weight must occur once, under one name.
             directory: Folder of the file.
             run_id: Part of the file's name.
-            writes: Whether this rank writes the file. Where iterating is collective (ZeRO-3 gathers each parameter),
+            writes: Whether this rank writes the file. If iterating is collective (ZeRO-3 gathers each parameter),
                 every rank has a publisher, and all but one iterate without writing.
             lasting: Tensors stay valid when the next one is requested, so that several are written in parallel.
 
@@ -104,9 +104,9 @@ class WeightPublisher:
         self._lasting = lasting
         self._mapping = FileMapping(mmap.PROT_READ | mmap.PROT_WRITE)
         self._published: WeightUpdate | None = None
-        """What the file holds; None while it is written, and after a failure."""
+        """The update in the file, or None while it is written, and after a failure."""
         self._changes: ChangedWords | None = None
-        """What the last version changed, if its base was named."""
+        """The changes of the last version, if its base was named."""
         self._expect_dense = False
         """Whether the last comparison found that all weights should travel: as a rule the next one finds the same."""
         if writes:
@@ -118,7 +118,7 @@ class WeightPublisher:
 
         Args:
             version: The version of the policy.
-            base: Digest of the version before, where `delta` is to be what has changed since.
+            base: Digest of the version before, if `delta` is to return the changes since.
 
         Returns:
             Layout and digest; None on a rank that only iterates.
@@ -163,7 +163,7 @@ class WeightPublisher:
         return update
 
     def delta(self, update: WeightUpdate) -> Bytes:
-        """What `update` changed since its base; empty where all is cheaper, or it is not the last version.
+        """The changes of `update` since its base; empty if all is cheaper, or it is not the last version.
 
         Args:
             update: The last published version, which is encoded once.
@@ -198,7 +198,7 @@ class RankWeights:
 
 
 def shared_memory_publisher(weights: RankWeights, run_id: str) -> WeightPublisher:
-    """The writer of a file in shared memory, or in the temporary folder where the weights do not fit."""
+    """The writer of a file in shared memory, or in the temporary folder if the weights do not fit."""
     return weights.publisher(shared_directory(weight_bytes(weights.shapes)), run_id)
 
 
@@ -302,7 +302,7 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
 
     Raises:
         ValueError: `payload` has the wrong size.
-        WeightFileRefused: the path is not that of a weight file.
+        WeightFileRefused: the path is not a weight file's.
     """
     path = Path(update.path)
     if payload.nbytes != update.nbytes:
@@ -315,12 +315,12 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
 
 
 def change_payload(update: WeightUpdate, delta: Bytes) -> None:
-    """Turn the file of the version before into that of `update`, in place. Engines verify it before they load it.
+    """Turn the previous version's file into that of `update`, in place. Engines verify it before they load it.
 
     Raises:
         DeltaRefused: the delta does not fit the file.
         OSError: the file is gone, or a reader still uses it.
-        WeightFileRefused: the path is not that of a weight file, or the file is a link or belongs to another user.
+        WeightFileRefused: the path is not a weight file's, or the file is a link or belongs to another user.
     """
     path = Path(update.path)
     check_name(path)

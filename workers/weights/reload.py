@@ -1,4 +1,4 @@
-"""Loads new weights into a running vLLM model layer by layer, and says which layers got none.
+"""Loads new weights into a running vLLM model layer by layer, and reports which layers got none.
 
 vLLM only logs a warning for a layer without new weights, and keeps its old ones. Here the update is refused.
 """

@@ -25,7 +25,7 @@ class StoreFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Where bytes are in an object store."""
+    """Location of bytes in an object store."""
 
     url: str
     """URL of the store, with its options."""

@@ -1,10 +1,10 @@
 """The process group of a transfer: the sender has rank 0, every engine process has one of the others.
 
 It is separate from the trainers' and the engines' own groups. NCCL connects GPUs; gloo connects hosts, and runs the
-same code where there is no GPU. Every wait is bounded and ends as soon as the caller sees that another member failed.
+same code without a GPU. Every wait is bounded and ends as soon as the caller sees that another member failed.
 
-NCCL does not tell a member that another one is gone. So whoever leaves says so in the group's store, which the sender
-holds, and receivers look there while they wait: a store that does not answer means that the sender is gone.
+NCCL does not notify a member that another one is gone. So a member that leaves writes this to the group's store. The
+sender holds it, and receivers read it while they wait: a store that does not answer means that the sender is gone.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TransferGroup:
     def leave(self) -> None:
         """Leave the group and free its connections. Members that still wait for this one fail.
 
-        The communicator is freed on a thread that nobody waits for longer than a few seconds. NCCL may wait there for
+        The communicator is freed on a thread that is awaited for a few seconds at most. NCCL may wait there for
         the other members. Gloo's destructor waits for a broadcast that is under way, which a member that is stopped or
         lost does not let end; the next garbage collection would wait for it on any other thread.
         """

@@ -1,6 +1,6 @@
 """Adapters into vLLM: an engine for its weight-transfer interface that loads a published version in place.
 
-vLLM imports this module in its worker processes before it loads the model, where `AdapterExtension` is the
+vLLM imports this module in its worker processes before it loads the model if `AdapterExtension` is the
 `worker_extension_cls`. vLLM drops all adapters at the end of every update of weights, so that a version is received
 within the update and put to use after it. What the process then reports to hold is read from the memory that the
 layers multiply with.
@@ -57,7 +57,7 @@ class _Version:
 
 
 class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
-    """Loads verified adapters beside the model, which stays as it is."""
+    """Loads verified adapters for the model, which stays as it is."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -74,7 +74,7 @@ class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
         self._received: _Version | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to prepare."""
+        """Does nothing: no preparation is needed."""
 
     def start_weight_update(self) -> None:
         """Begin an update: from now on the process reports no version."""
@@ -110,10 +110,10 @@ class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
             raise AdapterRefused(f"version {update.version}: {problem}")
 
     def finish_weight_update(self) -> None:
-        """Nothing to do: vLLM now drops the adapters that it has."""
+        """Does nothing: vLLM now drops its adapters."""
 
     def use(self) -> None:
-        """Put the received version in place of all adapters that the engine has."""
+        """Replace all adapters of the engine by the received version."""
         received = self._require()
         self._install(received, received.tensors)
         self.loaded = LoadedWeights(version=received.version, digest=received.digest, mismatch="")
@@ -186,7 +186,7 @@ class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
         return found
 
     def _names(self) -> Any:
-        """vLLM's names for those of Hugging Face; None: they are the same."""
+        """vLLM's names for Hugging Face's, or None if they are the same."""
         mapper = getattr(self._adapted, "hf_to_vllm_mapper", None)
         return None if mapper is None else mapper.get_rename_mapper()
 
@@ -195,11 +195,11 @@ class AdapterExtension(EngineExtension):
     """Methods that vLLM adds to its worker class, reachable through `collective_rpc`."""
 
     def troupe_use_adapter(self) -> None:
-        """See `AdapterTransferEngine.use`."""
+        """Use the received adapters; see `AdapterTransferEngine.use`."""
         self._adapters().use()
 
     def troupe_use_probe(self) -> None:
-        """See `AdapterTransferEngine.use_probe`."""
+        """Use the adapters of a probe; see `AdapterTransferEngine.use_probe`."""
         self._adapters().use_probe()
 
     def troupe_loaded_weights(self) -> LoadedWeights:

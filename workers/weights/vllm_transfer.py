@@ -46,7 +46,7 @@ class LoadedWeights(TypedDict):
     """Weights that one worker process of an engine holds; sent as msgpack."""
 
     version: int | None
-    """None: the initial weights, or a mixture after a failed update."""
+    """None for the initial weights, or a mixture after a failed update."""
     digest: str
     mismatch: str
     """Actual digest of the last update, if it was not the published one."""
@@ -108,14 +108,14 @@ class FileWeightTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
         self._mapping = FileMapping(mmap.PROT_READ)
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to prepare."""
+        """Does nothing: no preparation is needed."""
 
     def start_weight_update(self) -> None:
         """Clear the last failure. The layerwise reload starts after the file has been verified."""
         self.loaded["mismatch"] = ""
 
     def finish_weight_update(self) -> None:
-        """Nothing to do: `receive_weights` ends with a complete model or raises."""
+        """Does nothing: `receive_weights` ends with a complete model or raises."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Verify and load an update.
@@ -149,7 +149,7 @@ class FileWeightTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
 
 @dataclass
 class DeviceInitInfo(WeightTransferInitInfo):
-    """What a `DeviceSender` tells the engines when they join."""
+    """Data that a `DeviceSender` sends the engines when they join."""
 
     tensors: list[tuple[str, str, list[int]]]
     """Name, type and whole shape of every tensor, in the order in which they are sent."""
@@ -312,7 +312,7 @@ class EngineExtension:
         return self.weight_transfer_engine.loaded
 
     def troupe_record_kept_tokens(self) -> None:
-        """See `record_kept_tokens`."""
+        """Make the model runner record kept tokens; see `record_kept_tokens`."""
         record_kept_tokens(self.model_runner)
 
     def troupe_gpu_peak(self) -> int:
