@@ -27,7 +27,7 @@ class CriticWorker(TrainingRank):
         self._config = config
 
     def build(self) -> WorkerHealth:
-        """See `TrainingRank.build`."""
+        """Load the critic; see `TrainingRank.build`."""
         config = self._config
         announce(Activity.MODEL)
         model = load_value(self._below, partitioner_for(config.model, config.trainer))

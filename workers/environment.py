@@ -20,7 +20,7 @@ _WATCH_S = 0.5
 
 
 class EnvironmentWorker:
-    """Holds up to `episodes` episodes. Those of one worker wait for nothing but a free seat.
+    """Holds up to `episodes` episodes. Episodes of one worker wait only for a free seat.
 
     Every method names the episode by a key that the caller chose. An episode that no call names within
     `episode_timeout_s` ends: its engine may have died.
@@ -32,8 +32,8 @@ class EnvironmentWorker:
         Args:
             config: The environment.
             name: Name of the worker.
-            policy: The model that acts; its chat template may open the thought of every turn, which reward functions
-                have to know.
+            policy: The model that acts; its chat template may open the thought of every turn, and reward functions
+                need to know that.
 
         Raises:
             OSError, ValueError: the policy's tokenizer cannot be loaded.
@@ -92,12 +92,12 @@ class EnvironmentWorker:
         return await self._settled(episode, seat.step(message, self._config.turn_timeout_s))
 
     async def end(self, episode: str) -> None:
-        """Close an episode that has not ended, or that waits for a seat; does nothing if there is none."""
+        """Close an episode that runs or waits for a seat; does nothing if there is none."""
         self._waiting.discard(episode)
         self._release(episode)
 
     async def end_all(self, caller: str) -> int:
-        """Close all episodes of a caller that is gone, also those that wait for a seat; returns how many.
+        """Close all episodes of a caller that is gone, including waiting ones; returns how many.
 
         Args:
             caller: The part of their keys before the first `/`.
@@ -137,7 +137,7 @@ class EnvironmentWorker:
         self._processes.close()
 
     async def _seat(self) -> SeatProcess:
-        """A seat, once there is a free one. Raises EnvironmentGone where no more episodes can start."""
+        """A seat, once there is a free one. Raises EnvironmentGone if no more episodes can start."""
         await self._places.acquire()
         try:
             return self._free.pop() if self._free else await self._processes.seat()

@@ -42,16 +42,16 @@ class MeasuredRollout(RolloutWorker):
         return arguments
 
     async def use_sampling(self, sampling: SamplingConfig) -> None:
-        """Sample with these settings from now on. Raises ValueError where vLLM cannot read their form."""
+        """Sample with these settings from now on. Raises ValueError if vLLM cannot read their form."""
         check_structured(sampling.structured)
         self._config = self._config.model_copy(update={"sampling": sampling})
 
     async def read_meter(self) -> EngineReading:
-        """What the engine did since the last reading."""
+        """Work of the engine since the last reading."""
         return self._meter.read(self._name)
 
     async def read_update(self) -> UpdateParts:
-        """What the slowest process of the engine spent on updates of its weights since the last reading."""
+        """Time of the engine's slowest process for weight updates since the last reading, by part."""
         parts: list[dict[str, float]] = await self._call(self._open_engine().collective_rpc("troupe_update_parts"))
         slowest = max(parts, key=lambda one: sum(one.values()))
         return UpdateParts(slowest.get("verify", 0.0), slowest.get("load", 0.0))

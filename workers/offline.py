@@ -59,11 +59,11 @@ class OfflineRank(TrainingRank):
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def tokenize(self, texts: pa.Table) -> tuple[ExampleSummary, pa.Table]:
-        """See `troupe.workers.data.examples.tokenize`. Not collective: one rank tokenizes for all."""
+        """Tokenize texts (`troupe.workers.data.examples.tokenize`). Not collective: one rank does it for all."""
         return tokenize(self._tokens(), texts, self._config.examples)
 
     def assemble(self, picks: Picks, examples: pa.Table) -> tuple[ExampleBatchSummary, pa.Table]:
-        """See `troupe.workers.data.examples.assemble`. Not collective."""
+        """Assemble a batch (`troupe.workers.data.examples.assemble`). Not collective."""
         return assemble(picks, examples, self._config.examples)
 
     def attach(self, batch: pa.Table, *scores: pa.Table) -> tuple[int, pa.Table]:
@@ -149,7 +149,7 @@ class ExamplePolicyWorker(OfflineRank):
     """One rank of a policy that trains on demonstrations or preferences."""
 
     def build(self) -> WorkerHealth:
-        """Load the policy and, where it is colocated, the reference."""
+        """Load the policy and, if it is colocated, the reference."""
         config = self._config
         announce(Activity.MODEL)
         model = load_causal(self._below, partitioner_for(config.model, config.trainer))

@@ -62,10 +62,10 @@ class PolicyWorker(TrainingRank):
         self._records = TokenRecorder() if config.records_tokens else None
 
     def build(self) -> WorkerHealth:
-        """See `TrainingRank.build`.
+        """Load the models; see `TrainingRank.build`.
 
         Raises:
-            ValueError: The environment has variables with which weights cannot be sent.
+            ValueError: The environment has variables that prevent sending weights.
             StoreFailed: The object store for weights cannot be used.
         """
         config = self._config
@@ -93,16 +93,16 @@ class PolicyWorker(TrainingRank):
     def shares_prompts(self) -> bool:
         """Whether samples of a group train behind one copy of their prompt.
 
-        They do where it is configured and they are packed.
+        They do if it is configured and they are packed.
         """
         return self._config.share_prompts and self._packs
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
-        """See `troupe.workers.algorithms.train_batch.prepare`. Not collective: one rank prepares the batch for all."""
+        """Prepare the batch (`troupe.workers.algorithms.train_batch.prepare`). Not collective: one rank does it."""
         return prepare(self._config.advantage, request, tables)
 
     def cut_texts(self, texts: pa.Table, cuts: Sequence[TextCut]) -> tuple[tuple[TextSummary, ...], pa.Table]:
-        """See `troupe.workers.data.texts.cut_sources`. Not collective: one rank cuts the texts for all."""
+        """Cut the texts (`troupe.workers.data.texts.cut_sources`). Not collective: one rank does it for all."""
         return cut_sources(load_tokenizer(self._config.model), texts, cuts)
 
     def update(
@@ -136,7 +136,7 @@ class PolicyWorker(TrainingRank):
             text_losses.append(loss.detach())
             return self._config.ptx_coef * loss
 
-        # The texts are trained on even where no row has a signal.
+        # The texts are trained on even if no row has a signal.
         work = [partial(of_rollouts, rows) for rows in plan.micro_batches or ((),)]
         if texts is not None and plan.texts is not None:
             work += [partial(of_texts, part) for part in text_batches(texts, plan.texts)]
@@ -148,7 +148,7 @@ class PolicyWorker(TrainingRank):
         return _with_texts(metrics, text_losses, self._config.ptx_coef) if text_losses else metrics
 
     def token_records(self) -> tuple[int, pa.Table]:
-        """(rows, TOKEN_RECORDS table): what the updates since the last call computed; no rows where it is not kept.
+        """(rows, TOKEN_RECORDS table): results of the updates since the last call; no rows if they are not kept.
 
         A row's numbers are those of its forward pass, before the optimizer step of that update.
         """
@@ -202,7 +202,7 @@ class PolicyWorker(TrainingRank):
 
         Args:
             version: The version.
-            base: Digest of the version before, where `read_delta` will ask for the difference.
+            base: Digest of the version before, if `read_delta` will ask for the difference.
         """
         self._version = version
         if self._weight_store is not None:
@@ -214,7 +214,7 @@ class PolicyWorker(TrainingRank):
         return update.nbytes, self._stored(f"{update.version}.weights", read_payload(update))
 
     def read_delta(self, update: WeightUpdate) -> tuple[int, Bytes | StoredBytes]:
-        """(number of bytes, delta) of the last published version since its base; 0: the whole payload is cheaper."""
+        """(number of bytes, delta) of the last published version since its base; 0 if the whole payload is cheaper."""
         delta = self._weight_publisher().delta(update)
         return delta.nbytes, self._stored(f"{update.version}.delta", delta) if delta.nbytes else delta
 
@@ -249,7 +249,7 @@ class PolicyWorker(TrainingRank):
         super().release()
 
     def _stored(self, name: str, content: Bytes) -> Bytes | StoredBytes:
-        """The bytes, or where they are in the object store."""
+        """The bytes, or their location in the object store."""
         return content if self._weight_store is None else self._weight_store.put(name, content)
 
     def _disconnect(self) -> None:
@@ -295,7 +295,7 @@ class PolicyWorker(TrainingRank):
         plan: RankPlan,
         kl_old_coef: float,
     ) -> LossOutput:
-        # A likelihood does not ask who sampled a token: it is that of the model itself.
+        # A likelihood does not depend on who sampled a token: it is the model's own.
         of_sampler = self._config.loss.has_ratio
         logprobs, entropy = forward(
             micro_batch.input_ids,
@@ -320,7 +320,7 @@ def _with_texts(metrics: UpdateMetrics, losses: Sequence[torch.Tensor], coef: fl
 
 
 def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:
-    """The batch with every `stride`-th state in which the policy sampled a token."""
+    """The batch with every `stride`-th state at which the policy sampled a token."""
     chosen = batch.loss_mask.nonzero().flatten()[::stride]
     return replace(
         batch, positions=batch.positions[chosen], kept=None if batch.kept is None else batch.kept.take(chosen)

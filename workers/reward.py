@@ -50,7 +50,7 @@ MODEL_LABEL = "reward_model"
 _VOTE_S = 30.0
 """Longest comparison of the answers of a group."""
 Component = EnvironmentReward | JudgeReward | RewardProcess
-"""What computes one component of a reward from samples."""
+"""A source of one component of a reward of samples."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def reward_spans(
         weights: Weight of each component.
         outcomes: Result of each component.
         tokens: Number of tokens of the response.
-        counts: From character positions, where steps end, to the number of tokens up to there.
+        counts: Number of tokens up to each character position at which a step ends.
 
     Raises:
         ValueError: a sum is not finite.
@@ -127,7 +127,7 @@ def reward_spans(
 
 
 def find_faults(labels: Sequence[str], components: Sequence[Sequence[RewardResult]]) -> tuple[Fault, ...]:
-    """The causes for which samples failed, by component (outcomes by component, then by sample)."""
+    """Causes of failed samples, by component (outcomes by component, then by sample)."""
     return _counted(
         (f"{label}: {outcome.cause or outcome.status}", outcome.status)
         for label, outcomes in zip(labels, components, strict=True)
@@ -137,7 +137,7 @@ def find_faults(labels: Sequence[str], components: Sequence[Sequence[RewardResul
 
 
 def episode_faults(statuses: Sequence[str]) -> tuple[Fault, ...]:
-    """The causes for which episodes failed."""
+    """Causes of failed episodes."""
     return _counted((cause_of(status), status) for status in statuses if status != OK)
 
 
@@ -237,7 +237,7 @@ class RewardWorker:
         return self.health()
 
     def connect_judge(self, judge: Judge) -> None:
-        """Ask this judge from now on, where a function names no endpoint."""
+        """Ask this judge from now on if a function names no endpoint."""
         for function in self._judges:
             function.connect(judge)
 
@@ -246,8 +246,8 @@ class RewardWorker:
 
         Args:
             rollouts: The group's ROLLOUTS table.
-            rewards: Which reward functions, by name in `ScoringConfig.sets`; empty: those of the role.
-            vote: Whether the summary says which samples give the same answer (`troupe.workers.rewards.votes`).
+            rewards: Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's.
+            vote: Whether the summary records which samples give the same answer (`troupe.workers.rewards.votes`).
 
         Raises:
             ValueError: it is not a rollouts table, or not of exactly one group and attempt.
@@ -291,7 +291,7 @@ class RewardWorker:
         return summary, _rewards_table(identities, asked.labels, combined, per_sample)
 
     def write_trajectories(self, path: str, step: int, *tables: pa.Table) -> int:
-        """Join the tables of a step into one Parquet file; returns its rows. See `troupe.workers.data.trajectories`."""
+        """Join the tables of a step into one Parquet file (`troupe.workers.data.trajectories`); returns its rows."""
         return write_trajectories(path, step, tables)
 
     def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:
@@ -299,7 +299,7 @@ class RewardWorker:
         return write_evaluation(path, step, tables)
 
     def keep_groups(self, folder: str, request: KeepRequest, *tables: pa.Table) -> tuple[Kept, ...]:
-        """Write groups that a later run takes over. See `troupe.workers.data.kept_groups`."""
+        """Write groups for a later run (see `troupe.workers.data.kept_groups`)."""
         return keep_groups(folder, request, tables)
 
     def read_group(self, folder: str, kept: KeptTable) -> tuple[int, pa.Table]:
@@ -346,7 +346,7 @@ class RewardWorker:
     def _with_spans(
         self, weights: Sequence[float], reward: SampleReward, outcomes: Sequence[RewardResult], row: dict[str, Any]
     ) -> SampleReward:
-        """The reward with its process rewards, or a failed reward that says why there are none."""
+        """The reward with its process rewards, or a failed reward with the reason why there are none."""
         if reward.reward is None:
             return reward
         text, ids = row["response"], row["response_ids"]
@@ -389,7 +389,7 @@ def _component(function: RewardFunctionConfig, memory_limit_mib: int) -> Compone
 def _load_tokenizer(policy: ModelConfig | None) -> Any:
     """The policy's tokenizer, which locates the end of each token in a response.
 
-    The reward worker maps steps to tokens, although the rollout worker has the tokenizer loaded: only the steps say
+    The reward worker maps steps to tokens, although the rollout worker has the tokenizer loaded: only the steps tell
     which few positions are needed, runs without process rewards pay nothing, and generation does not wait.
 
     Raises:
@@ -432,7 +432,7 @@ def _check_group(rollouts: pa.Table) -> pa.Table:
 
 
 def _samples_of(rollouts: pa.Table) -> pa.Table:
-    """One row for each sample: that of its last segment, with the tokens of all its responses as `tokens`."""
+    """One row for each sample: its last segment's, with the tokens of all its responses as `tokens`."""
     lengths = pc.call_function("list_value_length", [rollouts["response_ids"]]).to_numpy()
     rows: dict[int, int] = {}
     tokens: dict[int, int] = {}
@@ -444,7 +444,7 @@ def _samples_of(rollouts: pa.Table) -> pa.Table:
 
 
 def _with_failed(outcomes: Sequence[RewardResult], statuses: Sequence[str]) -> list[RewardResult]:
-    """The outcomes of the episodes that were scored, in place among those that have failed."""
+    """The outcomes of the episodes that were scored, in place among the failed ones."""
     scored = iter(outcomes)
     return [next(scored) if status == OK else RewardResult(None, status) for status in statuses]
 

@@ -91,8 +91,8 @@ _TURN_S = 0.1
 """Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
 _SHORT_PROMPT = 2_000
-"""Characters of messages that are tokenized in less than a millisecond. Where all cores compute, it takes longer until
-a thread runs, and meanwhile the engine begins without the groups that arrive together."""
+"""Characters of messages that are tokenized in less than a millisecond. If all cores compute, it takes longer until
+a thread runs, and the engine begins without groups that arrive together."""
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
 
 
@@ -131,7 +131,7 @@ class RolloutWorker:
         self._state = _State.CLOSED
         self._closed_because = "it was not started"
         self._out_of_step = ""
-        """Why the engine's processes no longer answer the same call; empty: they do."""
+        """Why the engine's processes no longer answer the same call, or empty if they do."""
         self._version = INITIAL_VERSION
         self._running: set[asyncio.Task[Any]] = set()
         self._groups: dict[RunningGroup[Any], None] = {}
@@ -143,10 +143,10 @@ class RolloutWorker:
         """The policy's adapters that the engine has loaded, if the policy trains adapters."""
         self._files_written: set[str] = set()
         self._kept = ("", "")
-        """Path and digest of the weight file that this worker wrote whole; empty: no file."""
+        """Path and digest of the weight file that this worker wrote whole, or empty without one."""
         self._environments: dict[str, EnvironmentLink] = {}
         self._readers: dict[str, TurnReader] = {}
-        """Those of episodes, by the name of their environment; so are `_long`."""
+        """Turn readers by the name of their environment; `_long` has the same keys."""
         # One thread: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
@@ -169,7 +169,7 @@ class RolloutWorker:
         set_environment(self._config.process)
         if self._config.device == "cpu":
             import_ahead()
-        # Blocked from here on, the event loop would hold back the answer to the call before this one, by which the
+        # The import blocks the event loop: the answer to the previous call must be sent first, by which the
         # node's watch finds this process.
         await asyncio.sleep(_TURN_S)
         with without_collections():
@@ -213,11 +213,11 @@ class RolloutWorker:
     async def generate(
         self, request: GroupRequest, prompts: pa.Table, finished: pa.Table | None = None
     ) -> tuple[GroupSummary, pa.Table]:
-        """Sample one group, or the rest of a group of which `request.finished` samples exist.
+        """Sample one group, or the rest of a group with `request.finished` samples.
 
         A prompt that cannot be used gives a summary with `refused` set and an empty table. `response` is the text of
         all response tokens except special ones, a stop string included: the text that is scored is the text that is
-        trained. `response_ids` includes the end-of-sequence token where it was sampled. Samples have the seeds that
+        trained. `response_ids` includes the end-of-sequence token if it was sampled. Samples have the seeds that
         they have in a whole group.
 
         Args:
@@ -249,7 +249,7 @@ class RolloutWorker:
         except PromptRefused as error:
             refused = f"{prompt['origin']}: {error}"
             return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
-        engine = self._open_engine()  # it may have been closed meanwhile
+        engine = self._open_engine()  # it may have been closed since
         builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids, self._records(request))
 
         def build(index: int, output: RequestOutput) -> tuple[SampleSummary, Rows]:
@@ -319,7 +319,7 @@ class RolloutWorker:
         self._environments[name] = link
 
     def _form_problem(self, form: StructuredConfig) -> str:
-        """Why a turn cannot have this form; empty: it can."""
+        """Why a turn cannot have this form, or empty if it can."""
         if self._config.sampling.structured is not None:
             return "the spec sets that of all turns, sampling.structured"
         if not self._config.turn_forms:
@@ -395,7 +395,7 @@ class RolloutWorker:
 
         Args:
             update: The published version.
-            payload: uint8 [update.nbytes], the bytes of the file, or where they are in an object store.
+            payload: uint8 [update.nbytes], the bytes of the file, or their location in an object store.
 
         Raises:
             StoreFailed: The object store cannot be read.
@@ -411,16 +411,16 @@ class RolloutWorker:
         self._kept = update.path, update.digest
 
     async def change_weights(self, update: WeightUpdate, delta: Bytes | StoredBytes) -> bool:
-        """Turn the weight file that this worker wrote last into that of `update`, for all engines of the node.
+        """Turn the weight file that this worker wrote last into the file of `update`, for all engines of the node.
 
         Engines verify the whole file before they load it.
 
         Args:
             update: The published version.
-            delta: uint8, what it changes, or where that is in an object store.
+            delta: uint8, the changes, or their location in an object store.
 
         Returns:
-            False where this node does not have the version that the delta starts from: it needs the whole payload.
+            False if this node does not have the delta's base: it needs the whole payload.
         """
         from troupe.workers.weights.delta import DeltaRefused, base_of
         from troupe.workers.weights.file import change_payload
@@ -581,7 +581,7 @@ class RolloutWorker:
             task.cancel()
 
     async def _peak(self) -> Peak:
-        """Peak memory of this process and vLLM's; on GPUs, that of the rank with the highest peak. Untested on GPU."""
+        """Peak memory of this process and vLLM's; on GPUs, of the rank with the highest peak. Untested on GPU."""
         import psutil
 
         gpus: list[int] = []
@@ -654,7 +654,7 @@ class RolloutWorker:
     async def _encode_candidates(
         self, prompt: dict[str, Any], prompt_ids: list[int], max_tokens: int | None
     ) -> list[list[int]]:
-        """Token ids of the prompt's answers from other sources. Raises PromptRefused where one does not fit."""
+        """Token ids of the prompt's answers from other sources. Raises PromptRefused if one does not fit."""
         texts = prompt["candidates"]
         if not texts:
             return []
@@ -665,7 +665,7 @@ class RolloutWorker:
         return await self._tokenized(encode_candidates, *arguments)
 
     async def _tokenized(self, encode: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `encode` returns in the thread that tokenizes."""
+        """Result of `encode` in the thread that tokenizes."""
         self._in_thread += 1
         try:
             loop = asyncio.get_running_loop()
@@ -698,7 +698,7 @@ class RolloutWorker:
     ) -> dict[int, T]:
         """Outputs of all samples by index; the first failure cancels the others and is raised.
 
-        Meanwhile `finished_samples` finds those that are finished: `build` makes their rows, `earlier` has older ones.
+        Until then `finished_samples` finds the finished ones: `build` makes their rows, `earlier` has older ones.
         """
         by_index = {index: asyncio.create_task(sample) for index, sample in samples.items()}
         tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier)
@@ -727,7 +727,7 @@ class RolloutWorker:
     ) -> RequestOutput:
         """One sample as its own request, with its own seed and timings. vLLM would split a larger request anyway.
 
-        `limits`: those of a turn of an episode.
+        `limits`: the limits of an episode's turn.
         """
         from vllm.inputs.engine import tokens_input
 
@@ -749,7 +749,7 @@ class RolloutWorker:
         return final
 
     def _require_adapter(self) -> LoRARequest | None:
-        """The adapters of the current version; None: the engine holds all weights of the policy.
+        """The adapters of the current version, or None if the engine holds all weights of the policy.
 
         Raises:
             EngineClosed: The policy has adapters, and the engine has not loaded any yet.
