@@ -173,7 +173,7 @@ def node(part: str, *arguments: str, tries: int = 3) -> Iterator[psutil.Process]
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
     command += [f"--labels=part={part}", f"--object-store-memory={OBJECT_STORE_BYTES}", *arguments]
     with (
-        # Each node needs a separate folder, because each unpacks a job's files and would replace those of the others.
+        # Each node needs a separate folder, because each unpacks a job's files and would replace the others'.
         # The folder contains sockets, whose paths must be short.
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch,
         tempfile.NamedTemporaryFile("w+") as output,
@@ -211,7 +211,7 @@ def end(node: psutil.Process) -> None:
 
 
 def troupe(*arguments: str) -> str:
-    """Run a troupe command and return what it prints. Raises Stuck where it fails."""
+    """Run a troupe command and return its output. Raises Stuck if it fails."""
     command = [sys.executable, "-m", "troupe", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""An agent that knows nothing of Troupe: it asks a chat model through the `openai` client, and checks the answer."""
+"""An agent without any use of Troupe: it asks a chat model through the `openai` client, and checks the answer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 NVIDIA = Path("/proc/driver/nvidia/version")
-"""Exists where NVIDIA's driver is loaded."""
+"""Exists if NVIDIA's driver is loaded."""
 OLDEST: tuple[int, int] = (3, 11)
 PIN = re.compile(r'^([a-z0-9-]+)==([^;\s]+)(?:; platform_machine == "(\w+)")?$')
 
@@ -38,7 +38,7 @@ print(json.dumps({re.sub("[-_.]+", "-", d.name).lower(): d.version for d in impo
 
 @dataclass(frozen=True)
 class Build:
-    """What is installed for one kind of machine."""
+    """Packages for one kind of machine."""
 
     lock: Path
     newest: tuple[int, int]
@@ -52,12 +52,12 @@ GPU = Build(ROOT / "deploy" / "install" / "gpu.lock", (3, 13), ("x86_64",), 16)
 
 
 def say(text: str) -> None:
-    """Print a line of progress and flush it, even where stdout is a file."""
+    """Print a line of progress and flush it, even if stdout is a file."""
     print(f"[setup] {text}", flush=True)
 
 
 def problems(venv: Path, build: Build) -> list[str]:
-    """What this machine lacks for a build, each with a remedy."""
+    """Requirements of a build that this machine lacks, each with a remedy."""
     found: list[str] = []
     if not OLDEST <= sys.version_info[:2] <= build.newest:
         wanted = "{}.{} to {}.{}".format(*OLDEST, *build.newest)
@@ -169,7 +169,7 @@ class TorchSource:
 
 
 def torch_sources(version: str) -> list[TorchSource]:
-    """Where torch comes from, best first; each is tried where those before it failed.
+    """Sources of torch, best first; each is tried if the earlier ones failed.
 
     A CPU build comes from PyTorch's own index, or, for machines that reach only a mirror, from the machine's own
     package index. PyPI has no CPU build for Linux: its build with CUDA is the last resort. It runs on CPUs too, but

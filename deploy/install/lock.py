@@ -80,7 +80,7 @@ def installed(name: str) -> Distribution | None:
 
 
 def declared(*extras: str) -> list[Requirement]:
-    """The requirements in `pyproject.toml`, with those of the extras and of the extras that these name."""
+    """The requirements in `pyproject.toml`, including the extras' and those that these name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = [Requirement(text) for text in project["dependencies"]]
     todo = list(extras)
@@ -169,7 +169,7 @@ def tested_versions() -> dict[str, str]:
 
 
 def resolve(roots: Iterable[Requirement], versions: dict[str, str]) -> dict[str, Distribution]:
-    """What pip would install for the roots in an empty environment, by normalized name.
+    """The packages that pip would install for the roots in an empty environment, by normalized name.
 
     Args:
         roots: The requirements.
@@ -183,7 +183,7 @@ def resolve(roots: Iterable[Requirement], versions: dict[str, str]) -> dict[str,
         # `===`, because 2.13.0+cpu satisfies ==2.13.0, and a machine may have a CPU build of torch at hand.
         limits.write_text("".join(f"{name}==={version}\n" for name, version in versions.items()))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        # Reads the metadata of large wheels without downloading them where the index does not serve it.
+        # Reads the metadata of large wheels without downloading them if the index does not serve it.
         command += ["--use-feature=fast-deps", "--report", str(report), "--constraint", str(limits)]
         done = subprocess.run([*command, *map(str, roots)], capture_output=True, text=True, check=False)
         if done.returncode:
