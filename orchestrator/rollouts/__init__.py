@@ -1,1 +1,1 @@
-"""From prompts to scored groups: scheduler, engine pool, scoring, evaluation, weight sync."""
+"""Turns prompts into scored groups: scheduler, engine pool, scoring, evaluation, weight sync."""

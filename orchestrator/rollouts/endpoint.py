@@ -60,7 +60,7 @@ class _Answer:
     tokens: int = 0
     prompt_tokens: int = 0
     status: str = OK
-    """Why there is no answer."""
+    """Why the endpoint did not answer."""
 
 
 @asynccontextmanager
@@ -126,7 +126,7 @@ async def _find_model(client: Any, endpoint: Endpoint) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class _Asking:
-    """How every request is sent."""
+    """Settings with which every request is sent."""
 
     client: Any
     model: str
@@ -179,7 +179,7 @@ def _summary(index: int, answer: _Answer) -> SampleSummary:
 
 
 def _rows(request: GroupRequest, prompt: Mapping[str, Any], answers: Sequence[_Answer]) -> pa.Table:
-    """The ROLLOUTS table of a group. An endpoint gives no token ids: of them, only the number is read here."""
+    """The ROLLOUTS table of a group. An endpoint returns no token ids: only their number is used here."""
     rows = [
         {
             "prompt_uid": request.prompt_uid,

@@ -32,7 +32,7 @@ from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWAR
 _FORMAT = 1
 _BLOCK = 16 << 20
 _SCORING = ("antlr4-python3-runtime", "latex2sympy2-extended", "math-verify", "reasoning-gym", "sympy")
-"""Packages that decide what the built-in reward functions give."""
+"""Packages that affect the results of the built-in reward functions."""
 
 Json = dict[str, Any]
 

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Json]:
-    """How each set is sampled and scored, by its label.
+    """Settings with which each set is sampled and scored, by its label.
 
     Args:
         spec: The spec.

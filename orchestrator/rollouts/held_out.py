@@ -98,7 +98,7 @@ class _Terms:
 
 
 def held_out_lines(first: Mapping[str, float], last: Mapping[str, float]) -> dict[str, str]:
-    """What is shown at the end of a run of its named sets, by label: before and after training, with intervals.
+    """Lines at the end of a run on its named sets, by label: before and after training, with intervals.
 
     Args:
         first: Metrics of the first evaluation of this process, or empty in a resumed run.
@@ -200,7 +200,7 @@ def _mean(group: Sequence[bool]) -> float:
 
 
 def _vote_of(result: PromptResult, solved_at: float) -> float | None:
-    """Computes `vote`; None if a sample has no reward, or its answer is not known: the vote needs all of them."""
+    """Computes `vote`; None if a sample has no reward, or its answer is unknown: the vote needs all of them."""
     if len(result.answers) < 2 or len(result.answers) != len(result.rewards):
         return None
     pairs = [(a, r) for a, r in zip(result.answers, result.rewards, strict=True) if a is not None and r is not None]

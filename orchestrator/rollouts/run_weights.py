@@ -1,4 +1,4 @@
-"""The weights of a run: every version goes to the engines while the loop waits, or beside the next update."""
+"""The weights of a run: every version goes to the engines while the loop waits, or during the next update."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RunWeights:
         """Pushes, but waits only until the policy may train again: a task makes the engines load the version.
 
         Raises:
-            TroupeError: The weights are not published, or the engines could not load the version before.
+            TroupeError: The weights are not published, or the engines could not load the previous version.
         """
         await self.settle()
         await self._recovery.retry(lambda: self._sync.publish(version))
@@ -72,13 +72,13 @@ class RunWeights:
         return await (work if self._loading is None else unless_failed(self._loading, work))
 
     async def cancel(self) -> None:
-        """Waits no longer for engines that load, in a run that has failed."""
+        """Stops waiting for engines that load, in a run that has failed."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
 
     async def _load(self, version: int) -> None:
-        """Makes every engine load the published version, beside the loop.
+        """Makes every engine load the published version, in the background.
 
         A version that did not arrive everywhere cannot be published again, for the policy trains. An engine that did
         not load it serves nothing until it has the next version, which is the last chance. Slots of the scheduler that

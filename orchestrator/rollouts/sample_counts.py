@@ -1,4 +1,4 @@
-"""How many samples of a group were dispatched and have failed and what scoring took, by name of the metric.
+"""Counts of a group's dispatched and failed samples, and the time of scoring, by name of the metric.
 
 A step reports the sum over the groups of its batch and over the groups that were replaced for it: what fails for a
 whole prompt replaces its group, and is in no batch.
@@ -31,7 +31,7 @@ def sample_counts(group: ScoredGroup, environment: str | None) -> Counts:
 
     Returns:
         Its samples, and those without a reward; the time of the reward worker (s); its candidates without a reward
-        if it has candidates; episodes that failed and that started again, and the same by environment where this has
+        if it has candidates; episodes that failed and that started again, and the same by environment if this has
         a name.
     """
     statuses = group.rewards.statuses

@@ -7,7 +7,7 @@ P groups that started at version - k + i or earlier, which the i batches after i
 is ever dropped for its age, and a step waits for a straggler only if one would otherwise exceed the limit. With k = 0
 this is strictly on-policy training, by the same code.
 
-Engines may load a version beside the next update. The policy is one version ahead of them then, and k * P groups are
+Engines may load a version during the next update. The policy is one version ahead of them then, and k * P groups are
 open at most: as many as fill the k batches in which a group that starts at the engines' version is young enough.
 """
 
@@ -163,7 +163,7 @@ class RolloutScheduler:
         self._without_signal = 0
         """Zero-advantage groups replaced since the last batch."""
         self.replaced: Counts = {}
-        """Samples of the groups that were replaced on the way to the last batch, by metric (see `sample_counts`)."""
+        """Samples of the groups that were replaced for the last batch, by metric (see `sample_counts`)."""
         self._replaced_since: Counts = {}
         """Counts of the groups that were replaced since."""
         self._in_checkpoint = deque(ledger.open_groups())
@@ -174,14 +174,14 @@ class RolloutScheduler:
         """Failed samples of these since the last batch."""
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[GroupProgress]) -> int:
-        """Takes over what a checkpoint has of the groups that were open, before the start.
+        """Takes over the checkpoint's progress of open groups, before the start.
 
         A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
         reach, is sampled again like a group without progress.
 
         Args:
             state: A value of `state`; without a count, it is 0 (checkpoints of earlier versions).
-            groups: What there is of open groups.
+            groups: Progress of open groups.
 
         Returns:
             Finished samples that are not sampled again.
@@ -223,7 +223,7 @@ class RolloutScheduler:
         """Progress of every open group that has finished samples, in order of dispatch.
 
         Args:
-            running: What the engines have finished of the groups that run (`EnginePool.finished_samples`).
+            running: Finished samples of the running groups, by engine (`EnginePool.finished_samples`).
         """
         partial = {(one.prompt_uid, one.attempt): Samples(one, table) for own, table in running for one in own}
         found: list[GroupProgress] = []

@@ -76,7 +76,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class SignalTest:
-    """Which groups are worth training on (dynamic sampling: DAPO, arXiv 2503.14476, sec. 3.2)."""
+    """Decides which groups are worth training on (dynamic sampling: DAPO, arXiv 2503.14476, sec. 3.2)."""
 
     keep: Callable[[RewardSummary], bool] | None = None
     """The user's filter, used instead of the comparison of rewards."""
@@ -106,7 +106,7 @@ class SignalTest:
 class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
     """The reward workers; the least-loaded one scores each group.
 
-    A worker gets one group at a time, so that the timeout is that of one group: if reward functions time out, groups
+    A worker gets one group at a time, so that the timeout covers one group: if reward functions time out, groups
     wait long for each other, and the worker is not lost.
     """
 
@@ -181,7 +181,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
     async def keep_groups(
         self, folder: str, request: KeepRequest, tables: Sequence[TableRef], timeout_s: float
     ) -> tuple[dict[str, KeptTable], ...]:
-        """Has the least-loaded worker write groups for a later run; see `Reward.keep_groups`. Raises WorkerError."""
+        """Makes the least-loaded worker write groups for a later run; see `Reward.keep_groups`. Raises WorkerError."""
         return await self.call(lambda worker: worker.call(Reward.keep_groups, timeout_s, folder, request, *tables))
 
     async def read_group(self, folder: str, kept: KeptTable) -> TableRef:
@@ -314,7 +314,7 @@ class Scorer:
             summary: The group's summary.
             rollouts: The group's ROLLOUTS table.
             row: Row of the prompt in the prompt pool.
-            functions: Which reward functions (`RewardPool.score`).
+            functions: Name of the reward functions (`RewardPool.score`).
 
         Raises:
             WorkerError: The first call that failed; the others are cancelled.

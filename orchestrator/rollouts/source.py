@@ -194,7 +194,7 @@ class RolloutSource:
         self._writing.add_done_callback(_retrieve)  # a run that ends with an error does not flush
 
     async def _write_samples(self, folder: Path, version: int, tables: list[TableRef]) -> None:
-        """Writes the tables of a step with what the policy computed in its updates. Raises WorkerError."""
+        """Writes the tables of a step with the policy's results in its updates. Raises WorkerError."""
         timeout_s = self._spec.schedule.train_timeout_s
         try:
             tables = tables + await self._components.workers.require_policy().token_records(timeout_s=timeout_s)

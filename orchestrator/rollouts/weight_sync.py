@@ -47,11 +47,11 @@ class SyncReport:
     digest: str
     """Digest of the weights that were published or sent."""
     to_nodes: int = 0
-    """Bytes that were sent to other nodes: of each, all weights or what had changed."""
+    """Bytes sent to other nodes: to each, all weights or a delta."""
 
 
 class WeightSync(Protocol):
-    """How weights reach engines: `push` does all of it, `publish` and `load` do it in two parts."""
+    """Transfers weights to engines: `push` does all of it, `publish` and `load` do it in two parts."""
 
     async def push(self, version: int) -> SyncReport:
         """Loads the policy's weights into every engine as `version`."""
@@ -74,13 +74,13 @@ class FileSync:
     """Weights through a file on each node, verified by digest.
 
     With several nodes, the payload is sent to each node once, through the object store, and written to a file there for
-    every engine of that node. A node that has the version before gets only what changed, if that is less; what it makes
-    of it is verified as a whole payload is. On the policy's own node the file is written whole: copying it in memory
+    every engine of that node. A node with the previous version receives a delta if it is smaller; the result is
+    verified like a whole payload. On the policy's own node the file is written whole: copying it in memory
     takes less time than comparing it.
     """
 
     def __init__(self, policy: PolicyGroup, pool: EnginePool, timeout_s: float, delta: bool = False) -> None:
-        """`delta`: whether nodes that have the version before get only what changed."""
+        """`delta`: whether nodes with the previous version receive a delta."""
         self._policy = policy
         self._delta = delta
         self._pool = pool
@@ -89,10 +89,10 @@ class FileSync:
         self._hosts_written: set[str] = set()
         """Hosts that have the current version."""
         self._hosts_before: set[str] = set()
-        """Hosts that have the version which a delta of the current one starts from."""
+        """Hosts that have the base of the current version's delta."""
         self._sent = 0
         self._times = 0.0, 0.0
-        """When the current version began to be published, and when it was (time of the event loop, in seconds)."""
+        """Begin and end of the publication of the current version (time of the event loop, in seconds)."""
         self._damaged: WeightUpdate | None = None
         """The update that a new engine could not load."""
         self._published = asyncio.Condition()
@@ -101,7 +101,7 @@ class FileSync:
     async def push(self, version: int) -> SyncReport:
         """Publishes the policy's weights as `version` and loads them into every engine.
 
-        They are published again if they did not arrive as they were published.
+        Publishes them once again if an engine reports damaged weights.
 
         Raises:
             UpdateDamaged: They did not arrive the second time either.
@@ -174,9 +174,9 @@ class FileSync:
             self._published.notify_all()
 
     async def renew(self) -> None:
-        """Makes the policy publish the current version again, after a new engine could not load it.
+        """Makes the policy publish the current version again, after a new engine failed to load it.
 
-        While the policy trains, its weights are no longer those of the version: then this waits for the next one.
+        While the policy trains, its weights are no longer the version's: then this waits for the next one.
 
         Raises:
             WorkerError: The policy is lost.
@@ -281,7 +281,7 @@ class FileSync:
             return
 
     async def _send_delta(self, update: WeightUpdate, lacking: Mapping[str, Sequence[Engine]]) -> None:
-        """Sends what changed to hosts that have the version before; one that cannot use it still lacks this one."""
+        """Sends the delta to hosts with the previous version; a host that cannot use it still lacks this version."""
         writers = [engines[0] for host, engines in lacking.items() if host in self._hosts_before]
         self._hosts_before = set()  # a file is changed once
         if not writers:
@@ -305,7 +305,7 @@ class DeviceSync:
     """Weights from device to device (nccl, ipc, gloo), verified by checksums. nccl is untested on GPU.
 
     The trainer's sender drives the engines. They compute the checksums of what arrived, on their own devices, and
-    serve it only if these are the sender's. A failed transfer closes all engines that took part; it is repeated once,
+    serve it only if these are the sender's. A failed transfer closes all engines in it; it is repeated once,
     with new connections and with the engines that still run. A change of the set of engines or of trainers connects
     them again as well.
     """
@@ -322,7 +322,7 @@ class DeviceSync:
         """The last whole transfer."""
         self._pushes = 0
         self._missed = 0
-        """How many versions had been sent when an engine was last brought up."""
+        """Number of versions that had been sent when an engine was last brought up."""
         self._pushed = asyncio.Condition()
         pool.bring_up = self.bring_up
 
@@ -353,7 +353,7 @@ class DeviceSync:
         return report
 
     async def publish(self, version: int) -> None:
-        """As `push`: trainers send from the memory that an update writes, so that it waits for the engines."""
+        """Pushes and waits for the engines: trainers send from the memory that an update writes."""
         await self.push(version)
 
     async def load(self) -> SyncReport:
@@ -416,7 +416,7 @@ class DeviceSync:
         return SyncReport(self._version, *times, sent.nbytes, digests, sent.digest)
 
     async def _lose_dead(self, engine: Engine) -> None:
-        """Has the pool replace the engine if its process is gone or hangs; a closed one joins the next transfer."""
+        """Makes the pool replace the engine if its process is gone or hangs; a closed one joins the next transfer."""
         try:
             await engine.health(self._pool.spec.failures.health_interval_s)
         except (WorkerDied, WorkerTimeout) as error:

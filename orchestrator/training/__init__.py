@@ -1,1 +1,1 @@
-"""From batches to updates: micro-batches, ledger, state, checkpoints, and what a step keeps for a replay."""
+"""Turns batches into updates: micro-batches, ledger, state, checkpoints, and the records of steps for a replay."""

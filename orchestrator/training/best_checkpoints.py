@@ -60,7 +60,7 @@ class BestCheckpoints(RunPart):
         self._keep(best.keeping(self._before) if step == self._not_saved else best)
 
     def lost(self, step: int) -> None:
-        """Notes that the checkpoint of a step cannot be written, or has no model: the best steps stay those before."""
+        """Notes that the checkpoint of a step cannot be written, or has no model: the best steps stay as before."""
         self._not_saved = step
         if step in self.state.saved:
             self._keep(self.state.keeping(self._before))

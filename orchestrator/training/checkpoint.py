@@ -84,7 +84,7 @@ class Checkpoint:
 
     @property
     def exported(self) -> bool:
-        """Whether the checkpoint holds the model as a Hugging Face folder; the trainers load it without one, too."""
+        """Whether the checkpoint holds the model as a Hugging Face folder; trainers can also load it without one."""
         return (self.path / MODEL).is_dir()
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class Checkpoint:
             raise CheckpointError(errno.EINVAL, reason, str(self.path)) from error
 
     def trainers(self) -> dict[str, TrainerLayout]:
-        """How each training role wrote its files, by role. Raises CheckpointError if the record is malformed."""
+        """Layout of each training role's files, by role. Raises CheckpointError if the record is malformed."""
         with self.restoring():
             return {role: TrainerLayout(**layout) for role, layout in self.state.get("trainers", {}).items()}
 
@@ -171,7 +171,7 @@ class CheckpointStore:
         return self._begin(folder_name(step))
 
     def begin_again(self, step: int) -> Path:
-        """As `begin`, with the files of the step's checkpoint as links, without its samples: only these are new.
+        """Begins with links to the files of the step's checkpoint, without its samples: only these are new.
 
         Raises:
             CheckpointError: It cannot be created, or the file system has no links.
@@ -340,7 +340,7 @@ def require_files(folder: Path, count: int) -> None:
 
 
 def trainer_layouts(spec: RunSpec) -> dict[str, TrainerLayout]:
-    """How each training role of a spec writes its files, by role."""
+    """Layout in which each training role of a spec writes its files, by role."""
     models = spec.models()
     layouts = {}
     for name, role in spec.roles.trainers().items():

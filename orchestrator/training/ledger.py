@@ -18,7 +18,7 @@ OTHER = "other reasons"
 _LONGEST_KIND = 120
 _LONGEST_EXAMPLE = 400
 _ERROR = re.compile(r"\berror: (?P<type>[\w.]+)(?:: .*?)?(?P<place> \([^()\s]+:\d+\))?$", re.DOTALL)
-"""How a status describes an exception: its type, its message, and file and line of the user's code."""
+"""Description of an exception in a status: its type, its message, and file and line of the user's code."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
@@ -37,7 +37,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """A dispatched group of which some samples are neither trained nor dropped."""
+    """A dispatched group with samples that are neither trained nor dropped."""
 
     prompt_uid: str
     row: int

@@ -52,7 +52,7 @@ class RunPart:
         """Begins what follows a step's updates, once its weights are on their way and before its samples count."""
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
-        """Metrics to add to a step's; `metrics` are the step's, including those of earlier parts."""
+        """Metrics to add to a step's; `metrics` are the step's, including earlier parts'."""
         return {}
 
     def snapshot(self) -> Any:

@@ -68,7 +68,7 @@ class TrainerRecovery:
         """Restarts nothing yet.
 
         Args:
-            spec: Says how many restarts are allowed, and how many steps can be repeated.
+            spec: Limits the restarts, and the steps that can be repeated.
             updates: The updates and the trainers.
             push: Sends the trained weights, or None if no engine serves them.
             store: Checkpoints of the run.
@@ -93,7 +93,7 @@ class TrainerRecovery:
         self._restarting: asyncio.Task[None] | None = None
         self._committing = asyncio.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
-        """Calls of `retry` under way. A restart ends them first: none may reach a trainer before it is what it was."""
+        """Calls of `retry` under way. A restart ends them first: none may reach a trainer that is not restored yet."""
         self._interrupted: set[asyncio.Task[Any]] = set()
         """The calls that a restart has ended."""
         self._restarts = 0
@@ -160,7 +160,7 @@ class TrainerRecovery:
     async def watch(self) -> None:
         """Probes the trainers at a fixed interval, and restarts them if one has died and no call has noticed.
 
-        Runs beside the loop until the run ends: a step may wait for engines alone, and an engine that starts needs what
+        Runs as a task until the run ends: a step may wait for engines alone, and an engine that starts needs what
         a lost policy had published.
 
         Raises:
@@ -248,7 +248,7 @@ class TrainerRecovery:
     async def _interrupt(self) -> None:
         """Ends the calls under way; each is repeated after the restart.
 
-        The updates of a step are many calls. Those that remain after the loss would otherwise reach trainers that are
+        The updates of a step are many calls. The remaining calls after the loss would otherwise reach trainers that are
         restarted and not yet restored.
         """
         for task in self._calls:

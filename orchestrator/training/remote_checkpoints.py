@@ -84,7 +84,7 @@ class RemoteCheckpoints:
         return sorted(step for step, complete in self._found().items() if complete)
 
     def upload(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
-        """Copies a checkpoint, and removes older ones beyond `keep`, except those of protected steps.
+        """Copies a checkpoint, and removes older ones beyond `keep`, except protected steps'.
 
         A step whose copy is complete is not copied again for samples that were finished since: while it is replaced,
         there would be no copy. Protected steps that are not there yet are copied too.

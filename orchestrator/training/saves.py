@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is due, writing it while the loop waits or beside it, and failures."""
+"""The checkpoints of a run: when one is due, writing it while the loop waits or in the background, and failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveContext:
-    """The contents of checkpoints, and where they and their events go."""
+    """The contents of checkpoints, and the places for them and their events."""
 
     source: BatchSource
     recovery: TrainerRecovery
@@ -52,7 +52,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class _Saving:
-    """A checkpoint that is being written: what it holds besides the trainers' files."""
+    """A checkpoint that is being written: its content besides the trainers' files."""
 
     moment: Moment
     snapshot: SourceSnapshot
@@ -88,8 +88,8 @@ class RunSaves(RunPart):
         self._times: dict[str, float] = {}
 
     def begin_trial(self) -> asyncio.Task[None]:
-        """Begins to have every trainer write a small part of a checkpoint (`TrainerSaves.try_all`), beside the first
-        samples. The task raises TroupeError."""
+        """Begins a trial write of a small part of a checkpoint by all trainers (`TrainerSaves.try_all`), during
+        the first samples. The task raises TroupeError."""
         self._trial = asyncio.create_task(self._recovery.retry(self._trainers.try_all))
         return self._trial
 
@@ -143,7 +143,7 @@ class RunSaves(RunPart):
         await self._uploads.settle(last=True)
 
     async def close(self) -> None:
-        """Gives up what is being written, of a run that has failed."""
+        """Gives up the checkpoint that is being written, in a run that has failed."""
         for task in (self._trial, self._running):
             if task is not None:
                 task.cancel()
@@ -156,11 +156,11 @@ class RunSaves(RunPart):
             TroupeError: Too many checkpoints in a row have failed.
         """
         if self._best.compares:
-            await self.settle()  # it may turn out not to be there to be the best one
+            await self.settle()  # a checkpoint that failed cannot be the best one
         self._best.seen(step, metrics)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
-        """Seconds of copies, waits and writes since the step before."""
+        """Seconds of copies, waits and writes since the previous step."""
         times, self._times = self._times, {}
         return times
 
@@ -191,7 +191,7 @@ class RunSaves(RunPart):
         self._best.lost(step)
 
     async def _begin(self, now: Moment) -> None:
-        """Has the trainers copy their state, and writes the checkpoint in the background.
+        """Makes the trainers copy their state, and writes the checkpoint in the background.
 
         Raises:
             OSError: Its folder cannot be created.
@@ -250,7 +250,7 @@ class RunSaves(RunPart):
         await self._uploads.settle()  # a commit may remove the folder that is being uploaded
         step, snapshot, parts = saving.moment.step, saving.snapshot, saving.moment.parts
         if written.without_model:
-            self._best.lost(step)  # before the commit removes what is not kept
+            self._best.lost(step)  # before the commit removes other checkpoints
             parts = {**parts, self._best.name: self._best.snapshot()}  # no evaluation was compared since the moment
         state = {"format": FORMAT, "step": step, "source": snapshot.state, "ledger": snapshot.ledger, "parts": parts}
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}

@@ -162,7 +162,7 @@ def read_steps(root: Path, steps: Iterable[int]) -> list[RecordedStep]:
 
 
 def packed_texts(picks: TextPicks | None) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-    """The texts of a step without those that it does not use.
+    """The texts that a step uses.
 
     Returns:
         The rows of the table that are kept, in ascending order (plans sort by row if texts are equally long), the

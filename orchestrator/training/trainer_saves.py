@@ -21,7 +21,7 @@ from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointEr
 from troupe.workers.contract.messages import SaveStatus
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-"""Between two questions whether the ranks have written; each wait is twice as long as the one before."""
+"""Between two questions whether the ranks have written; each wait is twice as long as the previous one."""
 
 
 class TrainersLost(CheckpointError):
@@ -86,7 +86,7 @@ class TrainerSaves:
             raise
 
     async def begin(self, step: int) -> Path:
-        """Has the trainers copy the state after a step, and begin to write it. Raises WorkerError, CheckpointError."""
+        """Makes the trainers copy the state after a step and begin to write it. Raises WorkerError, CheckpointError."""
         folder = self._store.begin(step)
         average = str(folder / AVERAGE) if self._averages else ""
         try:
@@ -99,7 +99,7 @@ class TrainerSaves:
         return folder
 
     async def written(self, folder: Path) -> Written:
-        """Waits until the trainers have written what `begin` began.
+        """Waits until the trainers have written the state that `begin` copied.
 
         Waits for each group's ranks in turn, which answer between two calls of the loop; `schedule.train_timeout_s`
         bounds the whole.
@@ -141,7 +141,7 @@ class TrainerSaves:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _export(self, trainer: TrainerGroup[Any], folder: Path) -> str:
-        """Writes the model as Hugging Face folders; why that failed, or empty. Raises WorkerError for lost trainers."""
+        """Writes the model as Hugging Face folders; returns why it failed, or "". Raises WorkerError if one is lost."""
         try:
             await trainer.export(str(folder / MODEL), timeout_s=self._timeout_s)
             if self._averages:

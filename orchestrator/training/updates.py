@@ -239,7 +239,7 @@ class RolloutUpdates(Updates):
         return await self._update(step, critic, plans, update)
 
     async def _hold_states(self, step: int, batch: Batch) -> bool:
-        """Has the policy keep its distributions at some states of the batch; returns whether there are any."""
+        """Makes the policy keep its distributions at some states of the batch; returns whether there are any."""
         policy, spec = self._policy, self._spec
         rows, stride = pick_states(batch.summary.rows, self._algorithm.kl_states, (spec.seed, step))
         if not rows:
