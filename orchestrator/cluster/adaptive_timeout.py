@@ -1,7 +1,7 @@
-"""Bounds on calls that follow how long the same call has taken before.
+"""Bounds on calls, derived from the durations of earlier calls of the same method.
 
 A worker runs one call at a time: a call that is made while others are open waits for these first, and may take as long
-as all of them together. How long a call has taken includes such a wait, unless it waits for a call without a bound
+as all of them together. The duration of a call includes such a wait, unless it waits for a call without a bound
 (a checkpoint): it is then neither bounded nor measured.
 """
 
@@ -18,14 +18,14 @@ from troupe.orchestrator.errors import WorkerTimeout
 FACTOR = 10
 """Times the longest call before that a call may take."""
 _ENOUGH = 5
-"""Number of measured calls of a method from which they bound the next one."""
+"""Measured calls of a method that are needed to bound the next one."""
 
 
 class AdaptiveTimeouts:
-    """How long the calls of one group of workers take, by method."""
+    """Durations of the calls of one group of workers, by method."""
 
     def __init__(self, hung_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
-        """`hung_s`: seconds that every call may take, however short those before were."""
+        """`hung_s`: seconds that every call may take, however short the earlier ones were."""
         self._hung_s = hung_s
         self._clock = clock
         self._calls: Counter[str] = Counter()
@@ -72,5 +72,5 @@ class AdaptiveTimeouts:
             self._longest[method] = max(self._clock() - began, self._longest.get(method, 0.0))
 
     def _bound(self, method: str) -> float:
-        """How long the call itself may take; infinite as long as too few calls are known."""
+        """Bound on the call itself, or infinity while too few calls are known."""
         return max(self._hung_s, FACTOR * self._longest[method]) if self._calls[method] >= _ENOUGH else math.inf

@@ -75,7 +75,7 @@ _THRESHOLDS = (5_000, 2, 100_000)
 """Net allocations before a collection of the youngest generation, its collections before one of the middle generation
 (a few milliseconds), and those, counting ours, before a full collection."""
 _EVERY_S = 0.1
-"""Interval of our own collections; each takes a millisecond if 100 groups end per second."""
+"""Interval of our collections; each takes a millisecond if 100 groups end per second."""
 _YOUNG = 1
 """The generation that our own collections include: objects that survived at most one collection."""
 

@@ -89,7 +89,7 @@ class NodeWatch:
         self._stopped = StoppedProcesses(samples)
 
     async def find_stopped(self, watched: Mapping[int, bool], seconds: float) -> list[int]:
-        """Processes that are stopped, as soon as there are some, else after `seconds`; they are killed."""
+        """Processes that are stopped, as soon as some are, else after `seconds`; they are killed."""
         for _ in range(max(1, round(seconds / _SAMPLE_S))):
             await asyncio.sleep(_SAMPLE_S)
             if found := await asyncio.to_thread(self._stopped.sample, watched):

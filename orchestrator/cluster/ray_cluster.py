@@ -94,8 +94,8 @@ class ActorWorker(Generic[W_co]):
             actor: The Ray actor.
             peaks: Collects the peak memory that the worker reports along with its answers.
             calls: Records every call.
-            watch: Knows more about the end of its process.
-            on_loss: Called once with its name and the reason when its process turns out to be gone.
+            watch: Reports more about the end of its process.
+            on_loss: Called once with its name and the reason when its process is found to be gone.
         """
         self._name = name
         self.actor = actor
@@ -355,7 +355,7 @@ class Cluster:
             ray.shutdown()
 
     def capacity(self) -> dict[str, float]:
-        """CPUs and GPUs of all nodes; of a cluster that was started for this run, the cores that the machine has."""
+        """CPUs and GPUs of all nodes; for a cluster started for this run, the machine's cores."""
         nodes = ray_nodes.nodes()
         cpus = float(os.cpu_count() or 1) if self._owned else sum(node.cpus for node in nodes)
         return {"CPU": cpus, "GPU": sum(node.gpus for node in nodes)}
@@ -411,7 +411,7 @@ class Cluster:
 
     @staticmethod
     def environment_link(workers: Sequence[WorkerHandle[EnvironmentServer]], lost: str) -> ActorEnvironments:
-        """The engines' link to environment workers; `lost`: why there will be none again, or empty."""
+        """The engines' link to environment workers; `lost`: why none will serve again, or empty."""
         return ActorEnvironments({w.name: w.actor for w in workers if isinstance(w, ActorWorker)}, lost)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Groups of workers with one typed method for each call: the only place where the orchestrator names worker methods.
+"""Groups of workers with one typed method for each call: the only place in which the orchestrator names worker methods.
 
 A `WorkerHandle` reaches one worker, whether a Ray actor (`orchestrator/cluster/ray_cluster.py`) or an object in this
 process (`tests/fakes.py`). It takes the method as a function of the role's protocol (`workers/contract/roles.py`),
@@ -169,7 +169,7 @@ class WorkerGroup(Generic[W]):
     async def _compute(
         self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """As `_broadcast`, for methods that compute only."""
+        """Runs `_broadcast` for methods that compute only."""
         with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             return await gather_all(worker.call(method, bound_s, *args, **kwargs) for worker in self.workers)
 
@@ -180,7 +180,7 @@ class WorkerGroup(Generic[W]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[R, TableRef]:
-        """As `_compute`, on rank 0 alone, for methods that return (summary, table)."""
+        """Runs `_compute` on rank 0 alone, for methods that return (summary, table)."""
         with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             return await self.workers[0].call_for_table(method, bound_s, *args, **kwargs)
 
@@ -207,7 +207,7 @@ class WorkerGroup(Generic[W]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """As `_scatter`, with one plan for each share of the rows; results by share."""
+        """Runs `_scatter` with one plan for each share of the rows; returns results by share."""
         return self._by_share(await self._scatter(method, timeout_s, self._of_ranks(plans), *args, **kwargs))
 
     def _of_ranks(self, plans: Sequence[RankPlan]) -> list[RankPlan]:
@@ -227,7 +227,7 @@ class WorkerGroup(Generic[W]):
         *tables: P.args,
         **kwargs: P.kwargs,
     ) -> Scores:
-        """As `_run_plans`, for methods that return (summary, table)."""
+        """Runs `_run_plans` for methods that return (summary, table)."""
         with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             scores = await gather_all(
                 worker.call_for_table(method, bound_s, plan, *tables, **kwargs)
@@ -284,7 +284,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         await self._broadcast(Trainer.begin_save, timeout_s, directory, model, average)
 
     async def save_status(self, directory: str, *, timeout_s: float) -> SaveStatus:
-        """How far the ranks have written it: done once all of them are; the first failure of each kind."""
+        """Status of the save: done once all ranks are, with the first failure of each kind."""
         ranks = await self._broadcast(Trainer.save_status, timeout_s, directory)
         return SaveStatus(
             all(rank.done for rank in ranks),
@@ -308,7 +308,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     async def keep_batch(
         self, folder: str, batch: TableRef, texts: TableRef | None, rows: Sequence[int], *, timeout_s: float
     ) -> dict[str, KeptFile]:
-        """Has rank 0 write a step's batch, and these rows of its texts, to files."""
+        """Makes rank 0 write a step's batch, and these rows of its texts, to files."""
 
         async def keep() -> dict[str, KeptFile]:
             with self._timeouts.occupied():

@@ -75,10 +75,10 @@ class Engine:
     outstanding: int = 0
     """Samples of the groups dispatched to it."""
     finished_ahead: int = 0
-    """How many of these were finished already, as reported with the last group that it finished."""
+    """Number of these that were finished already, as reported with the last group that it finished."""
     finished_groups: int = 0
     predecessor_fault: str = ""
-    """What ended the engine that this one replaced; empty if unknown or if there was none."""
+    """Fault that ended the engine that this one replaced, or empty if unknown or without one."""
     missed_probes: int = 0
     state: EngineState = EngineState.SERVING
     resting: bool = False
@@ -210,7 +210,7 @@ class EnginePool(ReplicaPool[Engine]):
         self._sleeps = spec.resolved_sleep != "none"
         self._spawn = spawn
         self._faults: dict[str, str] = {}
-        """What ended the engines that are being replaced, by name."""
+        """Faults that ended the engines that are being replaced, by name."""
         self._repeated_fault = ""
         """Why no further engine is started: a replacement died as its predecessor did; empty before that."""
         self._loads = _Loads()
@@ -221,7 +221,7 @@ class EnginePool(ReplicaPool[Engine]):
             self._loads.update(engine)
 
     def follow(self, spec: RolloutSpec) -> None:
-        """Takes over that the run has more environment workers, or fewer engines: each gets more of the episodes.
+        """Adapts to more environment workers or fewer engines: each engine gets more of the episodes.
 
         Its bound is never lowered: while the engines start among which the episodes are to be divided, the others still
         have all of them.
@@ -309,7 +309,7 @@ class EnginePool(ReplicaPool[Engine]):
         await self._wait_for(lambda: not any(engine.held for engine in self.workers))
 
     async def reserve(self, engine: Engine, samples: int) -> bool:
-        """Acquires a slot of a held engine; returns False if it is lost or leaves. One caller may wait at a time."""
+        """Reserves `samples` on a held engine; returns False if it is lost or leaves. One caller may wait at a time."""
 
         def gone() -> bool:
             return engine not in self.workers or engine.state is EngineState.LEAVING
@@ -418,7 +418,7 @@ class EnginePool(ReplicaPool[Engine]):
     async def rest(self, timeout_s: float) -> None:
         """Makes every engine give its memory to the trainers; replaces one that does not, once they have returned it.
 
-        Unfinished groups, which there are only when trainers are restarted, continue afterwards.
+        Unfinished groups, which exist only when trainers are restarted, continue afterwards.
         """
 
         async def rest(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 class GenerationMeter:
     """Counts tokens, and the time in which groups are being generated.
 
-    What else happens in a step, such as the updates of synchronous training, does not count.
+    Other parts of a step, such as the updates of synchronous training, do not count.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -17,7 +17,7 @@ class EngineQueue:
 
 @dataclass(frozen=True)
 class Queues:
-    """Engines, and what waits for one of them."""
+    """Engines, and the work that waits for them."""
 
     engines: tuple[EngineQueue, ...] = ()
     starting: tuple[str, ...] = ()

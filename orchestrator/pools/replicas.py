@@ -60,12 +60,12 @@ class ReplicaPool(Generic[ReplicaT]):
             retry_s: Wait before a failed start of a replacement is repeated, or None to not repeat it.
         """
         self.workers = list(workers)
-        """Workers that run, including those that finish their work before they are removed."""
+        """Workers that run, including workers that finish their work before their removal."""
         self.starting: list[str] = []
         """Names of the workers that are being started."""
         self.budget = budget or RestartBudget("no", 0)
         self.last_loss: WorkerError | TimeoutError | None = None
-        """Why a worker was lost, or its replacement did not start."""
+        """Error with which a worker was lost, or its replacement did not start."""
         self.on_change: Callable[[], Awaitable[None]] | None = None
         """Called after a worker has begun to serve or serves no more, and after a start has failed."""
         self.on_loss: Callable[[str], Awaitable[None]] | None = None

@@ -1,4 +1,4 @@
-"""How many lost workers of a role a run replaces before it gives up."""
+"""The number of lost workers of a role that a run replaces before it gives up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RestartBudget:
         Args:
             role: `failures.{role}_restarts` is the limit.
             limit: Restarts that can be in use at once.
-            steps_per_restart: Steps without a lost worker after which one restart is refunded; 0: never.
+            steps_per_restart: Steps without a lost worker after which one restart is refunded, or 0 for never.
         """
         self.role = role
         self._limit = limit

@@ -79,7 +79,7 @@ class Workers:
         return self.each("rollout")
 
     def with_engines(self, engines: Sequence[Engine]) -> Workers:
-        """The same workers, of whose engines only these are used."""
+        """The same workers with only these engines."""
         return Workers({**self.by_role, "rollout": engines})
 
     @property

@@ -32,7 +32,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _LONGEST_SOURCE = 120
 _STOPPED, _RUNS = ["T"], ["R"]
 _LOOKS, _BETWEEN_S = 5, 0.01
-"""How often, and how far apart, a process is looked at: most that run at one moment only answer something."""
+"""Number of looks at a process, and seconds between them: most that run at one moment only answer something."""
 _SPY_S = 1.0
 """Longest wait for py-spy, which takes a tenth of it."""
 
@@ -80,7 +80,7 @@ def request_stacks(folder: Path, pids: Iterable[int]) -> dict[int, int]:
     would run it when it continues, or whose threads compute, is left out (`read_from_outside`).
 
     Returns:
-        By process, the length of its file before.
+        Length of each process's file before the request.
     """
     asked: dict[int, int] = {}
     for pid in pids:

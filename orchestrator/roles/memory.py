@@ -75,7 +75,7 @@ class Sizes:
 
     known: dict[str, ModelSize] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    """Why each size that is not known is not."""
+    """Why each unknown size is unknown."""
     trained: set[str] = field(default_factory=set)
     """Models of unknown size that an earlier stage trains, from another one of unknown size."""
 
@@ -100,9 +100,9 @@ class Sizes:
 
 
 Memory = tuple[tuple[WorkerMemory, ...], Cache | None]
-"""Memory of one worker (empty if its model's size is not known), and its cache if it is an engine."""
+"""Memory of one worker (empty if its model's size is unknown), and its cache if it is an engine."""
 MemoryOf = Callable[[Any, Seated, int, Sizes], Memory]
-"""Memory of one worker of a spec: the spec, the worker, memory of one of its GPUs in bytes (0: not known), and the
+"""Memory of one worker of a spec: the spec, the worker, memory of one of its GPUs in bytes (0 if unknown), and the
 sizes of models."""
 
 

@@ -1,7 +1,7 @@
 """The names of workers and roles.
 
 A worker is called `ROLE-INDEX`. A role is named after its section of `roles`: `policy`, or `environment.NAME` if the
-section is a map. An index has no `-`, so that a name has one reading whatever environments are called.
+section is a map. An index has no `-`, so that a name has one reading for any names of environments.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _POOLS = "troupe.orchestrator.run_pools"
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How each worker of a role is started."""
+    """Settings with which each worker of a role is started."""
 
     config: Any
     """First argument of the constructor; the worker's name is the second."""
@@ -58,7 +58,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Restarts:
-    """How many lost workers of a role a run replaces."""
+    """The number of lost workers of a role that a run replaces."""
 
     name: str
     """The number is the field `{name}_restarts` of `failures`."""
@@ -77,14 +77,14 @@ class Role:
     protocol: type[Any]
     """Protocol of its workers' calls."""
     settings: Callable[[Any], WorkerSettings | Mapping[str, WorkerSettings] | None]
-    """How the workers of a spec are started, by `ROLE.NAME` where its section may be a map; None if the spec has no
+    """Settings of the workers of a spec, by `ROLE.NAME` if the section may be a map; None if the spec has no
     workers of this role."""
     memory: MemoryOf
     """Memory of one worker."""
     name: RoleName | None = None
     """Section of `roles` that has its workers, or None for the section named as the row."""
     restarts: Restarts | None = None
-    """How many lost workers are replaced, or None to replace none."""
+    """The number of lost workers that are replaced, or None to replace none."""
     pool: str | None = None
     """Path of the function that makes the pool of the workers, each of which can be replaced, added and removed during
     the run (see `run_pools.py`), or None if they start once and stay."""
@@ -295,7 +295,7 @@ TRAINED = (*TRAINERS, "reward_model")
 
 
 def named(role: Callable[[Role], bool]) -> frozenset[str]:
-    """Names of the roles with such a row."""
+    """Names of the roles whose row matches."""
     return frozenset(row.section for row in ROLES.values() if role(row))
 
 
@@ -305,7 +305,7 @@ def row_of(spec: RunSpec, role: str) -> Role:
 
 
 def settings_of(spec: RunSpec, role: str) -> WorkerSettings:
-    """How each worker of a role is started.
+    """Settings with which each worker of a role is started.
 
     Raises:
         KeyError: The spec has no workers of this role.

@@ -216,7 +216,7 @@ def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
 def gathered(size: ModelSize) -> int:
     """Numbers that a rank holds whole at once under ZeRO-3.
 
-    DeepSpeed limits what it keeps and prefetches to `LIVE`, but gathers the module at work whatever its size
+    DeepSpeed limits what it keeps and prefetches to `LIVE`, but gathers the current module regardless of its size
     (`partitioned_param_coordinator.py`, `fetch_sub_module`).
     """
     return min(size.parameters, max(LIVE, size.module))
@@ -406,7 +406,7 @@ class Scoring:
 def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     """Memory of a frozen model that scores: its weights and the activations of one layer.
 
-    Of a divided model every rank has a GPU, on which it keeps its part and gathers what it runs.
+    Every rank of a divided model has a GPU: it keeps its part there and gathers what it runs.
     """
     size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
     if _tiled(size, truncated=False):
