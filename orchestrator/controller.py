@@ -81,7 +81,7 @@ class RunComponents:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended."""
+    """Outcome of a run."""
 
     steps_done: int
     stopped: bool
@@ -123,7 +123,7 @@ class RunOutcome:
 
 
 class Controller:
-    """One process that handles scalars and references to tables, never token tensors."""
+    """Runs the training loop. Handles scalars and references to tables, never token tensors."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Controller:
         console: Console,
         stop: asyncio.Event,
     ) -> None:
-        """The run resumes from the checkpoint that is found. Raises CheckpointError: its state has another form."""
+        """Resumes from the checkpoint that is found. Raises CheckpointError if its state has another form."""
         self._spec = spec
         self.components = components
         self.sinks = sinks
@@ -254,7 +254,7 @@ class Controller:
         )
 
     async def _settle(self) -> SourceSnapshot:
-        """Waits for work beside the loop; returns what to save, before the groups in flight are cancelled."""
+        """Waits for background work; returns what to save, before the groups in flight are cancelled."""
         await self._evaluations.leave(self.version)
         if self._weights is not None:
             await self._weights.settle()
@@ -334,7 +334,7 @@ class Controller:
         self._timers = self._new_timers()  # this step's metrics are written: the next step's include the checkpoint
         if self._evaluations.pending not in (None, self.version) and self._saves.is_due(self._moment()):
             with self._timers.phase("evaluate"):
-                await self._evaluations.settle()  # no resumed run has its weights; it decides what the commit keeps
+                await self._evaluations.settle()  # a pending evaluation decides which checkpoints the commit keeps
         with self._timers.phase("checkpoint"):
             await self._saves.save_if_due(self._moment())
         await self.components.source.save_trajectories(self.version)
@@ -345,7 +345,7 @@ class Controller:
         return Moment(self.version, {part.name: part.snapshot() for part in self.parts if part.name}, candidate)
 
     async def _heartbeat(self) -> None:
-        """Probes the source's workers at a fixed interval; runs beside the loop until the run ends."""
+        """Probes the source's workers at a fixed interval; runs as a task until the run ends."""
         while True:
             await asyncio.sleep(self._spec.probe_interval_s)
             try:

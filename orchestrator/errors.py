@@ -71,7 +71,7 @@ class EnginesLost(TroupeError):
 
 
 class EvaluationLost(TroupeError):
-    """No engine has the weights any more that an evaluation is about."""
+    """No engine still has the weights that an evaluation is about."""
 
 
 class WeightsNotVerified(TroupeError):

@@ -31,7 +31,7 @@ from troupe.workers.contract.atomic_file import write_atomic
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How a model is evaluated."""
+    """Options of an evaluation."""
 
     endpoint: Endpoint | None = None
     """Samples instead of engines, or None for engines with the spec's model."""
@@ -72,7 +72,7 @@ async def evaluate_on_prompts(
 def _whole_model(
     local: LocalFiles[RolloutSpec], adapter: Path | None, console: Console
 ) -> Iterator[LocalFiles[RolloutSpec]]:
-    """The files with a model for engines that load no adapters: merged, if there are any, for as long as this is open.
+    """The files with a model for engines that load no adapters: merged if any, for as long as this is open.
 
     Raises:
         CheckpointError: The adapters cannot be merged with the model.

@@ -1,4 +1,4 @@
-"""From a spec to running workers: placement groups reserved, actors started, groups formed."""
+"""Starts the workers of a spec: reserves placement groups, starts actors, forms groups."""
 
 from __future__ import annotations
 

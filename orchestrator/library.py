@@ -150,7 +150,7 @@ def evaluate(
         model: Folder of a model, of a checkpoint or of a run (its newest checkpoint), a name on the hub, or the URL of
             an endpoint with OpenAI's chat completions, or None for the spec's model.
         set: Fields to set.
-        best: Of a run, the checkpoint of the best evaluation (`checkpoint.best`).
+        best: The checkpoint of a run's best evaluation (`checkpoint.best`).
         served: Name of the model at the endpoint, or None for the only one that it lists.
         use_cache: Use results that are kept.
         output: JSON file for the results with their confidence intervals (prompts only).
@@ -221,7 +221,7 @@ def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
 
     Args:
         model: The name.
-        best: Of a run, the checkpoint of the best evaluation.
+        best: The checkpoint of a run's best evaluation.
 
     Raises:
         UsageError: No run is named and the best checkpoint is asked for.
@@ -242,7 +242,7 @@ def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
 def plan(
     spec: SpecLike, *, set: Overrides = (), cluster: str | None = None, measured: str | Path | None = None
 ) -> Plan:
-    """Placement and memory of every worker; `misfit` says what does not fit.
+    """Placement and memory of every worker; `misfit` names what does not fit.
 
     Args:
         spec: The spec.
@@ -324,7 +324,7 @@ def samples(
     limit: int | None = None,
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """What a run sampled, as an Arrow table (`.to_pandas()`; duckdb queries it by its name).
+    """The samples of a run as an Arrow table (`.to_pandas()`; duckdb queries it by its name).
 
     Args:
         run: The run, or its folder.

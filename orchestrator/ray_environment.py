@@ -1,4 +1,4 @@
-"""Environment variables that Ray reads: what a run sets, what is wrong with others, and what helps. Without Ray."""
+"""Environment variables that Ray reads: the ones that a run sets, problems of others, and remedies. Without Ray."""
 
 from __future__ import annotations
 

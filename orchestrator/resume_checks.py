@@ -69,7 +69,7 @@ def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path)
 
 
 def require_same_rows(found: Checkpoint | None, drawn: Callable[[Mapping[str, Any]], Iterable[DrawnSource]]) -> None:
-    """Compare training data with a checkpoint's, if there is one, so that their order can continue.
+    """Compare training data with a checkpoint's, if any, so that their order can continue.
 
     Args:
         found: The checkpoint.

@@ -309,7 +309,7 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event, switch: StopSwitch) -> It
     One that follows within `_SAME_SIGNAL_S` is the same request: Ray's job manager sends it to a supervisor and to the
     run, and the supervisor passes it on.
 
-    SIGHUP stays ignored where it is, as under `nohup`. The others are handled even where a shell ignores SIGINT for a
+    SIGHUP stays ignored if it is, as under `nohup`. The others are handled even if a shell ignores SIGINT for a
     command in the background of a script.
 
     Within another program, its own handlers are back afterwards. Outside of the main thread there are no signals, and

@@ -100,7 +100,7 @@ class RunLock:
 def locked(folder: Path) -> Iterator[RunLock]:
     """Holds the lock of an existing run folder within the `with` block.
 
-    The kernel releases the lock when this process ends, however it ends, so that there are no stale locks. Processes
+    The kernel releases the lock when this process ends in any way, so that there are no stale locks. Processes
     that this one starts do not inherit it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How far the start of the workers is, and what each worker that is starting does."""
+"""Progress of the start of the workers, and the activity of each starting worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOK_S = 1.0
 """Time between two looks at what the workers do that are starting."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with how many workers have started, how many there are, and the names of the others."""
+"""Called with the numbers of started workers and of all, and the names of the others."""
 Activities = Callable[[Sequence[str]], Awaitable[dict[str, str]]]
 """Start-up steps of workers, by name."""
 

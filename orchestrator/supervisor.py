@@ -53,7 +53,7 @@ def supervise(
 
 
 def describe(code: int) -> str:
-    """How a process ended: `ended with exit code 1`, `was killed by SIGKILL`."""
+    """End of a process as text: `ended with exit code 1`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""The process from which the workers of a run on this machine are forked, started before Ray is even imported."""
+"""Server process from which the workers of a run on this machine are forked, started before Ray is even imported."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ _SCORERS = ("reference", "reward", "environment")
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How the groups of one source of prompts are sampled and scored."""
+    """Settings with which the groups of one source of prompts are sampled and scored."""
 
     samples: int
     source: str = ""
@@ -128,7 +128,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def group_settings(self) -> tuple[GroupSettings, ...]:
-        """How groups are sampled and scored, for each source of `data.train`."""
+        """Settings with which groups are sampled and scored, for each source of `data.train`."""
         if not self.data.mixture:
             return (
                 GroupSettings(
@@ -297,7 +297,7 @@ class RolloutSpec(RunSpec, frozen=True):
         return None if reward.model is not None and reward.model_weight else right_from(reward.functions)
 
     def held_out_sets(self) -> list[HeldOutSettings]:
-        """How each source of `data.eval` is sampled and scored, in the order of the spec."""
+        """Settings with which each source of `data.eval` is sampled and scored, in the order of the spec."""
         evaluation = self.evaluation or EvaluationConfig()
         found: list[HeldOutSettings] = []
         for name, source in self.data.held_out_sets().items():
@@ -325,7 +325,7 @@ class RolloutSpec(RunSpec, frozen=True):
         return {path: functions for path, functions in lists.items() if functions is not None}
 
     def reward_digest(self) -> str:
-        """Digest of what gives the rewards of training, without the functions' time limits and where they run."""
+        """Digest of the settings that determine rewards in training, without the functions' time limits and place."""
         reward, judge = self.roles.reward, self.roles.judge
         content: dict[str, Any] = {
             path: [decisive(one, "reward") for one in functions]
@@ -383,7 +383,7 @@ class RolloutSpec(RunSpec, frozen=True):
                 yield "algorithm.name", problem
 
     def warnings(self) -> list[str]:
-        """As in the base class; learning rates that do not reach their peak, and roles with more workers than work."""
+        """Warnings, also of learning rates that do not reach their peak, and roles with more workers than work."""
         counts = {"policy": self.policy_updates, "critic": self.critic_updates}
         rising = [line for name, role in self.roles.trainers().items() for line in role.rising(name, counts[name])]
         return [*super().warnings(), *rising, *self._idle_workers()]
@@ -547,7 +547,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def trains(self) -> Literal["policy"]:
-        """What kind of model the run writes."""
+        """Kind of model that the run writes."""
         return "policy"
 
     @property
