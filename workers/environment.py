@@ -61,7 +61,7 @@ class EnvironmentWorker:
         return await self.health()
 
     async def begin(self, episode: str, row: Row) -> EpisodeReply:
-        """Start an episode, once there is a free seat; the first observation.
+        """Start an episode once a seat is free; returns the first observation.
 
         Raises:
             EnvironmentGone: the worker can start no more episodes.
@@ -137,7 +137,7 @@ class EnvironmentWorker:
         self._processes.close()
 
     async def _seat(self) -> SeatProcess:
-        """A seat, once there is a free one. Raises EnvironmentGone if no more episodes can start."""
+        """A seat, once one is free. Raises EnvironmentGone if no more episodes can start."""
         await self._places.acquire()
         try:
             return self._free.pop() if self._free else await self._processes.seat()
@@ -149,7 +149,7 @@ class EnvironmentWorker:
             raise
 
     async def _settled(self, episode: str, asking: Awaitable[EpisodeReply]) -> EpisodeReply:
-        """The reply of the episode's process; an episode that has failed or is done gives its seat back."""
+        """The reply of the episode's process; an episode that has failed or is done returns its seat."""
         try:
             reply = await asking
         except BaseException:

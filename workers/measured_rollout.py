@@ -35,7 +35,7 @@ class MeasuredRollout(RolloutWorker):
         self._stat_loggers = [lambda config, index: self._meter]
 
     def _engine_args(self) -> AsyncEngineArgs:
-        """As in a run; the engine also reports the details of its iterations, and times the updates of its weights."""
+        """Arguments of a run's engine, which also reports its iterations in detail and times its weight updates."""
         arguments = super()._engine_args()
         arguments.worker_extension_cls = _EXTENSION
         arguments.enable_logging_iteration_details = True

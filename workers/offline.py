@@ -59,7 +59,7 @@ class OfflineRank(TrainingRank):
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def tokenize(self, texts: pa.Table) -> tuple[ExampleSummary, pa.Table]:
-        """Tokenize texts (`troupe.workers.data.examples.tokenize`). Not collective: one rank does it for all."""
+        """Tokenize texts (`troupe.workers.data.examples.tokenize`). Not collective: one rank does it."""
         return tokenize(self._tokens(), texts, self._config.examples)
 
     def assemble(self, picks: Picks, examples: pa.Table) -> tuple[ExampleBatchSummary, pa.Table]:

@@ -102,7 +102,7 @@ class PolicyWorker(TrainingRank):
         return prepare(self._config.advantage, request, tables)
 
     def cut_texts(self, texts: pa.Table, cuts: Sequence[TextCut]) -> tuple[tuple[TextSummary, ...], pa.Table]:
-        """Cut the texts (`troupe.workers.data.texts.cut_sources`). Not collective: one rank does it for all."""
+        """Cut the texts (`troupe.workers.data.texts.cut_sources`). Not collective: one rank does it."""
         return cut_sources(load_tokenizer(self._config.model), texts, cuts)
 
     def update(
@@ -150,7 +150,7 @@ class PolicyWorker(TrainingRank):
     def token_records(self) -> tuple[int, pa.Table]:
         """(rows, TOKEN_RECORDS table): results of the updates since the last call; no rows if they are not kept.
 
-        A row's numbers are those of its forward pass, before the optimizer step of that update.
+        A row's numbers are from its forward pass, before the optimizer step of that update.
         """
         table = TOKEN_RECORDS.empty_table() if self._records is None else self._records.take()
         return table.num_rows, table
@@ -202,7 +202,7 @@ class PolicyWorker(TrainingRank):
 
         Args:
             version: The version.
-            base: Digest of the version before, if `read_delta` will ask for the difference.
+            base: Digest of the previous version, if `read_delta` will ask for the difference.
         """
         self._version = version
         if self._weight_store is not None:

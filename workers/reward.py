@@ -50,7 +50,7 @@ MODEL_LABEL = "reward_model"
 _VOTE_S = 30.0
 """Longest comparison of the answers of a group."""
 Component = EnvironmentReward | JudgeReward | RewardProcess
-"""A source of one component of a reward of samples."""
+"""Computes one component of the reward of samples."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class RewardWorker:
         self.device: Device = device
         self.policy = policy
         self._components: dict[str, Component] = {}
-        """By what their outcomes depend on, which is neither weight nor label."""
+        """Components by the settings that affect their outcomes, which exclude weight and label."""
         own = {name: RewardConfig(functions=functions) for name, functions in _sets(config).items()}
         self._rewards = {name: _Rewards(part, self._component) for name, part in {"": config, **own}.items()}
         self._processes = [part for part in self._components.values() if isinstance(part, RewardProcess)]

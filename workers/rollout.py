@@ -88,7 +88,7 @@ _PROCESS_FAILED = "Engine core initialization failed"
 _ONE_OF_MANY_FAILED = "Worker failed with error"
 """Beginning of the error that vLLM raises for the first of an engine's processes that failed in a call."""
 _TURN_S = 0.1
-"""Time for the event loop to send what it has answered."""
+"""Time for the event loop to send its answers."""
 _LIVENESS_S = 0.5
 _SHORT_PROMPT = 2_000
 """Characters of messages that are tokenized in less than a millisecond. If all cores compute, it takes longer until
@@ -373,10 +373,10 @@ class RolloutWorker:
         return WeightAck(self._name, update.version, digest, seconds, peak=await self._peak())
 
     async def _use_adapter(self, engine: AsyncLLM) -> None:
-        """Put the received adapters in place, the first time after a probe that samples with others.
+        """Put the received adapters in place, the first time after a probe with other adapters.
 
         Raises:
-            RuntimeError: What the engine computes does not depend on its adapters.
+            RuntimeError: The engine's results do not depend on its adapters.
         """
         if self._adapter is None:
             await self._call(engine.collective_rpc("troupe_use_probe"))
@@ -438,7 +438,7 @@ class RolloutWorker:
         return True
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the states of all prompts that no running request uses; whether the engine did.
+        """Forget the states of all prompts that no running request uses; returns whether the engine did.
 
         Raises:
             EngineClosed: the engine does not serve.
@@ -449,7 +449,7 @@ class RolloutWorker:
     async def rest(self) -> None:
         """Release the memory that `sleep` names, until new weights are loaded or `wake` is called.
 
-        Requests that run continue after that; those that arrive wait. A closed engine rests as well. After a failure
+        Requests that run continue after that; arriving ones wait. A closed engine rests as well. After a failure
         the engine is closed.
 
         Raises:
@@ -644,7 +644,7 @@ class RolloutWorker:
         return self._tokenizer
 
     async def _encode(self, messages: str, max_tokens: int | None) -> list[int]:
-        """Token ids of a prompt that leaves room for a response of so many tokens (None: as in training)."""
+        """Token ids of a prompt that leaves room for a response of so many tokens (None for training's)."""
         tokenizer = self._live_tokenizer()
         longest = self._config.engine.max_model_len - (max_tokens or self._config.sampling.max_tokens)
         if len(messages) <= _SHORT_PROMPT and not self._in_thread and not self._config.episodes:
@@ -682,7 +682,7 @@ class RolloutWorker:
         refused: str = "",
         cached_tokens: int = 0,
     ) -> GroupSummary:
-        """The summary of a group from the samples that were generated and, unless it is refused, those before them."""
+        """The summary of a group from the samples that were generated and, unless it is refused, earlier ones."""
         ahead = sum(sample.done() for sample in self._running)
         whole = () if refused else sorted([*request.finished, *samples], key=lambda sample: sample.sample_index)
         return GroupSummary(

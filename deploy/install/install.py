@@ -128,7 +128,7 @@ class VirtualEnvironment:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(self.folder)], check=True)
 
     def lacks(self, wanted: dict[str, str]) -> list[str]:
-        """The pins that are not installed, or are installed at another version. For `X+cpu`, `X` will do too."""
+        """The pins that are not installed, or are installed at another version. For `X+cpu`, `X` is enough."""
         answer = subprocess.run(
             [str(self.python), "-I", "-c", LIST_INSTALLED], check=True, capture_output=True, text=True
         )
@@ -195,7 +195,7 @@ def torch_sources(version: str) -> list[TorchSource]:
 
 
 def install_torch(environment: VirtualEnvironment, version: str, lock: Path) -> bool:
-    """Install torch from the first source that has it. What comes with it has the lock's versions."""
+    """Install torch from the first source that has it. Its dependencies have the lock's versions."""
     # Of the CPU's lock, torch is another build, and triton is the version that vLLM wants.
     free = ("torch", "triton") if version.endswith("+cpu") else ()
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:

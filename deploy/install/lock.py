@@ -5,7 +5,7 @@
 new one, run the tests, then write the lock.
 
 `gpu.lock` needs no GPU: pip resolves the dependencies with the extras `gpu`, `all` and `test` without installing
-anything. What Troupe and its tests import has the version of `cpu.lock`, which the tests run with.
+anything. Imports of Troupe and its tests have the version of `cpu.lock`, with which the tests run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def installed(name: str) -> Distribution | None:
 
 
 def declared(*extras: str) -> list[Requirement]:
-    """The requirements in `pyproject.toml`, including the extras' and those that these name."""
+    """The requirements in `pyproject.toml`, including the extras' requirements, also of nested extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = [Requirement(text) for text in project["dependencies"]]
     todo = list(extras)

@@ -54,8 +54,8 @@ class EngineDead(WorkerGone):
 class EngineOutOfStep(WorkerGone):
     """One of several processes of an engine failed in a call; the worker must be replaced.
 
-    vLLM raises the first failure and leaves the answers of the processes after it in their queues. Later calls then get
-    what these have answered to the call before, among it the digests of an earlier update.
+    vLLM raises the first failure and leaves the answers of the processes after it in their queues. Later calls return
+    their answers to the previous call, including the digests of an earlier update.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -75,7 +75,7 @@ def engine_dead(name: str) -> EngineDead:
 
 
 def own_logs() -> list[Path]:
-    """The files that this process and those it starts write to: its standard output (vLLM's log) and error."""
+    """The files that this process and its children write to: its standard output (vLLM's log) and error."""
     paths = []
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Recording of the tokens that vLLM's sampler leaves to each sampled token, as it applies them.
 
 vLLM masks the logits of the others with -inf, in place, before it samples and before it takes the log-probs
-(`processed_logprobs`). What is finite there is the set that the token was sampled from, whatever kernel chose it. Its
+(`processed_logprobs`). The finite ones are the set that the token was sampled from, whichever kernel chose it. Its
 model runner V2 (on GPUs) returns such sets (`return_sampling_mask`); its runner V1 (on the CPU) is made to return them
 the same way, with the tokens and their log-probs: a request that is preempted, stopped or aborted has the sets of its
 tokens. Either packs them on the device into a bit for each token and copies them without a wait.
@@ -137,7 +137,7 @@ def _add_sets(packed: torch.Tensor, vocabulary: int, output: ModelRunnerOutput) 
 
 
 def _sets(packed: npt.NDArray[np.uint8], vocabulary: int) -> SamplingMaskLists:
-    """Sets in the form of vLLM's own; words are instead of ids."""
+    """Sets in the form of vLLM's own; words replace ids."""
     from vllm.v1.outputs import SamplingMaskLists
 
     return SamplingMaskLists(*write_kept(packed.view(np.uint32), vocabulary))

@@ -1,4 +1,4 @@
-"""Whether an engine's adapters have an effect: log-probs of a few tokens, with them and without."""
+"""Tests whether an engine's adapters have an effect: log-probs of a few tokens, with them and without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _TOKENS = tuple(range(1, 13))
 _LEAST = 1e-3
-"""Nats by which some log-prob must differ. Adapters of the size that a probe has change them by much more."""
+"""Nats by which some log-prob must differ. A probe's adapters change them by much more."""
 
 
 async def probe_logprobs(engine: AsyncLLM, adapter: LoRARequest | None) -> list[float]:

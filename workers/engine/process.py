@@ -42,12 +42,12 @@ def import_ahead() -> None:
 
 
 def fork_server() -> None:
-    """Make a fork of this process, with all that it has imported, the fork server.
+    """Make a fork of this process, with all of its imports, the fork server.
 
     The process must have no other thread: a lock that another one holds would stay locked in the fork.
 
     Raises:
-        RuntimeError: It has.
+        RuntimeError: It has one.
     """
     if threads := len(os.listdir("/proc/self/task")) - 1:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
@@ -153,7 +153,7 @@ def progress_without_semaphore() -> None:
 def _run(target: Callable[[], None]) -> None:
     """Run an engine so that no process and no temporary file of it outlives the worker."""
     die_with_owner()  # vLLM waits minutes for a worker that has ended, before it imports anything of ours
-    gc.freeze()  # a collection neither walks nor copies what the engine shares with the fork server
+    gc.freeze()  # a collection neither walks nor copies the memory that the engine shares with the fork server
     gc.enable()
     use_threads()
     progress_without_semaphore()

@@ -24,7 +24,7 @@ class StaleWake(RuntimeError):
 
 
 class MemoryState(Enum):
-    """Which of an engine's weights and KV cache are in memory."""
+    """The parts of an engine's weights and KV cache that are in memory."""
 
     AWAKE = "awake"
     """Both."""
@@ -35,7 +35,7 @@ class MemoryState(Enum):
     UNVERIFIED = "unverified"
     """Weights that are being loaded, or that a failed update has left."""
     VERIFIED = "verified"
-    """Weights that are what was published or sent."""
+    """Verified weights: equal to the published or sent ones."""
 
 
 class SleepingEngine(Protocol):
@@ -110,7 +110,7 @@ class EngineMemory:
             self.state = MemoryState.UNVERIFIED
 
     def verified(self) -> None:
-        """The weights are what was published or sent."""
+        """Record that the weights equal the published or sent ones."""
         if self.state is MemoryState.UNVERIFIED:
             self.state = MemoryState.VERIFIED
 

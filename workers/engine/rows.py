@@ -112,7 +112,7 @@ class RowBuilder:
 
 
 def _status(status: str, *turns: SampledTurn) -> str:
-    """The status of a sample: one with a turn that cannot be trained has failed."""
+    """The status of a sample: a sample with a turn that cannot be trained has failed."""
     return next((f"engine: {turn.problem}" for turn in turns if turn.problem), OK) if status == OK else status
 
 

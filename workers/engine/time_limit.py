@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 _STEP_S = 0.05
-"""How often the time of a call is looked at."""
+"""Interval at which the time of a call is checked."""
 
 
 class _Ended(BaseException):

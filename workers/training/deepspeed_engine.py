@@ -299,7 +299,7 @@ class TrainEngine:
         dist.barrier()
 
     def copy_state(self, directory: str) -> list[Write]:
-        """Copy what `save` writes to host memory. Collective; what is returned writes the same files, and is not.
+        """Copy what `save` writes to host memory. Collective; the returned functions write the same files and are not.
 
         The copies are overwritten by the next call.
         """
@@ -397,7 +397,7 @@ class TrainEngine:
         self._write_everywhere(self.copy_export(directory, source))
 
     def copy_export(self, directory: str, source: ModelConfig) -> list[Write]:
-        """Copy what `export` writes. Collective; what is returned writes it on rank 0, and is not collective."""
+        """Copy what `export` writes. Collective; the returned functions write it on rank 0, and are not collective."""
         weights = {}
         for name, tensor in self.named_weights():
             if self.rank == 0:

@@ -92,7 +92,7 @@ class HostStates:
         self._moved, self._freed = [], []
 
     def _whole(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Those on the device with separate storage, which torch has allocated."""
+        """The tensors on the device with separate storage that torch has allocated."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device == self._device and 0 < storage.nbytes() == tensor.nbytes and storage.resizable():

@@ -28,7 +28,7 @@ def masters(engine: Any, stage: int) -> list[torch.Tensor]:
 
 
 def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
-    """As `masters`, without the unwritten memory that ZeRO-3 appends to the last shares of a parameter.
+    """The parts of `masters` without the unwritten memory that ZeRO-3 appends to the last shares of a parameter.
 
     (ZeRO-1 and ZeRO-2 append zeros.)
     """

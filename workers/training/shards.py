@@ -52,14 +52,14 @@ Copy = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ShardFiles(Protocol):
-    """How a DeepSpeed engine reads and writes the files of its checkpoints."""
+    """Reads and writes the files of a DeepSpeed engine's checkpoints."""
 
     def held(self, copy: Copy) -> AbstractContextManager[list[Callable[[], None]]]:
-        """Inside the block what DeepSpeed saves is copied instead of written; yields what writes the copies."""
+        """Copy what DeepSpeed saves in the block instead of writing it; yields functions that write the copies."""
         ...
 
     def tried(self) -> AbstractContextManager[None]:
-        """Inside the block what DeepSpeed saves is written without its numbers, and read again.
+        """Write what DeepSpeed saves in the block without its numbers, and read it again.
 
         Saving raises ValueError for what `read_shard` does not read.
         """
@@ -93,7 +93,7 @@ def restrict_loading(engine: Any) -> ShardFiles:
 
         @contextmanager
         def held(self, copy: Copy) -> Iterator[list[Callable[[], None]]]:
-            """Copy what DeepSpeed saves in the block instead of writing it; yields what writes the copies."""
+            """Copy what DeepSpeed saves in the block instead of writing it; yields functions that write the copies."""
             writes: list[Callable[[], None]] = []
             self._held = copy, writes
             try:

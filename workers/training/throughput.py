@@ -1,4 +1,4 @@
-"""How much of the work of an update is padding, and how fast the ranks compute."""
+"""Measures the padding in an update's work and the speed of the ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether the memory that an engine multiplies with holds exactly the adapters of a version.
 
 vLLM reports nothing if an adapter's layer has no place in the engine, if an adapter is dropped, or if the buffers
-of its layers hold something else. So they are read back and compared with what was published, number for number.
+of its layers hold something else. So they are read back and compared with the published adapters, number for number.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def slot_problem(
     slot: int,
     scaling: float,
 ) -> str:
-    """How an engine's memory differs from the adapters of a version, or empty if it does not.
+    """Differences between an engine's memory and the adapters of a version, or empty if none.
 
     Args:
         layers: vLLM's layers with adapters, by name.
@@ -92,7 +92,7 @@ def _memory(stacked: torch.Tensor | Sequence[torch.Tensor], number: int, slot: i
 
 
 def _difference(name: str, a: torch.Tensor, b: torch.Tensor, expected: LayerAdapter | None, scaling: float) -> str:
-    """How the memory of one layer differs from its adapter."""
+    """Difference between the memory of one layer and its adapter, as text."""
     if expected is None:
         return f"the engine has an adapter of {name}, and the version has none" if bool(b.any()) else ""
     scaled = expected.b.to(b.dtype).clone()

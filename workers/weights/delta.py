@@ -5,8 +5,8 @@ format. A delta has, for each changed 16-bit word of the payload, the distance f
 difference of the two values: exact for every type, because it is the difference of bits. Both are split into planes of
 bytes, mostly nearly constant, and compressed by Arrow (zstd).
 
-A delta names the digest of the version that it starts from. Applied to anything else it gives other bytes, so what it
-gives is verified against the digest of the new version before any engine loads it, as every payload is.
+A delta names the digest of the version that it starts from. Applied to anything else it gives other bytes: the result
+is verified against the digest of the new version before any engine loads it, like every payload.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ChangedWords:
         return self._changed > DENSE_SHARE * max(self._compared, _LEAST_WORDS // (_SAMPLED if self._sampled else 1))
 
     def give_up(self) -> None:
-        """Collect no more: there is no delta."""
+        """Stop collecting: there will be no delta."""
         self._given_up = True
         self._parts = []
 

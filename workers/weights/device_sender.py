@@ -95,7 +95,7 @@ class _Sender:
         self._device = device
 
     def _finish(self, version: int, sums: Sequence[torch.Tensor]) -> WeightsSent:
-        """Have the engines serve what was sent, if they have received these checksums."""
+        """Make the engines serve the sent weights if they have received these checksums."""
         digest = weights_digest(self._buckets, sums)
         acks = self._link.finish(version, digest)
         return WeightsSent(version, digest, sum(bucket.nbytes for bucket in self._buckets), tuple(acks))
@@ -151,7 +151,7 @@ class GroupSender(_Sender):
         self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _broadcast(self, group: TransferGroup, tensors: NamedTensors, received: Future[None]) -> list[torch.Tensor]:
-        """Send all buckets, the next one packed while one is under way; returns the checksums of what was packed."""
+        """Send all buckets, the next one packed while one is under way; returns the checksums of the packed bytes."""
         group.check = lambda: _raise_failure(received)
         sums: list[torch.Tensor] = []
         size = max((bucket.nbytes for bucket in self._buckets), default=0)
@@ -170,7 +170,7 @@ class GroupSender(_Sender):
 
 
 class SharedGpuSender(_Sender):
-    """Has the engine processes copy every bucket from a buffer on the GPU that they share with a trainer rank."""
+    """Makes the engine processes copy every bucket from a buffer on the GPU that they share with a trainer rank."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class SharedGpuSender(_Sender):
         """Leave the engines."""
 
     def _begin(self) -> None:
-        """Allocate the buffer. Rank 0 has the engines begin."""
+        """Allocate the buffer. Rank 0 makes the engines begin."""
         size = max((bucket.nbytes for bucket in self._buckets), default=0)
         self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         if self._rank == 0:
@@ -236,7 +236,7 @@ class SharedGpuSender(_Sender):
             raise
 
     def _receive(self, update: dict[str, Any]) -> None:
-        """Rank 0 has the engines copy a bucket."""
+        """Rank 0 makes the engines copy a bucket."""
         if self._rank == 0:
             self._link.receive(update)
 
@@ -248,14 +248,14 @@ class SharedGpuSender(_Sender):
         self._buffer = None
 
     def _free(self) -> None:
-        """Give back the buffer's memory, and what else this process has allocated and does not use."""
+        """Give back the buffer's memory, and other unused allocations of this process."""
         self._drop_buffer()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
     def _on_every_rank(self, step: Callable[[], T]) -> list[T]:
-        """Run a step on every rank; returns what each has returned. A failure is raised on all of them. Collective."""
+        """Run a step on every rank; returns the result of each. A failure is raised on all of them. Collective."""
         result: T | None = None
         failure = ""
         cause: Exception | None = None
@@ -277,7 +277,7 @@ class SharedGpuSender(_Sender):
 
 
 def _raise_failure(call: Future[None]) -> None:
-    """Raise what the engines' side has raised, if it ended with an error."""
+    """Raise the error of the engines' side, if any."""
     if call.done():
         call.result()
 

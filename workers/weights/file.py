@@ -118,7 +118,7 @@ class WeightPublisher:
 
         Args:
             version: The version of the policy.
-            base: Digest of the version before, if `delta` is to return the changes since.
+            base: Digest of the previous version, if `delta` is to return the changes since.
 
         Returns:
             Layout and digest; None on a rank that only iterates.
@@ -214,7 +214,7 @@ class MappedWeights:
         """Check payload and description against the published digest.
 
         Raises:
-            WeightDigestMismatch: they are not what was published.
+            WeightDigestMismatch: they are not the published ones.
             WeightFileRefused: the description does not fit the payload.
         """
         for spec in self.update.tensors:
@@ -315,7 +315,7 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
 
 
 def change_payload(update: WeightUpdate, delta: Bytes) -> None:
-    """Turn the previous version's file into that of `update`, in place. Engines verify it before they load it.
+    """Turn the previous version's file into the file of `update`, in place. Engines verify it before they load it.
 
     Raises:
         DeltaRefused: the delta does not fit the file.

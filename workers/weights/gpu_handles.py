@@ -42,7 +42,7 @@ def export_handle(buffer: torch.Tensor) -> PlainHandle:
 def release_handle(handle: PlainHandle) -> None:
     """Let torch free the buffer of a handle that this process has exported, once nothing here refers to it.
 
-    torch counts 1 for every handle, and a process that opens it and is done with it counts 1 down; what has a count
+    torch counts 1 for every handle, and a process that opens it and is done with it counts 1 down; memory with a count
     above 0 stays allocated for good. A handle that nobody has opened, because no engine is on this GPU or one has died,
     would keep the memory, so this process counts down as well. A count below 0, as with several engines on a GPU,
     frees the memory like 0.

@@ -64,7 +64,7 @@ class ModelReload:
             raise IncompleteUpdate(f"the update lacks weights of {', '.join(missing)}")
 
     def abandon(self) -> None:
-        """End an update that has begun: restore the modules that a later one loads into, with whatever they have."""
+        """End an update that has begun: restore the modules that a later one loads into, with their present weights."""
         if not self._active:
             return
         self._active = False

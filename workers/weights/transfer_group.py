@@ -31,7 +31,7 @@ BOUND_S = 120.0
 _GREETING = 4711
 _POLL_S = 0.0005
 _WATCH_S = 0.2
-"""How often a receiver that waits looks for members that have left."""
+"""Interval at which a waiting receiver checks for members that have left."""
 _ABORT_S = 5.0
 """Longest wait for a communicator to be freed. Within a node, NCCL may wait until every member frees its own."""
 _LEFT = "left"
