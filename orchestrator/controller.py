@@ -334,7 +334,7 @@ class Controller:
         self._timers = self._new_timers()  # this step's metrics are written: the next step's include the checkpoint
         if self._evaluations.pending not in (None, self.version) and self._saves.is_due(self._moment()):
             with self._timers.phase("evaluate"):
-                await self._evaluations.settle()  # a pending evaluation decides which checkpoints the commit keeps
+                await self._evaluations.settle()  # it decides what the commit keeps, and no resumed run has its weights
         with self._timers.phase("checkpoint"):
             await self._saves.save_if_due(self._moment())
         await self.components.source.save_trajectories(self.version)

@@ -36,7 +36,7 @@ class RunCheckpoints:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Newest step in the checkpoints of a run folder."""
+    """Progress of a run, from the checkpoints in its folder."""
 
     step: int
     """Step of the newest one, or 0 without one."""

@@ -55,7 +55,7 @@ class RunLock:
     def renew(self) -> bool:
         """Locks the folder again if it, or the file in it, has been removed; whether that was so.
 
-        Another thread may close the lock during it.
+        Another thread may close the lock at the same time.
 
         Raises:
             UsageError: Another run was faster.

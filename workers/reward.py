@@ -106,7 +106,7 @@ def reward_spans(
         weights: Weight of each component.
         outcomes: Result of each component.
         tokens: Number of tokens of the response.
-        counts: Number of tokens up to each character position at which a step ends.
+        counts: Maps character positions at which steps end to the numbers of tokens up to them.
 
     Raises:
         ValueError: a sum is not finite.

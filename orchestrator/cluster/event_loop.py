@@ -84,7 +84,7 @@ _YOUNG = 1
 async def rare_collections() -> AsyncIterator[None]:
     """Makes collections rare inside the block; objects that exist at its start are not scanned at all.
 
-    At the end they are scanned again, unless the caller had excluded objects: the two cannot be told apart.
+    At the end they are scanned again, unless the caller had excluded objects, from which they cannot be told apart.
     """
     before, excluded = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()

@@ -451,7 +451,7 @@ class Cluster:
 
         Args:
             placement: Placement of the seat.
-            seat: Seat on the node.
+            seat: The seat, on whose node the function runs.
             env: Environment variables of the process.
             function: What to call.
             timeout_s: Timeout for the result.

@@ -219,7 +219,7 @@ def _node(node: dict[str, Any], *, shared: bool) -> Node:
     """A node from Ray's description, which names the type of its GPUs but not their memory."""
     resources: dict[str, float] = node["Resources"]
     kinds = (key.removeprefix(_GPU_TYPE) for key in resources if key.startswith(_GPU_TYPE))
-    # Ray's own name may name a larger GPU (A100) than the one that the node was started with (A100-40G).
+    # Ray itself may name a larger GPU (A100) than the one that the node was started with (A100-40G).
     gpu = min((GPU_GIB[kind] for kind in kinds if kind in GPU_GIB), default=0.0)
     host = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)

@@ -169,7 +169,7 @@ class WorkerGroup(Generic[W]):
     async def _compute(
         self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Runs `_broadcast` for methods that compute only."""
+        """Calls every rank like `_broadcast`, for methods that compute only."""
         with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             return await gather_all(worker.call(method, bound_s, *args, **kwargs) for worker in self.workers)
 
@@ -180,7 +180,7 @@ class WorkerGroup(Generic[W]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[R, TableRef]:
-        """Runs `_compute` on rank 0 alone, for methods that return (summary, table)."""
+        """Calls rank 0 alone like `_compute`, for methods that return (summary, table)."""
         with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             return await self.workers[0].call_for_table(method, bound_s, *args, **kwargs)
 
@@ -227,7 +227,7 @@ class WorkerGroup(Generic[W]):
         *tables: P.args,
         **kwargs: P.kwargs,
     ) -> Scores:
-        """Runs `_run_plans` for methods that return (summary, table)."""
+        """Calls the ranks like `_run_plans`, for methods that return (summary, table)."""
         with self._timeouts.bounded(method.__name__, timeout_s) as bound_s:
             scores = await gather_all(
                 worker.call_for_table(method, bound_s, plan, *tables, **kwargs)

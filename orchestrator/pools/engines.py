@@ -78,7 +78,7 @@ class Engine:
     """Number of these that were finished already, as reported with the last group that it finished."""
     finished_groups: int = 0
     predecessor_fault: str = ""
-    """Fault that ended the engine that this one replaced, or empty if unknown or without one."""
+    """Fault that ended the engine that this one replaced, or empty if unknown or if it replaced none."""
     missed_probes: int = 0
     state: EngineState = EngineState.SERVING
     resting: bool = False
@@ -506,7 +506,7 @@ class EnginePool(ReplicaPool[Engine]):
             raise
 
     def _starting_memory(self) -> AbstractAsyncContextManager[None]:
-        """The memory for the start of an engine, if trainers share its GPU."""
+        """Holds the memory for the start of an engine if trainers share its GPU."""
         return self.memory.starting() if self._sleeps else nullcontext()
 
     async def _admit(self, engine: Engine) -> None:

@@ -204,7 +204,7 @@ def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int
 def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
     """Host memory of a rank with a GPU until its weights are on the GPU.
 
-    Below ZeRO-3 every rank builds the whole model. Under ZeRO-3 it reads its share by tensor, and two of them can
+    Below ZeRO-3 every rank builds the whole model. Under ZeRO-3 it reads its share tensor by tensor; two can
     be whole at once (embedding and output head, converted to another type); then DeepSpeed copies the share once
     through host memory.
     """

@@ -133,7 +133,7 @@ class Evaluator:
     async def results(
         self, step: int, progress: Callable[[int, int], None] | None = None, sample: Sampler | None = None
     ) -> dict[str, SetResult]:
-        """Runs an evaluation (`run`); returns the result of every set by its label."""
+        """Evaluates like `run`; returns the result of every set by its label."""
         done, total = 0, sum(len(one.picks) for one in self._sets)
 
         async def prompt(held_out: HeldOutSet, number: int, pick: PromptPick) -> _Sampled | None:

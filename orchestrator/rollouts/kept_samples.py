@@ -159,7 +159,7 @@ async def read_samples(found: Checkpoint, spec: RolloutSpec, rewards: RewardPool
 
 
 async def _read(place: Path, group: KeptGroup, damaged: frozenset[str], rewards: RewardPool) -> GroupProgress | None:
-    """The group with its tables; or None if one of them cannot be read."""
+    """The group with its tables, or None if one of them cannot be read."""
     lost = [table.file for table in group.tables.values() if f"{SAMPLES}/{table.file}" in damaged]
     if lost:
         logger.warning("sampling %s again: %s is damaged", group.prompt_uid, place / lost[0])

@@ -430,7 +430,7 @@ def episode_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSetti
         settings: Environment of each row.
 
     Returns:
-        Metrics of all episodes; and of each named environment, with its name in theirs. Numbers that
+        Metrics of all episodes, and of each named environment, with its name in theirs. Numbers that
         an environment reports are never averaged over environments.
     """
     by_name: dict[str, list[SampleSummary]] = {}

@@ -57,7 +57,7 @@ class SourceSnapshot:
     samples: int = 0
     """Finished samples of open groups."""
     write: Callable[[Path], Awaitable[int]] | None = None
-    """Writes these samples into the folder of a checkpoint and returns how many, or None if there are none."""
+    """Writes these samples into the folder of a checkpoint and returns how many. None without samples."""
 
 
 class BatchSource(Protocol):

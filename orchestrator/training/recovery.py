@@ -124,7 +124,7 @@ class TrainerRecovery:
     async def commit(self, step: int, write: Callable[[], T]) -> T:
         """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then.
 
-        Its step is the last `begin_save`'s; later steps stay, to be repeated. No restart begins until then: it
+        The state is the last `begin_save`'s; later steps stay, to be repeated. No restart begins until then: it
         would look for the previous checkpoint, which may be removed.
         """
         async with self._committing:

@@ -250,7 +250,7 @@ class RunSaves(RunPart):
         await self._uploads.settle()  # a commit may remove the folder that is being uploaded
         step, snapshot, parts = saving.moment.step, saving.snapshot, saving.moment.parts
         if written.without_model:
-            self._best.lost(step)  # before the commit removes other checkpoints
+            self._best.lost(step)  # before the commit removes what is not kept
             parts = {**parts, self._best.name: self._best.snapshot()}  # no evaluation was compared since the moment
         state = {"format": FORMAT, "step": step, "source": snapshot.state, "ledger": snapshot.ledger, "parts": parts}
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}

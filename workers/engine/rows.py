@@ -117,7 +117,7 @@ def _status(status: str, *turns: SampledTurn) -> str:
 
 
 def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
-    """The engine's samples for one prompt. Raises RuntimeError if vLLM left something out.
+    """The engine's sampled turn for one prompt. Raises RuntimeError if vLLM left something out.
 
     Args:
         output: Output of vLLM.

@@ -59,7 +59,7 @@ State = dict[str, Any]
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 """Whole shape of every parameter by name, one mapping per group, in the order of flattening."""
 Cut = Callable[[Sequence[Sequence[torch.Tensor]]], list[torch.Tensor]]
-"""From the flat tensors of every rank that saved to this rank's, one per group."""
+"""Cuts this rank's flat tensors, one per group, from the tensors of every rank that saved."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -1,7 +1,7 @@
 """Reading of DeepSpeed's checkpoint files without running code from them.
 
 DeepSpeed writes pickles, and its own loaders call whatever a file names. A manifest of hashes does not help against
-anyone who can write to the folder, and so also the manifest. Here every file is read by torch's restricted
+anyone who can write to the folder, including the manifest. Here every file is read by torch's restricted
 unpickler, which builds tensors, plain containers and the few types listed below, and calls nothing else.
 """
 

@@ -31,7 +31,7 @@ def _expand(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, ad
 def _expand_slice(
     inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, start: int, size: int, add_inputs: bool = True
 ) -> None:
-    """Expand (`_expand`) into the columns from `start` on."""
+    """Expand like `_expand`, into the columns from `start` on."""
     columns = output[:, start : start + size]
     if add_inputs:
         columns += inputs @ matrix.T
