@@ -74,7 +74,7 @@ COMMANDS = {
     ),
     "samples": Entry("samples:samples", "Show or export what a run sampled, with rewards and what was trained."),
     "replay": Entry(
-        "replay:replay", "Repeat the updates of a step, without engines, and compare the weights with those of the run."
+        "replay:replay", "Repeat the updates of a step, without engines, and compare the weights with the run's."
     ),
     "audit": Entry(
         "audit:audit",
