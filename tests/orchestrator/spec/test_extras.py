@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,18 +110,18 @@ def test_a_spec_is_refused_where_it_asks_for_the_feature(
     assert module.replace("_", "-") in error and remedy in error
 
 
-def test_a_reward_function_is_refused_where_it_is_named(
-    validate: Validate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is loaded in another process."""
-    blocked = tmp_path / "blocked"
+def test_a_reward_function_is_refused_where_it_is_named(validate: Validate, tmp_path: Path) -> None:
+    """It is loaded in another process, which serves later checks of this process too: the command has its own."""
+    assert validate(SPEC) == (0, [])
+    spec, blocked = tmp_path / "spec.yaml", tmp_path / "blocked"
+    spec.write_text(spec.read_text().replace("last_number", "numeric"))
     blocked.mkdir()
     (blocked / "sitecustomize.py").write_text("import sys\nsys.modules['math_verify'] = None\n")
-    monkeypatch.setenv("PYTHONPATH", str(blocked))
-    code, (error,) = validate(SPEC.replace("last_number", "numeric"))
-    assert code == 2
+    command = [sys.executable, "-m", "troupe", "validate", "spec.yaml"]
+    environment = {**os.environ, "PYTHONPATH": f"{blocked}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     said = "numeric: needs the package math-verify: pip install 'troupe-rl[math]'"
-    assert error == f"spec.yaml:10: roles.reward.functions.0.name: {said}"
+    assert (done.returncode, done.stderr) == (2, f"spec.yaml:10: roles.reward.functions.0.name: {said}\n")
 
 
 def test_models_of_the_examples_are_refused_where_they_are_named(
