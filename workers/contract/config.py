@@ -230,7 +230,7 @@ class EngineConfig(Frozen):
         Never more than all sequences together can have: vLLM divides a trial batch of this size among them, and a
         sequence longer than `max_model_len` reads memory beyond its block table, which ends the engine at its start.
         """
-        return min(GPU_BATCH_TOKENS, self.max_num_seqs * self.max_model_len)
+        return max(self.max_num_seqs, min(GPU_BATCH_TOKENS, self.max_num_seqs * self.max_model_len))
 
 
 class OptimizerConfig(Frozen):

@@ -179,7 +179,7 @@ def _device_args(config: RolloutConfig) -> dict[str, Any]:
             # In a placement group vLLM would choose Ray, and wants a bundle for every GPU. An engine's GPUs are on one
             # node and in one bundle.
             "distributed_executor_backend": "mp" if engine.tensor_parallel_size > 1 else "uni",
-            "max_num_batched_tokens": max(engine.max_num_seqs, engine.gpu_batch_tokens),
+            "max_num_batched_tokens": engine.gpu_batch_tokens,
             "enable_sleep_mode": config.sleep != "none",
             "kv_cache_memory_bytes": config.kv_cache_bytes,
         }

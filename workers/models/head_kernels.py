@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 
 from troupe.workers.contract.config import GPU_TILE_COLUMNS
+from troupe.workers.models.heads import LOWEST
 
 _BLOCK = 2048
 """Columns that a program holds at a time."""
 _WARPS = 8
-_LOWEST = -1e30
-"""Below every logit, and finite: its product with 0 is 0."""
 
 
 @triton.jit
@@ -68,7 +67,7 @@ def sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, facto
     """float32 [T] each, over the vocabulary, for logits z of `factor` * input [T, in] @ weight [V, in]^T: the highest
     z, the sums of exp(z - highest) and of (z - highest) exp(z - highest), and the targets' logits."""
     highest, total, weighted, chosen = torch.zeros(4, len(input), device=input.device).unbind()
-    highest.fill_(_LOWEST)
+    highest.fill_(LOWEST)
     for start, logits in _tiles(input, weight):
         accumulate_rows[(len(logits),)](
             logits, logits.shape[1], factor, targets, start, highest, total, weighted, chosen,
@@ -113,6 +112,14 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = 
         return torch.mm(left, right, out_dtype=torch.float32, out=out)
     found = torch.mm(left, right, out_dtype=torch.float32)
     return found if out is None else out.copy_(found)
+
+
+def add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to float32 `into`, without another tensor of its size."""
+    if left.dtype == torch.float32:
+        into.addmm_(left, right)
+    else:
+        torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
 
 
 def _tiles(input: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -23,7 +23,7 @@ next."""
 _FLOAT32_TILE_COLUMNS = 512
 """Columns of a tile of a float32 weight. Every product is new memory: for 1024 tokens 2 MiB, which the C library has at
 hand."""
-_LOWEST = -1e30
+LOWEST = -1e30
 """Below every logit, and finite: its product with 0 is 0."""
 
 
@@ -146,7 +146,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float, entropy_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums, _, _ = _functions(input.device)
+        sums, *_ = _functions(input.device)
         highest, total, weighted, chosen = sums(input, weight, targets, factor)
         log_total = total.log()
         entropies = log_total - weighted / total
@@ -165,12 +165,12 @@ class _TokenLogprobs(torch.autograd.Function):
         input_grad = torch.zeros(input.shape, device=input.device) if of_input else None
         written = torch.empty_like if len(input) else torch.zeros_like
         weight_grad = written(weight) if of_weight else None
-        _, gradients, multiply = _functions(input.device)
+        _, gradients, multiply, add_product = _functions(input.device)
         chosen_entropy = of_entropy if ctx.entropy_grad else None
         found = gradients(input, weight, targets, ctx.factor, log_sums, entropies, of_logprob, chosen_entropy)
         for part, grad in found:
             if input_grad is not None:
-                input_grad += multiply(grad, weight[part])
+                add_product(input_grad, grad, weight[part])
             if weight_grad is not None:
                 multiply(grad.t(), input, out=weight_grad[part])
         return None if input_grad is None else input_grad.to(input.dtype), weight_grad, None, None, None
@@ -179,7 +179,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
     """float32 [T] each, over the vocabulary: the highest logit z, the sums of exp(z - highest) and of (z - highest)
     exp(z - highest), and the targets' logits."""
-    highest = torch.full((len(input),), _LOWEST)
+    highest = torch.full((len(input),), LOWEST)
     total, weighted, chosen = torch.zeros(3, len(input)).unbind()
     for start, logits in _logit_tiles(input, weight, factor):
         rows, columns = _inside(targets, start, logits)
@@ -220,16 +220,16 @@ def _gradients(
         yield slice(start, start + logits.shape[1]), logits.to(weight.dtype)
 
 
-def _functions(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """`_sums`, `_gradients` and `_product`, or their counterparts of a GPU.
+def _functions(device: torch.device) -> tuple[Callable[..., Any], ...]:
+    """`_sums`, `_gradients`, `_product` and `_add_product`, or their counterparts of a GPU.
 
     Triton is imported only if tensors are on one.
     """
     if device.type != "cuda":
-        return _sums, _gradients, _product
+        return _sums, _gradients, _product, _add_product
     from troupe.workers.models import head_kernels
 
-    return head_kernels.sums, head_kernels.gradients, head_kernels.product
+    return head_kernels.sums, head_kernels.gradients, head_kernels.product, head_kernels.add_product
 
 
 def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
@@ -258,6 +258,11 @@ def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None =
         found = product(left, right.t(), None)
         return found if out is None else out.copy_(found)
     return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
+
+
+def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to float32 `into`."""
+    into += _product(left, right)
 
 
 def _inside(targets: torch.Tensor, start: int, tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,7 +59,14 @@ class FakeCuda:
 
 @pytest.mark.parametrize(
     ("sequences", "longest", "tokens"),
-    [(64, 1024, GPU_BATCH_TOKENS), (8, 1024, GPU_BATCH_TOKENS), (8, 256, 2048), (1, 64, 64), (300, 8, 2400)],
+    [
+        (64, 1024, GPU_BATCH_TOKENS),
+        (8, 1024, GPU_BATCH_TOKENS),
+        (8, 256, 2048),
+        (1, 64, 64),
+        (300, 8, 2400),
+        (9000, 8, 9000),
+    ],
 )
 def test_no_sequence_of_a_gpu_engines_trial_batch_exceeds_its_block_table(
     sequences: int, longest: int, tokens: int, tiny_model: Path

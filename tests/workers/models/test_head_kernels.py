@@ -20,8 +20,12 @@ def product(left, right, out=None):
     return found if out is None else out.copy_(found)
 
 
+def add_product(into, left, right):
+    into += product(left, right)
+
+
 head_kernels.product = product
-heads._functions = lambda device: (head_kernels.sums, head_kernels.gradients, product)
+heads._functions = lambda device: (head_kernels.sums, head_kernels.gradients, product, add_product)
 # Tiles of 64 columns, the last one of 8, that a program reads in pieces; and the sizes of a GPU.
 for head_kernels.GPU_TILE_COLUMNS, head_kernels._BLOCK in ((64, 16), (8192, 2048)):
     for factor, entropy_grad in ((1.0, False), (1 / 0.7, True)):
