@@ -46,6 +46,8 @@ GPU_TILE_COLUMNS = 8192
 """Columns of the vocabulary for which the output head holds logits at a time on a GPU: enough for a matrix product to
 fill it. Measured on an H200 with 16,384 tokens, a vocabulary of 152,064 and a hidden size of 3,584: 4,096 to 32,768
 columns take the same time to 2 %."""
+LOWEST_LOGIT = -1e30
+"""Where the output head begins its search for the highest logit: below every logit, and finite: 0 times it is 0."""
 CHUNK_LOGITS: dict[Device, int] = {"cpu": 2**24, "cuda": 2**26}
 """Maximum number of logits the output head holds at once: 64 and 256 MiB in float32. Larger chunks are not faster on
 the CPU. On a GPU every chunk reads the head's weight and adds to its gradient: 1 GB each for a vocabulary of 152,000

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from troupe.workers.contract.config import GPU_TILE_COLUMNS
-from troupe.workers.models.heads import LOWEST
+from troupe.workers.contract.config import GPU_TILE_COLUMNS, LOWEST_LOGIT
 
 _BLOCK = 2048
 """Columns that a program holds at a time."""
@@ -67,7 +66,7 @@ def sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, facto
     """float32 [T] each, over the vocabulary, for logits z of `factor` * input [T, in] @ weight [V, in]^T: the highest
     z, the sums of exp(z - highest) and of (z - highest) exp(z - highest), and the targets' logits."""
     highest, total, weighted, chosen = torch.zeros(4, len(input), device=input.device).unbind()
-    highest.fill_(LOWEST)
+    highest.fill_(LOWEST_LOGIT)
     for start, logits in _tiles(input, weight):
         accumulate_rows[(len(logits),)](
             logits, logits.shape[1], factor, targets, start, highest, total, weighted, chosen,

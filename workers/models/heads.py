@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from troupe.workers.contract.config import LOWEST_LOGIT
 from troupe.workers.models.cpu import linear, onednn_is_faster, product
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ next."""
 _FLOAT32_TILE_COLUMNS = 512
 """Columns of a tile of a float32 weight. Every product is new memory: for 1024 tokens 2 MiB, which the C library has at
 hand."""
-LOWEST = -1e30
-"""Below every logit, and finite: its product with 0 is 0."""
 
 
 class Float32Head(nn.Linear):
@@ -179,7 +178,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
     """float32 [T] each, over the vocabulary: the highest logit z, the sums of exp(z - highest) and of (z - highest)
     exp(z - highest), and the targets' logits."""
-    highest = torch.full((len(input),), LOWEST)
+    highest = torch.full((len(input),), LOWEST_LOGIT)
     total, weighted, chosen = torch.zeros(3, len(input)).unbind()
     for start, logits in _logit_tiles(input, weight, factor):
         rows, columns = _inside(targets, start, logits)
