@@ -18,10 +18,10 @@ from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.rollouts.endpoint import Endpoint, endpoint_sampler
 from troupe.orchestrator.rollouts.evaluation import metrics_of
-from troupe.orchestrator.rollouts.evaluation_cache import cache_folder, cached, keep, model_digest, set_keys
 from troupe.orchestrator.rollouts.evaluation_log import as_json, described_sets, evaluation_as_json
 from troupe.orchestrator.rollouts.held_out import SetResult
 from troupe.orchestrator.run import RunRequest, open_run, say
+from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import unless_stopped
@@ -35,8 +35,6 @@ class EvaluationOptions:
 
     endpoint: Endpoint | None = None
     """Samples instead of engines, or None for engines with the spec's model."""
-    use_cache: bool = True
-    """Whether results that are kept are used; they are replaced otherwise."""
     output: Path | None = None
     """File for the results with their intervals, or None to only return them."""
     adapter: Path | None = None
@@ -46,7 +44,7 @@ class EvaluationOptions:
 async def evaluate_on_prompts(
     request: RunRequest, spec: RolloutSpec, console: Console, options: EvaluationOptions
 ) -> dict[str, float]:
-    """Metrics of a model on every held-out set of a spec. Engines and reward workers start for sets without a result.
+    """Metrics of a model on every held-out set of a spec, with engines and reward workers alone.
 
     Raises:
         UsageError: The spec names no held-out data, or cannot be evaluated at an endpoint.
@@ -81,8 +79,9 @@ def _whole_model(
         yield local
         return
     model = local.spec.model
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="merged-", dir=cache_folder()) as folder:
+    cache = models_folder().parent
+    cache.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="merged-", dir=cache) as folder:
         console.message(f"merging {adapter} with {model.path}")
         merged = write_merged(adapter, Path(folder) / "model", Path(model.path))
         whole = model.model_copy(update={"path": str(merged), "adapter": None})
@@ -92,37 +91,19 @@ def _whole_model(
 async def _results(
     request: RunRequest, local: LocalFiles[RolloutSpec], console: Console, options: EvaluationOptions
 ) -> tuple[Mapping[str, Any], dict[str, SetResult]]:
-    """(how each set is sampled and scored, its result), from earlier evaluations or sampled now."""
+    """(how each set is sampled and scored, its result)."""
     data = load_data(local.spec)
     say(console, describe(data.pools))
     if not data.held_out:
         raise TroupeError("there are no held-out prompts to evaluate on")
     sets = described_sets(local.spec, data.held_out)
-    keys: dict[str, str] = {}
-    if options.endpoint is None:
-        keys = set_keys(local.spec, model_digest(Path(local.spec.model.path)), sets)
-    kept = {label: cached(cache_folder(), key) for label, key in keys.items() if options.use_cache}
-    found = {label: result for label, result in kept.items() if result is not None}
-    if found:
-        console.message(f"from earlier evaluations: {', '.join(found)} (--no-cache evaluates again)")
-    if missing := [label for label in sets if label not in found]:
-        fresh = await _sample(request, local, data, console, options.endpoint, missing)
-        for label, result in fresh.items():
-            if label in keys and not result.failed_samples:  # what failed may not fail again
-                keep(cache_folder(), keys[label], result)
-        found |= fresh
-    return sets, {label: found[label] for label in sets}
+    return sets, await _sample(request, local, data, console, options.endpoint)
 
 
 async def _sample(
-    request: RunRequest,
-    local: LocalFiles[RolloutSpec],
-    data: RunData,
-    console: Console,
-    endpoint: Endpoint | None,
-    labels: list[str],
+    request: RunRequest, local: LocalFiles[RolloutSpec], data: RunData, console: Console, endpoint: Endpoint | None
 ) -> dict[str, SetResult]:
-    """Results of some of the sets, sampled now."""
+    """The result of every set by its label."""
     spec = local.spec
     roles = named_roles(lambda row: row.evaluates and (endpoint is None or not row.samples))
     async with open_run(request, local, console, roles) as context:
@@ -141,7 +122,7 @@ async def _sample(
         try:
             await parts.start()
             async with sampler as sample:
-                evaluator = parts.evaluator(sample=sample, only=labels)
+                evaluator = parts.evaluator(sample=sample)
                 if evaluator is None:
                     raise TroupeError("there are no held-out prompts to evaluate on")
                 running = evaluator.results(0, lambda done, total: console.phase("evaluate", done, total))

@@ -135,15 +135,11 @@ def evaluate(
     set: Overrides = (),
     best: bool = False,
     served: str | None = None,
-    use_cache: bool = True,
     output: str | Path | None = None,
     address: str | None = None,
     progress: bool | TextIO = False,
 ) -> dict[str, float]:
     """Evaluate a model on the held-out data of a spec; returns the metrics.
-
-    On prompts, results are kept in the user's cache folder, and used again for the same model, data, sampling and
-    rewards.
 
     Args:
         spec: The spec.
@@ -152,7 +148,6 @@ def evaluate(
         set: Fields to set.
         best: The checkpoint of a run's best evaluation (`checkpoint.best`).
         served: Name of the model at the endpoint, or None for the only one that it lists.
-        use_cache: Use results that are kept.
         output: JSON file for the results with their confidence intervals (prompts only).
         address: Ray cluster to join, or None to start a local one.
         progress: Print what is being done to standard output, or to this stream.
@@ -198,7 +193,7 @@ def evaluate(
         raise UsageError("endpoints and --output are for specs with rollouts: this one trains on offline data")
     request = RunRequest(planned.spec, planned.out, False, address)
     endpoint = None if url is None else Endpoint(url, served)
-    options = EvaluationOptions(endpoint, use_cache, None if output is None else Path(output), adapter)
+    options = EvaluationOptions(endpoint, None if output is None else Path(output), adapter)
     console = _console(None, stream)
     if planned.spec.rollouts is None:
         running = evaluate_offline(request, planned.spec.offline, console)

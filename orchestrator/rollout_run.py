@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,8 +19,14 @@ from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, A
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.queues import EngineQueue, Queues
-from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of
-from troupe.orchestrator.rollouts.evaluation_beside import EvaluationBeside
+from troupe.orchestrator.rollouts.evaluation import (
+    EvaluationBeside,
+    Evaluator,
+    HeldOutSet,
+    Sampler,
+    engine_sampler,
+    levels_of,
+)
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.kept_samples import read_samples
@@ -218,7 +223,6 @@ class RolloutRun:
         responses: Path | None = None,
         log: EvaluationLog | None = None,
         sample: Sampler | None = None,
-        only: Container[str] | None = None,
     ) -> Evaluator | None:
         """Held-out evaluation, if the spec has one.
 
@@ -226,15 +230,12 @@ class RolloutRun:
             responses: Folder for its samples, or None to write none.
             log: Keeps its results, or None to return them only.
             sample: Samples the prompts from the tables themselves, or None for the engines.
-            only: Labels of the sets, or None for all.
         """
         evaluation = self._spec.evaluation
         if evaluation is None or not self._data.held_out:
             return None
         sets: list[HeldOutSet] = []
         for settings in self._spec.held_out_sets():
-            if only is not None and settings.label not in only:
-                continue
             if settings.solved_at is None:
                 of = f" of {settings.name}" if settings.name else ""
                 where = f"data.{settings.section}" if settings.name else "evaluation"

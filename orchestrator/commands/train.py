@@ -66,7 +66,6 @@ def evaluate(
     served: Annotated[
         str | None, typer.Option("--served", metavar="NAME", help="Model at the endpoint (default: the only one).")
     ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Evaluate again what has been evaluated.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON file for the results with their intervals.")
     ] = None,
@@ -75,9 +74,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the spec's held-out data and print the metrics.
 
-    On prompts, only engines and reward workers are started; results of the same model, data, sampling and rewards are
-    kept and used again. On offline data, the metrics are the loss and the metrics of the spec's algorithm. The key of
-    an endpoint is read from OPENAI_API_KEY.
+    On prompts, only engines and reward workers are started. On offline data, the metrics are the loss and the metrics
+    of the spec's algorithm. The key of an endpoint is read from OPENAI_API_KEY.
     """
     from troupe.orchestrator import library
     from troupe.orchestrator.telemetry.console import format_value
@@ -89,7 +87,6 @@ def evaluate(
         set=set_,
         best=best,
         served=served,
-        use_cache=not no_cache,
         output=output,
         address=address,
         progress=sys.stderr,

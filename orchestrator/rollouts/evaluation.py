@@ -1,19 +1,21 @@
-"""Held-out evaluation through the same engines and reward workers as training."""
+"""Held-out evaluation through the same engines and reward workers as training, between its steps or beside them."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool
-from troupe.orchestrator.errors import DataLost, WorkerError
-from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.errors import DataLost, EvaluationLost, WorkerError
+from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, summarize
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
@@ -42,6 +44,37 @@ Sampler = Callable[[GroupRequest, TableRef], Awaitable[tuple[GroupSummary, Table
 def engine_sampler(pool: EnginePool) -> Sampler:
     """Samples on the engines of a run: each group on up to `ATTEMPTS` of them."""
     return partial(pool.sample, attempts=ATTEMPTS)
+
+
+def held_sampler(pool: EnginePool, engine: Engine, version: int) -> Sampler:
+    """Samples on an engine that is held at a version, as many prompts at a time as it has room for.
+
+    Raises EvaluationLost if the engine is lost or leaves, or tokens are of another version; the WorkerError of the
+    last attempt if it fails otherwise.
+    """
+    turn = asyncio.Lock()
+
+    async def sample(request: GroupRequest, prompts: TableRef) -> tuple[GroupSummary, TableRef]:
+        for attempt in itertools.count(1):
+            async with turn:
+                reserved = await pool.reserve(engine, request.samples)
+            if not reserved:
+                break
+            try:
+                summary, rollouts = await pool.generate(request, prompts, engine)
+            except WorkerError as error:
+                await pool.report_failure(engine, error)
+                if engine in pool.engines and attempt >= ATTEMPTS:
+                    raise
+                continue
+            finally:
+                await pool.release(engine, request.samples)
+            if any({one.oldest_version, one.newest_version} != {version} for one in summary.samples):
+                raise EvaluationLost(f"{engine.name} has received other weights")
+            return summary, rollouts
+        raise EvaluationLost(f"{engine.name} is lost, or leaves")
+
+    return sample
 
 
 @dataclass(frozen=True)
@@ -222,3 +255,40 @@ def _summarized(held_out: HeldOutSet, sampled: Sequence[_Sampled | None]) -> Set
         average=settings.average,
         pass_at=settings.pass_at,
     )
+
+
+class EvaluationBeside:
+    """Evaluates the weights that the engines serve, while training continues on all engines but one."""
+
+    def __init__(self, evaluator: Evaluator, pool: EnginePool) -> None:
+        self._evaluator = evaluator
+        self._pool = pool
+
+    async def begin(self, step: int) -> Coroutine[Any, Any, dict[str, float]] | None:
+        """Takes an engine for an evaluation, after the previous one's has caught up; None if no engine can be spared.
+
+        Args:
+            step: Steps that the weights which the engines serve were trained for, their version.
+
+        Returns:
+            The coroutine of `Evaluator.run`. It raises EvaluationLost if its engine is lost and no
+            other one has the version.
+        """
+        await self._pool.none_held()
+        engine = self._pool.hold()
+        return None if engine is None else self._run(step, engine)
+
+    async def _run(self, step: int, engine: Engine) -> dict[str, float]:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return await self._evaluator.run(step, sample=held_sampler(self._pool, engine, step))
+            except EvaluationLost as error:
+                other = self._pool.hold() if self._pool.version == step and attempt < ATTEMPTS else None
+                if other is None:
+                    raise
+                logger.warning("the evaluation of step %d begins again on %s: %s", step, other.name, error)
+            finally:
+                self._pool.let_go(engine)
+            engine = other

@@ -17,7 +17,7 @@ TINY = Path(__file__).resolve().parents[2] / "deploy" / "specs" / "tiny-grpo.yam
 
 @pytest.fixture
 def merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path | None]]:
-    """(adapters, model below) of every merge; results of evaluations are kept in the test's folder."""
+    """(adapters, model below) of every merge, into the test's folder."""
     found: list[tuple[Path, Path | None]] = []
 
     def merge(source: Path, target: Path, base: Path | None = None) -> Path:
@@ -26,7 +26,7 @@ def merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, 
         return target
 
     monkeypatch.setattr(evaluate_run, "write_merged", merge)
-    monkeypatch.setattr(evaluate_run, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("TROUPE_MODELS", str(tmp_path / "cache" / "models"))
     return found
 
 

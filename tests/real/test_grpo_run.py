@@ -333,10 +333,6 @@ def test_troupe_eval_evaluates_a_run_on_several_sets_without_trainers(
     assert written["sets"]["sums"]["sampling"]["top_k"] == 20
     estimates = written["evaluations"][0]["sets"]["vowels"]["estimates"]
     assert estimates["pass@4"]["value"] == metrics["eval/vowels/pass@4"]
-    with running(Command(folder, troupe_command(*arguments))) as again:
-        assert again.wait(RUN_TIMEOUT_S) == 0, again.output
-    assert json.loads(again.stdout) == metrics and json.loads(results.read_text()) == written
-    assert "from earlier evaluations: vowels, sums, greedy" in again.stderr and "start workers" not in again.stderr
 
 
 def roles_seen(command: Command, seen: set[str]) -> bool:

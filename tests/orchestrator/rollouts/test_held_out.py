@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from troupe.orchestrator.rollouts.held_out import MeanEstimate, PromptResult, summarize, vote
+from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog, read_evaluations
+from troupe.orchestrator.rollouts.held_out import MeanEstimate, PromptResult, SetResult, summarize, vote
 from troupe.workers.contract.reward_names import NO_ANSWER
 
 NONE = int(NO_ANSWER)
@@ -129,3 +132,20 @@ def test_levels_are_reported_in_the_order_of_their_numbers() -> None:
     assert {level: of["avg"].value for level, of in found.levels.items()} == {"2": 0.5, "10": 1.0}
     assert list(found.levels) == ["2", "10"]
     assert found.metrics("eval/m/")["eval/m/level/2/avg"] == 0.5
+
+
+def test_a_resumed_run_replaces_evaluations_after_its_checkpoint(tmp_path: Path) -> None:
+    prompts = [result(1.0, 0.0, answers=(0, 1), level="2"), result(1.0, 1.0, answers=(0, 0), level="3")]
+    found = summarize(prompts, refused=1, samples=2, solved_at=1.0, average="avg", pass_at=[2])
+    file = tmp_path / "evaluation.json"
+    log = EvaluationLog(file, {"math": {}}, 0)
+    for step in (0, 2, 4):
+        log.add(step, {"math": found})
+    log = EvaluationLog(file, {"math": {}}, 2)
+    log.add(3, {"math": found})
+    log.add(3, {"math": found})
+    content = read_evaluations(file)
+    assert [one["step"] for one in content["evaluations"]] == [0, 2, 3]
+    assert TypeAdapter(SetResult).validate_python(content["evaluations"][0]["sets"]["math"]) == found
+    file.write_text("[]")
+    assert read_evaluations(file) == read_evaluations(tmp_path / "none") == {}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from tests.probes import ask_here
@@ -26,8 +27,8 @@ from troupe.orchestrator.insight.report.report import Budget, page_data, samples
 from troupe.orchestrator.insight.report.timeline import TimelineSpan, step_times
 from troupe.orchestrator.insight.report.token_texts import TokenTexts
 from troupe.orchestrator.insight.utilization import step_bounds
-from troupe.orchestrator.rollouts.evaluation_cache import result_of
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
+from troupe.orchestrator.rollouts.held_out import SetResult
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import Span as Call
 from troupe.orchestrator.telemetry.timeline import timeline_table
@@ -84,7 +85,7 @@ def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -
     log = EvaluationLog(folder / "evaluation.json", {**sets, "new": sets["math"]}, 4)
     for step in (6, 8):
         results = {**content["evaluations"][-1]["sets"], "new": content["evaluations"][-1]["sets"]["math"]}
-        log.add(step, {label: result_of(result) for label, result in results.items()})
+        log.add(step, {label: TypeAdapter(SetResult).validate_python(result) for label, result in results.items()})
     found = overview(RunFolder(folder))["evaluations"]
     assert (found["first"], found["last"]) == (6, 8)
     assert [one["label"] for one in found["sets"]] == ["math", "<b>form</b>", "new"]
