@@ -94,8 +94,7 @@ OWNERS = {
         "workers.engine",
         "workers.weights.vllm_transfer",
         "workers.weights.vllm_adapter",
-        "workers.weights.cpu_adapters",
-        "workers.weights.cpu_head",
+        "workers.weights.cpu_kernels",
         "workers.weights.reload",
     ),
 }

@@ -48,20 +48,27 @@ from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, 
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep, engine_dead
-from troupe.workers.engine.finished import Rows, RunningGroup, merged
 from troupe.workers.engine.probe import apart, probe_logprobs
 from troupe.workers.engine.process import engine_processes, import_ahead
-from troupe.workers.engine.rest import EngineMemory
-from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
+from troupe.workers.engine.rows import (
+    RowBuilder,
+    Rows,
+    RunningGroup,
+    episode_summary,
+    merged,
+    sample_summary,
+    sampled_turn,
+)
 from troupe.workers.engine.settings import (
     adapter_request,
     check_structured,
     engine_args,
     set_environment,
     structured_outputs,
+    unread_metrics,
 )
+from troupe.workers.engine.sleep import EngineMemory
 from troupe.workers.engine.tool_calls import tool_parser
-from troupe.workers.engine.unread_metrics import unread_metrics
 from troupe.workers.isolation.imports import without_collections
 from troupe.workers.isolation.removal import remove_at_death, retire
 from troupe.workers.telemetry.peak_memory import FamilyPeak

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.support.bare_loop_extension import ReloadExtension
-from troupe.workers.weights.cpu_head import logits_in_blocks
+from troupe.workers.weights.cpu_kernels import logits_in_blocks
 
 
 class KernelExtension(ReloadExtension):

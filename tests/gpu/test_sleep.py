@@ -19,7 +19,7 @@ from tests.gpu.engines import MAX_GAP, Transfers
 from tests.gpu.isolated import Measurements, isolated
 from troupe.workers.contract.config import RolloutConfig, Sleep
 from troupe.workers.contract.units import GIB
-from troupe.workers.engine.rest import StaleWake
+from troupe.workers.engine.sleep import StaleWake
 
 LEAST_SHARE = {"kv_cache": 0.3, "weights": 0.5}
 """Share of the engine's memory that has to be free while it rests. With a small model most of it is the KV cache."""

@@ -34,7 +34,7 @@ from tests.real.rollout_helpers import (
 from troupe.workers.contract.messages import GroupRequest, WorkerGone
 from troupe.workers.engine import settings
 from troupe.workers.engine.errors import EngineClosed
-from troupe.workers.engine.rest import GONE, StaleWake
+from troupe.workers.engine.sleep import GONE, StaleWake
 from troupe.workers.rollout import RolloutWorker, _State
 from troupe.workers.weights import device_sender as sending
 from troupe.workers.weights.buckets import Shape

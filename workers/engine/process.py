@@ -1,9 +1,9 @@
-"""The process of a vLLM engine: it ends with its worker, and on the CPU it starts sooner.
+"""The processes of a vLLM engine: they and their temporary files end with the worker, also after kill -9.
 
-By default vLLM spawns it: two imports of vLLM, one after the other, each some seconds of a core. On the CPU the engine
-is forked from a fork server, a process without engine, event loop or model that has imported vLLM. It is a fork of the
-worker if that is one itself (`workers/preload/`), so that one import serves all; otherwise it imports vLLM at the
-same time as the worker.
+By default vLLM spawns them: two imports of vLLM, one after the other, each some seconds of a core. On the CPU the
+engine is forked from a fork server, a process without engine, event loop or model that has imported vLLM. It is a fork
+of the worker if that is one itself (`workers/preload/`), so that one import serves all; otherwise it imports vLLM at
+the same time as the worker.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
 from troupe.workers.contract.config import Device
-from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, die_with_owner, temporary_folder
+from troupe.workers.isolation.death_watch import exit_with
+from troupe.workers.isolation.removal import remove_at_death
 
 IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 FRONT_END = "vllm.v1.engine.async_llm"
@@ -32,6 +34,10 @@ FRONT_END = "vllm.v1.engine.async_llm"
 _NO_COLLECTIONS = "troupe.workers.engine.no_collections"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Environment variable with the compute threads of a process."""
+OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
+"""Environment variable with the process id of the rollout worker that owns the engine's processes."""
+FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
+"""vLLM's environment variable with the folder of its sockets."""
 
 
 def import_ahead() -> None:
@@ -129,6 +135,51 @@ def engine_processes(device: Device) -> Iterator[None]:
         yield
     finally:
         utils.get_mp_context = original
+
+
+@cache
+def temporary_folder() -> str:
+    """A private folder that is removed when this process ends. vLLM itself leaves its sockets in the shared one."""
+    folder = tempfile.mkdtemp(prefix="troupe-")
+    remove_at_death(folder)
+    return folder
+
+
+@cache
+def die_with_owner() -> None:
+    """Exit, together with the processes in between, when the rollout worker named in the environment ends.
+
+    vLLM's engine core outlives a killed parent and keeps its memory and cores.
+    """
+    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
+    if owner in (0, os.getpid()):
+        return
+    exit_with(owner, _ancestors_below(owner))
+
+
+@cache
+def private_semaphores() -> None:
+    """Name the semaphores of multiprocessing after this process, and remove them when it ends.
+
+    The process of multiprocessing that would remove them is killed together with a worker that is lost. Children that
+    this process starts inherit the prefix.
+    """
+    prefix = f"troupe-{os.getpid()}"
+    vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{prefix}"
+    remove_at_death(f"/dev/shm/sem.{prefix}-", prefix=True)
+
+
+def _ancestors_below(owner: int) -> list[int]:
+    """Processes between this one and its ancestor `owner`; empty if `owner` is no ancestor."""
+    between: list[int] = []
+    pid = os.getppid()
+    while pid > 1:
+        if pid == owner:
+            return between
+        between.append(pid)
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            pid = int(stat.read().rpartition(b")")[2].split()[1])
+    return []
 
 
 def use_threads() -> None:

@@ -1,15 +1,30 @@
-"""Rows of the ROLLOUTS table: the output of vLLM or of another source, with the prompt."""
+"""Rows of the ROLLOUTS table: the output of vLLM or of another source, with the prompt.
+
+A group that runs has the rows of its finished samples, and a group can continue from such samples.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import pyarrow as pa
 
 from troupe.workers.agents.interface import Played, SampledTurn, Segment
 from troupe.workers.contract.environments import OK
-from troupe.workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
+from troupe.workers.contract.messages import (
+    IDENTITY_NAMES,
+    ROLLOUTS,
+    SEGMENT,
+    EpisodeSummary,
+    FinishedSamples,
+    GroupRequest,
+    SampleSummary,
+)
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.turn_ends import without_end
 from troupe.workers.engine.kept_tokens import kept_tokens
@@ -19,6 +34,10 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
+T = TypeVar("T")
+
+Rows = list[dict[str, Any]]
+"""Rows of the ROLLOUTS table."""
 _NOT_FINITE = "a log-prob of the response is not finite"
 
 
@@ -49,7 +68,7 @@ class RowBuilder:
             "first_token_s": turn.first_token_s,
         }
 
-    def episode(self, index: int, played: Played) -> list[dict[str, Any]]:
+    def episode(self, index: int, played: Played) -> Rows:
         """The rows of an episode: one, unless the chat template rewrote its history."""
         # An episode that failed before its first prompt has a row too: the sample is accounted for.
         segments = played.segments or [Segment([0])]
@@ -159,7 +178,7 @@ def _version_spans(completion: CompletionOutput) -> list[dict[str, int]]:
     return [{"version": int(span.version), "start": span.start, "end": span.end} for span in spans]
 
 
-def episode_summary(rows: list[dict[str, Any]], played: Played, version: int) -> SampleSummary:
+def episode_summary(rows: Rows, played: Played, version: int) -> SampleSummary:
     """Summary of an episode from its rows. `version`: current version of the engine, for one without tokens."""
     versions = [span["version"] for row in rows for span in row["weight_versions"]] or [version]
     lengths = tuple(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
@@ -197,3 +216,51 @@ def sample_summary(row: dict[str, Any], version: int) -> SampleSummary:
         newest_version=max(versions),
         status=row["episode_status"],
     )
+
+
+@dataclass(frozen=True, eq=False)
+class RunningGroup(Generic[T]):
+    """A group whose samples an engine generates."""
+
+    request: GroupRequest
+    tasks: Mapping[int, asyncio.Task[T]]
+    """The task of each sample, by its index."""
+    build: Callable[[int, T], tuple[SampleSummary, Rows]]
+    """Summary and rows of a finished sample."""
+    earlier: pa.Table | None = None
+    """Rows of `request.finished`."""
+
+    def finished(self) -> tuple[FinishedSamples, pa.Table]:
+        """The samples that are finished now, including `request.finished`, and their ROLLOUTS table."""
+        done = {i: task for i, task in self.tasks.items() if task.done() and not task.cancelled()}
+        built = [self.build(i, task.result()) for i, task in done.items() if task.exception() is None]
+        summaries = (*self.request.finished, *(summary for summary, _ in built))
+        rows = [row for _, own in built for row in own]
+        found = FinishedSamples(self.request.prompt_uid, self.request.attempt, summaries)
+        return found, merged(self.request, self.earlier, rows)
+
+
+def merged(request: GroupRequest, finished: pa.Table | None, rows: Rows) -> pa.Table:
+    """The ROLLOUTS table of a whole group, in order of samples and segments.
+
+    Args:
+        request: Has the finished samples, and the attempt that all rows belong to.
+        finished: Their rows, among other groups' rows, or None without any.
+        rows: Rows of the other samples.
+
+    Raises:
+        ValueError: A finished sample has no rows.
+    """
+    table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
+    if finished is None:
+        return table
+    wanted = {sample.sample_index for sample in request.finished}
+    keys = zip(finished["prompt_uid"].to_pylist(), finished["sample_index"].to_pylist(), strict=True)
+    own = finished.filter(pa.array([uid == request.prompt_uid and index in wanted for uid, index in keys], pa.bool_()))
+    if missing := wanted.difference(own["sample_index"].to_pylist()):
+        raise ValueError(f"{request.prompt_uid}: no rows of the finished samples {sorted(missing)}")
+    attempt = IDENTITY_NAMES.index("attempt")
+    own = own.set_column(attempt, ROLLOUTS.field(attempt), pa.repeat(pa.scalar(request.attempt, pa.int32()), len(own)))
+    whole = pa.concat_tables([own.cast(ROLLOUTS), table])
+    places = list(zip(whole["sample_index"].to_pylist(), whole[SEGMENT.name].to_pylist(), strict=True))
+    return whole.take(pa.array(sorted(range(len(places)), key=places.__getitem__), pa.int64()))

@@ -13,12 +13,13 @@ from troupe.workers.contract.config import (
     StructuredConfig,
 )
 from troupe.workers.contract.weight_backends import TransferBackend
-from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, private_semaphores, temporary_folder
+from troupe.workers.engine.process import FOLDER_VARIABLE, OWNER_VARIABLE, private_semaphores, temporary_folder
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 ADAPTER_BACKEND = "troupe_adapter"
 """vLLM's name for the engine of `troupe.workers.weights.vllm_adapter`, which loads adapters."""
@@ -106,6 +107,33 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         disable_log_stats=False,  # the timings of each sample come from them
         **(_device_args(config) | _adapter_args(config.lora) | config.engine_options),
     )
+
+
+def unread_metrics() -> type[PrometheusStatLogger]:
+    """The stat logger of an engine that replaces vLLM's metrics for Prometheus and records nothing. Imports vLLM.
+
+    An engine whose samples are timed has to collect statistics, and then also updates some thirty Prometheus metrics
+    after every iteration, and one for every token. `AsyncLLM` leaves its own metrics out only if it receives others.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class UnreadMetrics(PrometheusStatLogger):
+        def __init__(self, *_: object, **__: object) -> None:
+            """Creates no metric."""
+
+        def record(self, *_: object, **__: object) -> None:
+            """Called after every iteration of the engine."""
+
+        def record_sleep_state(self, *_: object, **__: object) -> None:
+            """Called when the engine rests or wakes."""
+
+        def record_admission_rejection(self, *_: object, **__: object) -> None:
+            """Called for a request that is refused because too many wait."""
+
+        def log_engine_initialized(self) -> None:
+            """Called once."""
+
+    return UnreadMetrics
 
 
 def receiver_name(backend: TransferBackend) -> str:

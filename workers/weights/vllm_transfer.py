@@ -21,12 +21,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from troupe.workers.contract.messages import TensorSpec, WeightUpdate
 from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.engine.kept_tokens import record_kept_tokens
-from troupe.workers.engine.owner_watch import OWNER_VARIABLE, die_with_owner
+from troupe.workers.engine.process import OWNER_VARIABLE, die_with_owner
 from troupe.workers.engine.settings import receiver_name
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.buckets import Bucket, buckets_of, checksums, unpack, weights_digest
-from troupe.workers.weights.cpu_head import logits_in_blocks
+from troupe.workers.weights.cpu_kernels import logits_in_blocks
 from troupe.workers.weights.file import DTYPES, WeightDigestMismatch, open_weights
 from troupe.workers.weights.gpu_handles import gpu_id, open_handle
 from troupe.workers.weights.reload import ModelReload

@@ -10,7 +10,7 @@ import pytest
 
 from tests.workers.data.test_kept_groups import rollouts
 from troupe.workers.contract.messages import GroupRequest, SampleSummary
-from troupe.workers.engine.finished import RunningGroup, merged
+from troupe.workers.engine.rows import RunningGroup, merged
 
 
 def summary(index: int) -> SampleSummary:

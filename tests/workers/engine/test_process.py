@@ -19,7 +19,7 @@ CODE = """
 import gc, multiprocessing, os, sys, threading
 import tqdm
 from troupe.workers.engine import process
-from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, temporary_folder
+from troupe.workers.engine.process import FOLDER_VARIABLE, temporary_folder
 
 def told(pipe):
     assert gc.isenabled()
@@ -65,7 +65,7 @@ def test_a_forked_process_has_the_environment_of_the_one_that_starts_it(how: str
 OWNER = """
 import os, sys, tempfile, time
 from troupe.workers.engine import process
-from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
+from troupe.workers.engine.process import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
 
 def target():
     handle, path = tempfile.mkstemp()

@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 CODE = """
 import multiprocessing, os
-from troupe.workers.engine.owner_watch import private_semaphores
+from troupe.workers.engine.process import private_semaphores
 private_semaphores()
 context = multiprocessing.get_context("spawn")
 locks = [context.Lock() for _ in range(3)]

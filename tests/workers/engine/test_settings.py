@@ -14,8 +14,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
-from troupe.workers.engine.settings import engine_args, set_environment
-from troupe.workers.engine.unread_metrics import unread_metrics
+from troupe.workers.engine.settings import engine_args, set_environment, unread_metrics
 from troupe.workers.telemetry.engine_meter import EngineMeter
 
 

@@ -10,7 +10,7 @@ import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
-from troupe.workers.weights.cpu_adapters import multiply_at_once
+from troupe.workers.weights.cpu_kernels import multiply_at_once
 
 KERNELS: Any = punica_cpu
 """The module that vLLM calls them in."""

@@ -12,8 +12,8 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from troupe.workers.models import heads
-from troupe.workers.weights import cpu_head
-from troupe.workers.weights.cpu_head import logits_in_blocks
+from troupe.workers.weights import cpu_kernels
+from troupe.workers.weights.cpu_kernels import logits_in_blocks
 
 Apply = Callable[..., torch.Tensor]
 
@@ -64,7 +64,7 @@ def test_the_logits_are_those_of_a_float64_product(
 def test_every_other_head_is_vllms_own(
     own: Apply, dtype: torch.dtype, head_dtype: torch.dtype, unquantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_head, "float32_logits", lambda *_: pytest.fail("computed in blocks"))
+    monkeypatch.setattr(cpu_kernels, "float32_logits", lambda *_: pytest.fail("computed in blocks"))
     method = UnquantizedEmbeddingMethod() if unquantized else SimpleNamespace()
     head = SimpleNamespace(weight=torch.randn(8, 4, dtype=dtype), quant_method=method)
     head.cpu_linear = torch.nn.functional.linear

@@ -10,7 +10,7 @@ import pytest
 
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, Sleep
 from troupe.workers.contract.messages import WorkerGone
-from troupe.workers.engine.rest import GONE, MemoryState, StaleWake
+from troupe.workers.engine.sleep import GONE, MemoryState, StaleWake
 from troupe.workers.rollout import RolloutWorker, _State
 from troupe.workers.weights.file import WeightDigestMismatch
 

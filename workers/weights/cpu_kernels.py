@@ -1,7 +1,9 @@
-"""Adapters on vLLM's CPU build: one product for all tokens of a batch, and experts with the CPU's own kernel.
+"""Faster products on vLLM's CPU build: the float32 output head of a bfloat16 model, adapters, and experts.
 
-Its kernels copy the matrices of each token's adapter before they multiply, which takes several times as long as the
-model below. An engine of Troupe has memory for one adapter, so that all of these copies are the same.
+For such a head vLLM converts the whole weight to float32 in every step, the largest one of a model, and multiplies it
+with torch's default library. For adapters its kernels copy the matrices of each token's adapter before they multiply,
+which takes several times as long as the model below. An engine of Troupe has memory for one adapter, so that all of
+these copies are the same.
 """
 
 from __future__ import annotations
@@ -15,6 +17,29 @@ import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from troupe.workers.models.heads import float32_logits
+
+
+def logits_in_blocks() -> None:
+    """Make vLLM in this process compute the logits of such a head as the trainer does, in blocks of the weight."""
+    apply = LogitsProcessor._apply_head
+
+    @wraps(apply)
+    def apply_head(self: Any, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: Any) -> torch.Tensor:
+        weight: torch.Tensor = lm_head.weight
+        both = hidden_states.dtype == weight.dtype == torch.bfloat16
+        plain = isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod)
+        if not (hidden_states.is_cpu and self.head_dtype == torch.float32 and both and plain):
+            return apply(self, lm_head, hidden_states, embedding_bias)
+        logits = float32_logits(hidden_states.flatten(0, -2), weight)
+        if embedding_bias is not None:
+            logits += embedding_bias.float()
+        return logits.view(*hidden_states.shape[:-1], len(weight))
+
+    LogitsProcessor._apply_head = apply_head
 
 
 def _shrink(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, scaling: float = 1.0) -> None:

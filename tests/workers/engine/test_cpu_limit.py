@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from troupe.workers.engine.time_limit import within
+from troupe.workers.engine.tool_calls import limit_cpu
 
 
 def repeat(started: list[threading.Thread]) -> None:
@@ -24,16 +24,16 @@ def repeat(started: list[threading.Thread]) -> None:
 def test_a_call_that_takes_too_long_ends() -> None:
     started: list[threading.Thread] = []
     with pytest.raises(TimeoutError, match=r"not done after 0\.1 s"):
-        within(0.1, repeat, started)
+        limit_cpu(0.1, repeat, started)
     started[0].join(30)
     assert not started[0].is_alive()
 
 
 def test_other_calls_return_or_raise_what_they_do() -> None:
-    assert within(1, divmod, 7, 2) == (3, 1)
+    assert limit_cpu(1, divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        within(1, divmod, 7, 0)
+        limit_cpu(1, divmod, 7, 0)
 
 
 def test_time_in_which_others_run_does_not_count() -> None:
-    within(0.05, time.sleep, 0.3)
+    limit_cpu(0.05, time.sleep, 0.3)
