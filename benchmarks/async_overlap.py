@@ -89,7 +89,7 @@ class OverlapRun:
     def run(self, staleness: int, steps: int) -> tuple[list[dict[str, float]], float, float]:
         """Train; returns the lines of metrics.jsonl, CPU seconds and other load. Raises NotCorrect, TroupeError."""
         from benchmarks.support.pinned_workers import PinnedPolicy, PinnedRollout
-        from troupe.orchestrator.run import RunRequest, run
+        from troupe.orchestrator.runs.session import RunRequest, run
 
         settings = self._settings
         spec = grpo_spec(settings, settings.model, steps, settings.groups * (steps + staleness), self._learning_rate)

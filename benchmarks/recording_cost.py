@@ -60,7 +60,7 @@ def measure(settings: Settings, turns: int) -> Report:
     """Train `turns` steps after the warm-up. Raises NotCorrect, TroupeError."""
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.recording_timers import TimedPolicy, TimedReward, folder_of, of_workers, time_driver
-    from troupe.orchestrator.run import RunRequest, run
+    from troupe.orchestrator.runs.session import RunRequest, run
 
     steps, name = turns + WARM_UP, f"recording-{os.getpid()}"
     with ExitStack() as stack:

@@ -139,7 +139,7 @@ def main() -> NoReturn:
 
 def _show_versions(asked: bool) -> None:
     if asked:
-        from troupe.orchestrator.versions import versions
+        from troupe.orchestrator.telemetry.versions import versions
 
         typer.echo(versions())
         raise typer.Exit

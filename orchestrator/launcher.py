@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster.actors import RunActors
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
 from troupe.orchestrator.cluster.seats import Seats
@@ -17,7 +18,6 @@ from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import row_of, settings_of
-from troupe.orchestrator.run_actors import RunActors
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles

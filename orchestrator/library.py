@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.prepare import checked, create_models, single
+from troupe.orchestrator.runs.prepare import checked, create_models, single
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source, SpecError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from troupe.orchestrator.capacity.plan import Plan
     from troupe.orchestrator.insight.verdicts.verdict import Verdict
-    from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
     from troupe.orchestrator.telemetry.run_folder import RunFolder
 
@@ -93,7 +93,7 @@ def run(
     """
     stream = _stream(progress)
     planned = _in_place(_planned(spec, set, None if out is None else Path(out)), stream, resume=resume)
-    from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.runs.session import RunRequest
 
     request, console = RunRequest(planned.spec, planned.out, resume, address), _console(on_step, stream)
     try:
@@ -113,7 +113,7 @@ def _report_at_end(folder: Path, console: Console) -> None:
 def train(request: RunRequest, console: Console) -> Outcome:
     """Train as a request specifies, shown on a console, which is closed. Raises TroupeError."""
     from troupe.orchestrator.insight.verdicts.running import RunningVerdicts
-    from troupe.orchestrator.run import run as run_spec
+    from troupe.orchestrator.runs.session import run as run_spec
 
     verdicts = RunningVerdicts(request.out, console.message)
     console.start(request.spec.name, request.spec.schedule.steps, verdicts)
@@ -158,9 +158,9 @@ def evaluate(
             model is none of these.
         OSError: A run or a checkpoint has no model.
     """
-    from troupe.orchestrator.evaluate_run import EvaluationOptions, evaluate_on_prompts
     from troupe.orchestrator.rollouts.endpoint import Endpoint
-    from troupe.orchestrator.run import RunRequest, evaluate_offline
+    from troupe.orchestrator.runs.evaluation import EvaluationOptions, evaluate_on_prompts
+    from troupe.orchestrator.runs.session import RunRequest, evaluate_offline
     from troupe.orchestrator.training.checkpoint import has_adapters
 
     url = str(model) if is_endpoint(model) else None

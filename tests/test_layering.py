@@ -26,7 +26,7 @@ PURE = (
     *("workers.telemetry", "workers.isolation", "workers.preload.forked_worker", "workers.preload.setup_worker"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
     *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
-    *("orchestrator.telemetry", "orchestrator.ray_environment", "orchestrator.versions"),
+    *("orchestrator.telemetry", "orchestrator.cluster.ray_environment"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     "orchestrator.starter.environments",
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
@@ -37,23 +37,7 @@ PURE = (
 WRITING = ("orchestrator.telemetry.console", "orchestrator.telemetry.sinks")
 """Services in a folder of layer 0: they write to terminals and trackers, with libraries of their own."""
 ROOTS = tuple(
-    f"orchestrator.{name}"
-    for name in (
-        "controller",
-        "run",
-        "library",
-        "run_context",
-        "rollout_run",
-        "run_pools",
-        "offline_run",
-        "evaluate_run",
-        "launcher",
-        "start_progress",
-        "commands",
-        "supervisor",
-        "cli",
-        "insight",
-    )
+    f"orchestrator.{name}" for name in ("cli", "commands", "controller", "insight", "launcher", "library", "runs")
 )
 """Layer 3. All other modules of orchestrator/ are services, layer 2."""
 ROOF = "orchestrator.insight"
@@ -61,8 +45,8 @@ ROOF = "orchestrator.insight"
 ABOVE_THE_ROOF = ("orchestrator.commands", "orchestrator.library")
 """What may import all of it."""
 PARTS_OF_A_RUN = {
-    "orchestrator.insight.why.observer": "orchestrator.run",
-    "orchestrator.insight.audit.auditor": "orchestrator.rollout_run",
+    "orchestrator.insight.why.observer": "orchestrator.runs.session",
+    "orchestrator.insight.audit.auditor": "orchestrator.runs.rollouts",
 }
 """The modules of the roof that a run needs, each with the one module that imports it."""
 AGENTS = "workers.agents"
@@ -419,7 +403,7 @@ def test_importing_the_worker_classes_imports_no_model_library() -> None:
 
 def test_the_driver_imports_no_model_library_to_start_workers() -> None:
     statement = (
-        "from troupe.orchestrator import run; from troupe.orchestrator.roles.table import ROLES;"
+        "from troupe.orchestrator.runs import session; from troupe.orchestrator.roles.table import ROLES;"
         "from troupe.orchestrator.cluster.actor_class import actor_class;"
         "[actor_class(row.worker, row.protocol, concurrent=row.concurrent) for row in ROLES.values()]"
     )

@@ -135,7 +135,7 @@ def take_steps(
         TroupeError: The product's run failed.
     """
     # Imported here because engine processes import this module, and they do not need Ray.
-    from troupe.orchestrator.run import RunRequest, run
+    from troupe.orchestrator.runs.session import RunRequest, run
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

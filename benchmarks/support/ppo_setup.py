@@ -22,13 +22,13 @@ from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.insight.bench.batches import Unscored
-from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
-from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
+from troupe.orchestrator.runs.rollouts import RolloutRun
+from troupe.orchestrator.runs.session import RunRequest, open_run
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers

@@ -25,6 +25,7 @@ from benchmarks.support.workload import Group
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
@@ -34,7 +35,6 @@ from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.worker_server import server_of
 
 _ATTEMPTS = 2
 """Attempts per group: the one that is lost with the engine, and the next."""

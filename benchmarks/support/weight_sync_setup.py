@@ -16,13 +16,13 @@ from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredSyncR
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
+from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.worker_server import server_of
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import Reply, TableRef
 

@@ -25,7 +25,9 @@ from troupe.orchestrator.cluster.environment_link import ActorEnvironments
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.judge_link import ActorJudges
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
+from troupe.orchestrator.cluster.ray_environment import TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.cluster.worker_server import WorkerServer
 from troupe.orchestrator.errors import (
     DataLost,
     DoesNotFit,
@@ -37,11 +39,9 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.processes.inspection import NodeReport
-from troupe.orchestrator.ray_environment import TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
-from troupe.orchestrator.worker_server import WorkerServer
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.contract.judges import JudgeGone
 from troupe.workers.contract.messages import (

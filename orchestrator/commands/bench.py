@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from troupe.orchestrator.cluster.ray_environment import cluster_to_join
+from troupe.orchestrator.cluster.worker_server import started_ahead
 from troupe.orchestrator.commands.options import (
     FAILURE,
     AddressOption,
@@ -22,13 +24,11 @@ from troupe.orchestrator.commands.options import (
 from troupe.orchestrator.commands.runs import create_models
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.bench.points import Point, Sweep, grid, parse_sweep
-from troupe.orchestrator.prepare import checked, single
-from troupe.orchestrator.ray_environment import cluster_to_join
+from troupe.orchestrator.runs.prepare import checked, single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.locations import is_url
-from troupe.orchestrator.worker_server import started_ahead
 
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.bench.engine_runs import BenchRequest

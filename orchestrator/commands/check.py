@@ -22,7 +22,7 @@ from troupe.orchestrator.commands.options import (
     exit_with,
 )
 from troupe.orchestrator.commands.runs import create_models, read_data
-from troupe.orchestrator.prepare import check_models_to_create, checked, models_to_create
+from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create
 from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.stages import PlannedRun

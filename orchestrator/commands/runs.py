@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from troupe.orchestrator import prepare
+from troupe.orchestrator.runs import prepare
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import read_document

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from troupe.orchestrator.cluster.worker_server import started_ahead
 from troupe.orchestrator.commands.options import (
     AddressOption,
     JsonOption,
@@ -22,10 +23,9 @@ from troupe.orchestrator.commands.results import next_steps, resume_steps, write
 from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
 from troupe.orchestrator.spec.stages import PlannedRun
-from troupe.orchestrator.worker_server import started_ahead
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
 
 
@@ -142,7 +142,7 @@ def _train_each(requests: Sequence[tuple[PlannedRun, RunRequest | None]], consol
 
 def _supervise(runs: Sequence[PlannedRun]) -> int:
     """Run this command without `--supervise` in a separate process, and again after a crash."""
-    from troupe.orchestrator.supervisor import supervise
+    from troupe.orchestrator.runs.supervisor import supervise
 
     arguments = [argument for argument in sys.argv[1:] if argument != "--supervise"]
     restarts = max(planned.spec.failures.run_restarts for planned in runs)
@@ -167,8 +167,8 @@ def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunReque
     `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
     rest.
     """
-    from troupe.orchestrator.run import RunRequest
     from troupe.orchestrator.run_checkpoints import saved_run
+    from troupe.orchestrator.runs.session import RunRequest
 
     request = RunRequest(planned.spec, planned.out, resume, address)
     if not resume:

@@ -30,7 +30,7 @@ from troupe.workers.contract.config import (
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
 """Ray hides no GPU from an actor that requests none."""
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
-_POOLS = "troupe.orchestrator.run_pools"
+_POOLS = "troupe.orchestrator.runs.pools"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Role:
     """The number of lost workers that are replaced, or None to replace none."""
     pool: str | None = None
     """Path of the function that makes the pool of the workers, each of which can be replaced, added and removed during
-    the run (see `run_pools.py`), or None if they start once and stay."""
+    the run (see `runs/pools.py`), or None if they start once and stay."""
     group: str | None = None
     """Path of the class of group that calls the workers together, or None if each is called alone."""
     trains: bool = False

@@ -16,6 +16,7 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.telemetry.versions import versions
 from troupe.orchestrator.training.parts import RunPart, UpdatedStep
 from troupe.orchestrator.training.step_record import (
     REPLAY,
@@ -26,7 +27,6 @@ from troupe.orchestrator.training.step_record import (
     packed_texts,
     size_of,
 )
-from troupe.orchestrator.versions import versions
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.units import GIB
 

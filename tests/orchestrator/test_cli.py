@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from tests.conftest import NO_WEIGHTS, ROOT
 from tests.forked_commands import run_command
 from troupe.orchestrator.cli import app
-from troupe.orchestrator.run import RunRequest
+from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
@@ -293,7 +293,7 @@ def test_evaluating_another_model_keeps_the_reference_of_its_training(
         asked.append(request)
         return {"eval/loss": 0.5}
 
-    monkeypatch.setattr("troupe.orchestrator.run.evaluate_offline", evaluated)
+    monkeypatch.setattr("troupe.orchestrator.runs.session.evaluate_offline", evaluated)
     monkeypatch.chdir(ROOT)
     (base := spec.parent / "base").symlink_to(trained := spec.parent / "model")
     arguments = ["eval", str(DPO), "--set", f"model.path={base}", "--model", str(trained)]

@@ -14,7 +14,7 @@ from tests.fakes import FaultyEngine, FaultyWorker
 from tests.orchestrator.pools.test_linked import Service
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.pools.engines import Engine
-from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.spec.load import load_rollout_spec
 
 SPEC = load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-mixture.yaml", ("failures.environment_restarts=1",))

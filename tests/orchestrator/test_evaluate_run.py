@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from troupe.orchestrator import evaluate_run
 from troupe.orchestrator.hub.resolve import LocalFiles
+from troupe.orchestrator.runs import evaluation
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
 
@@ -25,7 +25,7 @@ def merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, 
         target.mkdir()
         return target
 
-    monkeypatch.setattr(evaluate_run, "write_merged", merge)
+    monkeypatch.setattr(evaluation, "write_merged", merge)
     monkeypatch.setenv("TROUPE_MODELS", str(tmp_path / "cache" / "models"))
     return found
 
@@ -35,7 +35,7 @@ def test_adapters_are_merged_with_the_model_of_the_spec_while_it_is_evaluated(
     tmp_path: Path, merges: list[tuple[Path, Path | None]], adapter: Path | None
 ) -> None:
     spec = load_rollout_spec(TINY, ["roles.policy.lora={}", "model.adapter=start"]).without_adapters()
-    with evaluate_run._whole_model(LocalFiles(spec), adapter, Console(io.StringIO())) as whole:
+    with evaluation._whole_model(LocalFiles(spec), adapter, Console(io.StringIO())) as whole:
         if adapter is None:
             assert (whole.spec, merges) == (spec, [])
             return

@@ -17,12 +17,12 @@ from tests.orchestrator.roles.test_worker_memory import spec_of
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.capacity.placement import place, role_sizes
 from troupe.orchestrator.capacity.plan import described_nodes, plan
+from troupe.orchestrator.cluster.actors import RunActors
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.run_actors import RunActors
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.workers.contract.units import GIB

@@ -20,9 +20,9 @@ import pytest
 import troupe
 from tests.conftest import ROOT
 from troupe.orchestrator import library
-from troupe.orchestrator import run as run_module
 from troupe.orchestrator.cluster.ray_cluster import Cluster
-from troupe.orchestrator.run import RunRequest
+from troupe.orchestrator.runs import session as run_module
+from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.rewards.thoughts import template_opens_thought
@@ -139,7 +139,7 @@ def test_an_endpoint_has_its_own_chat_template(tmp_path: Path, monkeypatch: pyte
         asked.append(request)
         return {}
 
-    monkeypatch.setattr("troupe.orchestrator.evaluate_run.evaluate_on_prompts", evaluate)
+    monkeypatch.setattr("troupe.orchestrator.runs.evaluation.evaluate_on_prompts", evaluate)
     template = tmp_path / "think.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}<think>")
     for chosen in (str(template), "none"):

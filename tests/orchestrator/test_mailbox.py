@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.conftest import ROOT
 from tests.faults.stalls import frozen, may_mount, own_disk
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.mailbox import LONGEST, Mailbox, PostedRequest, require_folder, run_in_child
+from troupe.orchestrator.live.mailbox import LONGEST, Mailbox, PostedRequest, require_folder, run_in_child
 from troupe.workers.contract.atomic_file import write_atomic
 
 WAIT_S = 30.0
@@ -57,7 +57,7 @@ def messages(folder: Path) -> list[str]:
 
 def process(folder: Path, code: str) -> subprocess.Popen[str]:
     """A process with an open mailbox that runs `code`."""
-    start = f"from troupe.orchestrator.mailbox import Mailbox\nmailbox = Mailbox(Path({str(folder)!r}))\n"
+    start = f"from troupe.orchestrator.live.mailbox import Mailbox\nmailbox = Mailbox(Path({str(folder)!r}))\n"
     command = [sys.executable, "-c", f"import os, sys, time\nfrom pathlib import Path\n{start}{code}"]
 
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster import ray_nodes
+from troupe.orchestrator.cluster.ray_environment import sockets_problem
 from troupe.orchestrator.errors import ClusterUnreachable
-from troupe.orchestrator.ray_environment import sockets_problem
 
 
 def test_an_address_of_a_job_server_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.resume_checks import require_same_rows, resumption
+from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, TrainerLayout, stage_problem, trainer_layouts

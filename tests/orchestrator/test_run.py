@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.insight.bench.measured import GRPO
-from troupe.orchestrator import run as run_module
 from troupe.orchestrator.data.prompt_check import PromptCheck
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.run import RunRequest, open_run
+from troupe.orchestrator.runs import session as run_module
+from troupe.orchestrator.runs.session import RunRequest, open_run
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
 

@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator import run_lock
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.run_lock import LOCK_FILE, RunLock, kept, locked
+from troupe.orchestrator.runs.lock import LOCK_FILE, RunLock, kept, locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from troupe.orchestrator.run_lock import locked
+from troupe.orchestrator.runs.lock import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     {then}
@@ -125,7 +124,7 @@ def test_a_removed_folder_admits_no_second_run(tmp_path: Path) -> None:
 
 def test_the_folder_its_lock_and_its_spec_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on another host, which does not see the name in this kernel, finds the file locked."""
-    monkeypatch.setattr(run_lock, "_LOOK_S", 0.02)
+    monkeypatch.setattr("troupe.orchestrator.runs.lock._LOOK_S", 0.02)
     looks, renew = 0, RunLock.renew
 
     def counted(lock: RunLock) -> bool:

@@ -21,9 +21,9 @@ from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import row_of
-from troupe.orchestrator.rollout_run import RolloutRun
-from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.pools import RunPools
+from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console

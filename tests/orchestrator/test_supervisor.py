@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.supervisor import supervise
+from troupe.orchestrator.runs.supervisor import supervise
 
 
 class Scripted:
@@ -86,7 +86,7 @@ def test_a_new_checkpoint_gives_all_restarts_back(tmp_path: Path) -> None:
 
 SUPERVISOR = """
 import sys
-from troupe.orchestrator.supervisor import supervise
+from troupe.orchestrator.runs.supervisor import supervise
 sys.exit(supervise([sys.executable, "-c", sys.argv[1]], lambda: 0, 3, print, lambda _: None))
 """
 SAVES = """

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from troupe.orchestrator.cluster.worker_server import WorkerServer, _ahead, server_of, started_ahead
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.orchestrator.worker_server import WorkerServer, _ahead, server_of, started_ahead
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload import server as preload
@@ -214,7 +214,7 @@ def test_a_server_that_imports_ends_with_the_command_that_has_started_it(tmp_pat
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(IMPORT)
     code = (
-        "import sys, time; from troupe.orchestrator.worker_server import WorkerServer; "
+        "import sys, time; from troupe.orchestrator.cluster.worker_server import WorkerServer; "
         "from troupe.workers.contract.config import EngineProcess; "
         f"server = WorkerServer(EngineProcess.model_validate_json({ENGINE.model_dump_json()!r})); "
         "print(server._process.pid, server.path, flush=True); time.sleep(600)"

@@ -45,9 +45,9 @@ from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.rollout_run import RolloutRun
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
-from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console

@@ -40,10 +40,10 @@ from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGrou
 from troupe.orchestrator.data.conversations import chat_messages
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.launcher import WorkerLauncher
-from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
-from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.offline import OfflineRun
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC

@@ -22,9 +22,9 @@ from troupe.orchestrator.insight.bench.sequences import GroupLengths
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import SAMPLERS, named
 from troupe.orchestrator.rollouts.scheduler import group_request
-from troupe.orchestrator.run import RunRequest, open_run
-from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.pools import RunPools
+from troupe.orchestrator.runs.session import RunRequest, open_run
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import unless_stopped

@@ -32,9 +32,9 @@ from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
-from troupe.orchestrator.run import RunRequest, open_run
-from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.pools import RunPools
+from troupe.orchestrator.runs.session import RunRequest, open_run
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch, unless_stopped

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from troupe.orchestrator.cluster.ray_environment import ADDRESS_VARIABLE, address_problem, sockets_problem
 from troupe.orchestrator.insight.doctor.machine import UNLIMITED, Finding, Folder, Machine, Needs, gib, version
-from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, address_problem, sockets_problem
 from troupe.workers.contract.units import GIB, MIB
 
 _BFLOAT16_CAPABILITY = (8, 0)

@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from troupe.orchestrator.insight.doctor.machine import Finding, Machine, Needs, version
-from troupe.orchestrator.versions import ENGINES, TROUPE
+from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE
 
 OLDEST, NEWEST = (3, 11), (3, 14)
 LIBRARIES = ("torch", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")

@@ -25,8 +25,8 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.rollouts.scheduler import group_request
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
-from troupe.orchestrator.run import RunRequest, open_run
-from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.session import RunRequest, open_run
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.telemetry.console import Console

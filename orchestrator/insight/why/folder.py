@@ -2,7 +2,7 @@
 
 `driver.json` is rewritten every few seconds and holds the places of the driver and its workers and what the driver
 waits for; it is what remains when the driver is dead or does not answer. `ended.json` is the last report. Requests and
-answers go through `orchestrator/mailbox.py`. `reports/` has the newest automatic reports of the run.
+answers go through `orchestrator/live/mailbox.py`. `reports/` has the newest automatic reports of the run.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from troupe.orchestrator.insight.why.diagnosis import diagnose
 from troupe.orchestrator.insight.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
 from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, SNAPSHOT, DiagnosisReport, DriverSnapshot, keep_report
 from troupe.orchestrator.insight.why.waiting import is_bounded, roles_behind
-from troupe.orchestrator.mailbox import Mailbox
+from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.pools.queues import Queues
 from troupe.orchestrator.processes.inspection import ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at

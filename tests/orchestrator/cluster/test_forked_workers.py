@@ -11,7 +11,7 @@ import pytest
 from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, Cluster
-from troupe.orchestrator.worker_server import WorkerServer
+from troupe.orchestrator.cluster.worker_server import WorkerServer
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.preload import forked_worker
 

@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 import troupe
 from tests.conftest import ROOT
-from troupe.orchestrator import run as run_module
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.errors import TroupeError, WorkerError
-from troupe.orchestrator.run import RunRequest
+from troupe.orchestrator.runs import session as run_module
+from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.telemetry.console import Console
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder, TextPool, load_texts
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.rollout_run import RolloutRun
+from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.spec.sections import DataConfig, FileSource, FileTexts, NamedFileTexts, SourceShare
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import TEXTS, RankPlan, TextCut, TextSummary

@@ -23,8 +23,8 @@ from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.offline_run import OfflineRun
-from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.offline import OfflineRun
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.offline_source import ExampleEvaluator

@@ -29,7 +29,7 @@ from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.insight.why import observer as observing
 from troupe.orchestrator.insight.why.facts import Diagnosis
 from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, DiagnosisReport, keep_report
-from troupe.orchestrator.mailbox import Mailbox
+from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.telemetry.console import Console
 
 WAIT_S = 60.0

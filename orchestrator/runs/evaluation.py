@@ -15,12 +15,12 @@ from troupe.orchestrator.data.summary import describe
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.rollout_run import RolloutRun
+from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.rollouts.endpoint import Endpoint, endpoint_sampler
 from troupe.orchestrator.rollouts.evaluation import metrics_of
 from troupe.orchestrator.rollouts.evaluation_log import as_json, described_sets, evaluation_as_json
 from troupe.orchestrator.rollouts.held_out import SetResult
-from troupe.orchestrator.run import RunRequest, open_run, say
+from troupe.orchestrator.runs.session import RunRequest, open_run, say
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console

@@ -12,7 +12,7 @@ from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluati
 from troupe.orchestrator.data.summary import data_metrics, named_examples
 from troupe.orchestrator.errors import DataError, TroupeError
 from troupe.orchestrator.run_checkpoints import RunCheckpoints
-from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from troupe.orchestrator.ray_environment import LOCAL_SETTINGS, SETTINGS, TABLE_SETTINGS, cluster_to_join
+from troupe.orchestrator.cluster.ray_environment import LOCAL_SETTINGS, SETTINGS, TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.roles.table import settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.config import EngineProcess

@@ -27,14 +27,14 @@ from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
-from troupe.orchestrator.offline_run import OfflineRun
-from troupe.orchestrator.resume_checks import require_same_rows, resumption
+from troupe.orchestrator.runs.offline import OfflineRun
+from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.roles.table import SAMPLERS
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.rollout_run import AuditReport, RolloutRun
+from troupe.orchestrator.runs.rollouts import AuditReport, RolloutRun
 from troupe.orchestrator.run_checkpoints import RunCheckpoints, open_checkpoints
-from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.run_lock import kept, locked
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.lock import kept, locked
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -44,8 +44,8 @@ from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, recorded_failure
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
-from troupe.orchestrator.versions import versions as describe_versions
-from troupe.orchestrator.worker_server import server_of
+from troupe.orchestrator.telemetry.versions import versions as describe_versions
+from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.workers.contract.roles import Worker
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
-from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.spec.rollout import RolloutSpec, environment_role
 from troupe.workers.contract import roles
 from troupe.workers.contract.judges import Judge

@@ -35,8 +35,8 @@ from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.run_checkpoints import RunCheckpoints
-from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
