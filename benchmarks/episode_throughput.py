@@ -166,12 +166,12 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         NotCorrect: A contender did not do the same work.
     """
     from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
-    from troupe.orchestrator.capacity.placement import demand, place, role_sizes
     from troupe.orchestrator.cluster.ray_cluster import Cluster
     from troupe.orchestrator.cluster.worker_server import server_of
     from troupe.orchestrator.data.prompts import load_pools
     from troupe.orchestrator.launcher import WorkerLauncher
     from troupe.orchestrator.live.diff import changed
+    from troupe.orchestrator.plan.placement import demand, place, role_sizes
     from troupe.workers.data.tokenizer import load_chat_tokenizer, token_ids
 
     async with AsyncExitStack() as stack:

@@ -7,7 +7,7 @@
 Each case starts `PolicyWorker`s in separate processes, without Ray, and runs two updates of two micro-batches at
 the full token budget. It measures the peak resident memory (VmHWM, reset before the model is built) and compares it
 with `training`. `--processes` measures processes without a model; the constants of
-`orchestrator/roles/memory.py` come from there. Linux only.
+`orchestrator/plan/memory.py` come from there. Linux only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 
 from benchmarks.support.harness import command_parser
 from troupe.orchestrator.model_facts.model_size import read_size
-from troupe.orchestrator.roles.memory import TRAINER_PROCESS
-from troupe.orchestrator.roles.worker_memory import Training, WorkerMemory, training
+from troupe.orchestrator.plan.memory import TRAINER_PROCESS
+from troupe.orchestrator.plan.worker_memory import Training, WorkerMemory, training
 from troupe.workers.contract.config import Dtype, TrainerConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.telemetry.peak_memory import FamilyPeak, resident_peak

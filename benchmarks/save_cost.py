@@ -29,7 +29,7 @@ from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_p
 from benchmarks.support.policy_worker import add_arguments, policy_worker
 from benchmarks.support.processes import Meter
 from troupe.orchestrator.model_facts.model_size import read_size
-from troupe.orchestrator.roles.worker_memory import WIDTHS, Training, save_copy
+from troupe.orchestrator.plan.worker_memory import WIDTHS, Training, save_copy
 from troupe.orchestrator.training.checkpoint import MANIFEST, MODEL, CheckpointStore, verify
 from troupe.workers.contract.config import TrainerConfig
 from troupe.workers.contract.units import GIB

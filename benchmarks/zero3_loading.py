@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.support.harness import GIGABYTES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
 from troupe.orchestrator.model_facts.model_size import read_size
-from troupe.orchestrator.roles.worker_memory import WIDTHS
+from troupe.orchestrator.plan.worker_memory import WIDTHS
 from troupe.workers.contract.config import Dtype
 from troupe.workers.telemetry.peak_memory import resident_peak
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.actors import RunActors
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
@@ -15,6 +14,7 @@ from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
+from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import row_of, settings_of

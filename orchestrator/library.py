@@ -28,8 +28,8 @@ from troupe.workers.contract.urls import has_credentials
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from troupe.orchestrator.capacity.plan import Plan
     from troupe.orchestrator.insight.verdicts.verdict import Verdict
+    from troupe.orchestrator.plan.plan import Plan
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
     from troupe.orchestrator.telemetry.run_folder import RunFolder
@@ -252,10 +252,10 @@ def plan(
     """
     planned = _planned(spec, set)
     create_models([planned], lambda line: None)
-    from troupe.orchestrator.capacity.measured import Recorded
-    from troupe.orchestrator.capacity.placement import CPUS_PER_NODE
-    from troupe.orchestrator.capacity.plan import described_nodes
-    from troupe.orchestrator.capacity.stages import plan_stages
+    from troupe.orchestrator.plan.measured import Recorded
+    from troupe.orchestrator.plan.placement import CPUS_PER_NODE
+    from troupe.orchestrator.plan.plan import described_nodes
+    from troupe.orchestrator.plan.stages import plan_stages
 
     nodes = None if cluster is None else described_nodes(cluster, CPUS_PER_NODE)
     recorded = None if measured is None else Recorded.read(Path(measured))

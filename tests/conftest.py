@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from troupe.orchestrator.capacity.nvidia import Graphics, graphics
+from troupe.orchestrator.plan.nvidia import Graphics, graphics
 from troupe.workers.contract.config import CPU_THREADS
 from troupe.workers.contract.units import GIB
 

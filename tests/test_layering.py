@@ -25,7 +25,7 @@ PURE = (
     *("workers.models.token_batch", "workers.models.ragged", "workers.models.kept_tokens"),
     *("workers.telemetry", "workers.isolation", "workers.preload.forked_worker", "workers.preload.setup_worker"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
-    *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
+    *("orchestrator.roles", "orchestrator.plan", "orchestrator.model_facts", "orchestrator.live.diff"),
     *("orchestrator.telemetry", "orchestrator.cluster.ray_environment"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     "orchestrator.starter.environments",
@@ -372,7 +372,7 @@ def _loads_weights_only(call: ast.Call) -> bool:
 
 def test_importing_the_command_imports_no_heavy_library() -> None:
     modules = ("troupe", "troupe.orchestrator", "troupe.workers", "troupe.workers.contract.config")
-    modules += ("troupe.orchestrator.spec.rollout", "troupe.orchestrator.capacity.plan", "troupe.orchestrator.cli")
+    modules += ("troupe.orchestrator.spec.rollout", "troupe.orchestrator.plan.plan", "troupe.orchestrator.cli")
     modules += ("troupe.orchestrator.platforms.manifest", "troupe.orchestrator.platforms.slurm")
     modules += tuple({f"troupe.orchestrator.commands.{entry.home.partition(':')[0]}" for entry in COMMANDS.values()})
     code = (

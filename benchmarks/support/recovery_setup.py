@@ -22,13 +22,13 @@ from benchmarks.support.rollout_setup import (
 from benchmarks.support.weight_sync_setup import call_policy, logprob_gap
 from benchmarks.support.weight_sync_workers import MeasuredPolicy
 from benchmarks.support.workload import Group
-from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.plan.placement import demand, place, role_sizes
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import TokenScorer

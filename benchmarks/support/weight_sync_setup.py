@@ -13,12 +13,12 @@ import ray
 
 from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
 from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredSyncRollout
-from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
 from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.plan.placement import demand, place, role_sizes
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync, weight_sync

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from troupe.orchestrator.capacity.fit import SharedUse, gib
-from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
 from troupe.orchestrator.model_facts.model_size import ModelSize, read_size
-from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Period, WorkerMemory
+from troupe.orchestrator.plan.fit import SharedUse, gib
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.plan import Plan, described_nodes, plan
+from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Period, WorkerMemory
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.rollout import RolloutSpec
 

@@ -10,7 +10,7 @@ from typing import Any
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.seats import Seats
-from troupe.orchestrator.roles.memory import Sizes, shared_engine
+from troupe.orchestrator.plan.memory import Sizes, shared_engine
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract import roles

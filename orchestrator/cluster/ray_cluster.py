@@ -19,7 +19,6 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from troupe.orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.environment_link import ActorEnvironments
 from troupe.orchestrator.cluster.event_loop import within
@@ -38,6 +37,7 @@ from troupe.orchestrator.errors import (
     WorkerRaised,
     WorkerTimeout,
 )
+from troupe.orchestrator.plan.placement import Node, Placement, Seat, fit, misfit
 from troupe.orchestrator.processes.inspection import NodeReport
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog

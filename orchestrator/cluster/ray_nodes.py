@@ -20,7 +20,6 @@ from ray._private.node import Node as RayNode
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
-from troupe.orchestrator.capacity.placement import GPU_GIB, Node
 from troupe.orchestrator.cluster.ray_environment import (
     ADDRESS_VARIABLE,
     LOCAL_SETTINGS,
@@ -31,6 +30,7 @@ from troupe.orchestrator.cluster.ray_environment import (
     temporary_folder,
 )
 from troupe.orchestrator.errors import ClusterUnreachable
+from troupe.orchestrator.plan.placement import GPU_GIB, Node
 from troupe.orchestrator.signals import held_back
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic

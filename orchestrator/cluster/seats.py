@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from troupe.orchestrator.capacity.placement import Placement, Seat, place, place_one, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.plan.placement import Placement, Seat, place, place_one, role_sizes
 from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.base import RunSpec
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from troupe.orchestrator.capacity.placement import CPUS_PER_NODE
 from troupe.orchestrator.commands.options import (
     FAILURE,
     AddressOption,
@@ -22,13 +21,14 @@ from troupe.orchestrator.commands.options import (
     exit_with,
 )
 from troupe.orchestrator.commands.runs import create_models, read_data
+from troupe.orchestrator.plan.placement import CPUS_PER_NODE
 from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create
 from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.stages import PlannedRun
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.capacity.placement import Node
+    from troupe.orchestrator.plan.placement import Node
 
 
 def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
@@ -101,10 +101,10 @@ def plan(
     runs = plan_runs(read_document(spec, set_))
     create_models(runs)
     runs = _with_model_configs(runs)
-    from troupe.orchestrator.capacity.measured import Recorded
-    from troupe.orchestrator.capacity.plan import as_json as plan_json
-    from troupe.orchestrator.capacity.stages import plan_stages
     from troupe.orchestrator.commands.plan_table import show, unknown_sizes
+    from troupe.orchestrator.plan.measured import Recorded
+    from troupe.orchestrator.plan.plan import as_json as plan_json
+    from troupe.orchestrator.plan.stages import plan_stages
 
     recorded = None if measured is None else Recorded.read(measured)
     nodes = _nodes(cluster, address, cpus_per_node, gib_per_node)
@@ -165,7 +165,7 @@ def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
 def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> list[Node] | None:
     """Nodes of the cluster that --cluster or --address names, or None for this machine."""
     if cluster is not None and cluster != "auto":
-        from troupe.orchestrator.capacity.plan import described_nodes
+        from troupe.orchestrator.plan.plan import described_nodes
 
         return described_nodes(cluster, cpus, gib)
     if cluster is None and address is None:

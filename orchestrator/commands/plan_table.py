@@ -11,13 +11,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.capacity.fit import MemoryPlan, SharedUse, UnknownModel, gib
-from troupe.orchestrator.capacity.measured import PEAK
-from troupe.orchestrator.capacity.plan import Plan
 from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
+from troupe.orchestrator.plan.fit import MemoryPlan, SharedUse, UnknownModel, gib
+from troupe.orchestrator.plan.measured import PEAK
+from troupe.orchestrator.plan.plan import Plan
+from troupe.orchestrator.plan.shared_gpu import HEADROOM
+from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.roles.names import role_of
-from troupe.orchestrator.roles.shared_gpu import HEADROOM
-from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.telemetry.run_summary import duration
 
 COLUMNS = {

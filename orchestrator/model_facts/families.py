@@ -1,7 +1,7 @@
 """Shapes and parameter counts of model families, from `config.json` alone.
 
-The formulas follow transformers' models; `tests/orchestrator/capacity/test_families.py` builds these without memory and
-compares the counts.
+The formulas follow transformers' models; `tests/orchestrator/model_facts/test_families.py` builds these without memory
+and compares the counts.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from troupe.orchestrator.capacity.placement import CPUS_PER_NODE, Node
-from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.placement import CPUS_PER_NODE, Node
+from troupe.orchestrator.plan.plan import Plan, plan
 from troupe.orchestrator.platforms.kubernetes.values import Variable
-from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.workers.contract.units import GIB

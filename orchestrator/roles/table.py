@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from troupe.orchestrator.roles import memory
-from troupe.orchestrator.roles.memory import MemoryOf
 from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -31,6 +29,7 @@ _CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
 """Ray hides no GPU from an actor that requests none."""
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
 _POOLS = "troupe.orchestrator.runs.pools"
+_MEMORY = "troupe.orchestrator.plan.memory"
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class Role:
     settings: Callable[[Any], WorkerSettings | Mapping[str, WorkerSettings] | None]
     """Settings of the workers of a spec, by `ROLE.NAME` if the section may be a map; None if the spec has no
     workers of this role."""
-    memory: MemoryOf
-    """Memory of one worker."""
+    memory: str
+    """Path of the function that estimates the memory of one worker (`MemoryOf`)."""
     name: RoleName | None = None
     """Section of `roles` that has its workers, or None for the section named as the row."""
     restarts: Restarts | None = None
@@ -180,7 +179,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.rollout:RolloutWorker",
             protocol=roles.RolloutEngine,
             settings=_rollout,
-            memory=memory.of_engine,
+            memory=f"{_MEMORY}:of_engine",
             restarts=Restarts("engine", lambda failures: failures.engine_restarts),
             pool=f"{_POOLS}:engine_pool",
             concurrent=True,
@@ -194,7 +193,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.environment:EnvironmentWorker",
             protocol=roles.EnvironmentServer,
             settings=_environment,
-            memory=memory.of_process,
+            memory=f"{_MEMORY}:of_process",
             restarts=Restarts("environment", lambda failures: failures.environment_restarts),
             pool=f"{_POOLS}:environment_pool",
             concurrent=True,
@@ -207,7 +206,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.judge:JudgeWorker",
             protocol=roles.JudgeEngine,
             settings=_judge,
-            memory=memory.of_judge,
+            memory=f"{_MEMORY}:of_judge",
             restarts=Restarts("judge", lambda failures: failures.judge_restarts),
             pool=f"{_POOLS}:judge_pool",
             concurrent=True,
@@ -221,7 +220,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.reward:RewardWorker",
             protocol=roles.Reward,
             settings=_reward,
-            memory=memory.of_reward,
+            memory=f"{_MEMORY}:of_reward",
             restarts=Restarts("reward", lambda failures: failures.reward_restarts),
             pool=f"{_POOLS}:reward_pool",
             evaluates=True,
@@ -231,7 +230,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.reference:ReferenceWorker",
             protocol=roles.Reference,
             settings=_reference,
-            memory=memory.of_reference,
+            memory=f"{_MEMORY}:of_reference",
             restarts=Restarts("reference", lambda failures: failures.reference_restarts),
             pool=f"{_POOLS}:replica_pool",
             group=f"{_GROUPS}:ReferenceGroup",
@@ -241,7 +240,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.policy:PolicyWorker",
             protocol=roles.Policy,
             settings=_policy,
-            memory=memory.of_policy,
+            memory=f"{_MEMORY}:of_policy",
             restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:PolicyGroup",
             trains=True,
@@ -252,7 +251,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.critic:CriticWorker",
             protocol=roles.Critic,
             settings=_critic,
-            memory=memory.of_critic,
+            memory=f"{_MEMORY}:of_critic",
             restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:CriticGroup",
             trains=True,
@@ -262,7 +261,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.offline:ExamplePolicyWorker",
             protocol=roles.ExampleTrainer,
             settings=_offline,
-            memory=memory.of_offline_trainer,
+            memory=f"{_MEMORY}:of_offline_trainer",
             restarts=_TRAINER_RESTARTS,
             name="policy",
             group=f"{_GROUPS}:ExampleGroup",
@@ -273,7 +272,7 @@ ROLES: dict[str, Role] = {
             worker="troupe.workers.offline:RewardTrainer",
             protocol=roles.ExampleTrainer,
             settings=_offline,
-            memory=memory.of_offline_trainer,
+            memory=f"{_MEMORY}:of_offline_trainer",
             restarts=_TRAINER_RESTARTS,
             name="policy",
             group=f"{_GROUPS}:ExampleGroup",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from troupe.orchestrator.capacity.placement import role_sizes, room
+from troupe.orchestrator.plan.placement import role_sizes, room
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.examples import load_examples

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.capacity.nvidia import graphics
-from troupe.orchestrator.capacity.placement import CPUS_PER_NODE, GPU_GIB
 from troupe.orchestrator.errors import UsageError, nearest
+from troupe.orchestrator.plan.nvidia import graphics
+from troupe.orchestrator.plan.placement import CPUS_PER_NODE, GPU_GIB
 from troupe.orchestrator.spec.examples import PREFIX, example_text
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec

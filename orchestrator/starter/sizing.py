@@ -11,11 +11,11 @@ from typing import Any
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.capacity.placement import GPU_GIB, Node
-from troupe.orchestrator.capacity.plan import Plan, described_nodes
-from troupe.orchestrator.capacity.stages import plan_stages
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
+from troupe.orchestrator.plan.placement import GPU_GIB, Node
+from troupe.orchestrator.plan.plan import Plan, described_nodes
+from troupe.orchestrator.plan.stages import plan_stages
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.preflight import ATTENTION, has_experts, has_latent_attention

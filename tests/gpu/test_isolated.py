@@ -14,7 +14,7 @@ from tests import conftest
 from tests.gpu import isolated
 from tests.gpu.isolated import Measurements
 from tests.real.commands import Command
-from troupe.orchestrator.capacity.nvidia import Gpu, Graphics
+from troupe.orchestrator.plan.nvidia import Gpu, Graphics
 from troupe.workers.contract.units import GIB
 
 

@@ -13,16 +13,16 @@ import pytest
 from tests.clock import on_virtual_time
 from tests.conftest import ROOT
 from tests.fakes import FakePolicy, fake_spec, fakes_of, policy_group, restart_fakes
-from tests.orchestrator.roles.test_worker_memory import spec_of
+from tests.orchestrator.plan.test_worker_memory import spec_of
 from tests.orchestrator.training.test_recovery import RecoveringRun
-from troupe.orchestrator.capacity.placement import place, role_sizes
-from troupe.orchestrator.capacity.plan import described_nodes, plan
 from troupe.orchestrator.cluster.actors import RunActors
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised
 from troupe.orchestrator.launcher import WorkerLauncher
-from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.placement import place, role_sizes
+from troupe.orchestrator.plan.plan import described_nodes, plan
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.workers.contract.units import GIB

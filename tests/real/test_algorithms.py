@@ -36,13 +36,13 @@ from tests.real.commands import (
 )
 from tests.real.poison import Canary
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.run_data import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.run_checkpoints import folder_checkpoints

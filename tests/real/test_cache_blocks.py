@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.orchestrator.roles.worker_memory import kv_bytes, sequence_bytes
+from troupe.orchestrator.plan.worker_memory import kv_bytes, sequence_bytes
 
 pytestmark = pytest.mark.real
 

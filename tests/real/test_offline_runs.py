@@ -34,12 +34,12 @@ from tests.real.commands import (
     running,
     troupe_command,
 )
-from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.data.conversations import chat_messages
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.context import RunContext

@@ -19,10 +19,10 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.demo.cluster import free_port, node
-from troupe.orchestrator.capacity.placement import RoleSize, fit, place, place_one
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch, own_logs
 from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.plan.placement import RoleSize, fit, place, place_one
 
 pytestmark = pytest.mark.real
 

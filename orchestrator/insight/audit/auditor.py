@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.mixture import group_settings
@@ -19,6 +18,7 @@ from troupe.orchestrator.data.prompts import PromptPool, PromptSource
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.attribution import attribute, distance, of_engine
 from troupe.orchestrator.insight.audit.report import AuditReport
+from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.roles.table import worker_env
 from troupe.orchestrator.rollouts.scheduler import sampling_seed

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.stages import plan_stages
 from troupe.orchestrator.insight.doctor import hardware, software
 from troupe.orchestrator.insight.doctor.machine import Finding, Machine, Needs
-from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.roles.worker_memory import WIDTHS
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.stages import plan_stages
+from troupe.orchestrator.plan.worker_memory import WIDTHS
 from troupe.orchestrator.spec.stages import PlannedRun
 
 CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import psutil
 
-from troupe.orchestrator.capacity import nvidia
 from troupe.orchestrator.cluster.ray_environment import ADDRESS_VARIABLE, temporary_folder
 from troupe.orchestrator.insight.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
 from troupe.orchestrator.insight.doctor.software import BUILT_ON
+from troupe.orchestrator.plan import nvidia
 from troupe.orchestrator.telemetry.versions import installed_versions
 
 _CGROUP = Path("/sys/fs/cgroup")

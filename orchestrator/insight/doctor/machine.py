@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from troupe.orchestrator.capacity.nvidia import Graphics
+from troupe.orchestrator.plan.nvidia import Graphics
 from troupe.workers.contract.units import GIB, MIB
 
 UNLIMITED = -1

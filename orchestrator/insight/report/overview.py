@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from troupe.orchestrator.capacity.plan import local_node, plan
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.event_texts import event_text
 from troupe.orchestrator.insight.report.comparison import MOST_POINTS, outcome, used
@@ -22,6 +21,7 @@ from troupe.orchestrator.insight.report.evaluations import evaluations
 from troupe.orchestrator.insight.verdicts.apply import apply_rules
 from troupe.orchestrator.insight.verdicts.comparable import comparable_history
 from troupe.orchestrator.insight.verdicts.history import History, Series
+from troupe.orchestrator.plan.plan import local_node, plan
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import parse_spec

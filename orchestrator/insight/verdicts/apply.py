@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.verdicts import data, learning, responses, speed, updates
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict
+from troupe.orchestrator.plan.placement import demand, place, role_sizes
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import parse_spec

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined, Template
 
-from troupe.orchestrator.capacity.placement import ACCELERATOR
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.placement import ACCELERATOR
 from troupe.orchestrator.platforms.kubernetes.accelerators import node_affinity
 from troupe.orchestrator.platforms.kubernetes.memory import HEAD, HEAD_CPUS, memory, unplanned
 from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, LONGEST_S, SPEC_FOLDER, KubernetesOptions

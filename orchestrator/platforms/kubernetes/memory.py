@@ -1,4 +1,4 @@
-"""Memory of pods, from the numbers of `troupe plan` (`orchestrator/capacity/`).
+"""Memory of pods, from the numbers of `troupe plan` (`orchestrator/plan/`).
 
 A pod's limit covers its processes and what they write to /dev/shm, which is memory too: Ray's object store, weight
 files, and the segments of NCCL, torch and vLLM.
@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
-from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
+from troupe.orchestrator.plan.memory import Seated, Sizes
+from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, Share, shares
-from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.workers.contract.units import GIB
 

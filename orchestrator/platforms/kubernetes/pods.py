@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from troupe.orchestrator.capacity.placement import Node, Placement, fit, place, role_sizes
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.placement import Node, Placement, fit, place, role_sizes
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import ScaledRole
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, Cluster
 from troupe.orchestrator.cluster.worker_server import WorkerServer
+from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.preload import forked_worker
 

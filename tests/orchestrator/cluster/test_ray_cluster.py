@@ -18,7 +18,6 @@ import pytest_asyncio
 import ray
 
 from tests.processes import command_line, descendants
-from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.errors import (
@@ -29,6 +28,7 @@ from troupe.orchestrator.errors import (
     WorkerRaised,
     WorkerTimeout,
 )
+from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.workers.contract.messages import WorkerGone, WorkerHealth
 from troupe.workers.contract.roles import Reply, Worker
 

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import ROOT
-from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, plan
 from troupe.orchestrator.commands.plan_table import notes, render, render_memory, show
 from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, plan
 from troupe.orchestrator.spec.load import plan_runs, read_document
 
 SIZE = ModelSize(

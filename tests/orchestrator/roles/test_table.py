@@ -49,6 +49,7 @@ def test_a_row_agrees_with_the_classes_that_it_names(row: Role) -> None:
     wanted = {name for name, _ in inspect.getmembers(row.protocol, inspect.isfunction) if not name.startswith("_")}
     assert wanted <= set(dir(worker))
     assert (roles.Trainer in row.protocol.__mro__) == row.trains
+    assert callable(resolve(row.memory))
     if row.group is not None:
         group = resolve(row.group)
         assert issubclass(group, WorkerGroup) and issubclass(group, TrainerGroup) == row.trains

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.orchestrator.capacity.test_remedies import SEVEN_B
-from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
-from troupe.orchestrator.roles.memory import Sizes, shared_engine
+from tests.orchestrator.plan.test_remedies import SEVEN_B
+from troupe.orchestrator.plan.memory import Sizes, shared_engine
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.plan import Plan, described_nodes, plan
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec

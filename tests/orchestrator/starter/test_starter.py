@@ -18,10 +18,10 @@ import yaml
 from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.capacity.stages import plan_stages
 from troupe.orchestrator.data.summary import read_pools
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import read_size
+from troupe.orchestrator.plan.stages import plan_stages
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm

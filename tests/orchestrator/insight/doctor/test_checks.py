@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from deploy.install.lock import LEFT_OUT
-from troupe.orchestrator.capacity.nvidia import Gpu, Graphics
 from troupe.orchestrator.insight.doctor.checks import as_json, as_text, examine, healthy
 from troupe.orchestrator.insight.doctor.machine import (
     UNLIMITED,
@@ -21,6 +20,7 @@ from troupe.orchestrator.insight.doctor.machine import (
     Software,
 )
 from troupe.orchestrator.insight.doctor.software import UNUSED
+from troupe.orchestrator.plan.nvidia import Gpu, Graphics
 from troupe.workers.contract.units import GIB, MIB
 
 REQUIREMENTS = {

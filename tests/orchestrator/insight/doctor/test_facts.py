@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.capacity.nvidia import is_visible
 from troupe.orchestrator.insight.doctor import facts
 from troupe.orchestrator.insight.doctor.checks import needs_of
 from troupe.orchestrator.insight.doctor.facts import torch_cuda
 from troupe.orchestrator.insight.doctor.machine import UNLIMITED
+from troupe.orchestrator.plan.nvidia import is_visible
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.units import GIB
 

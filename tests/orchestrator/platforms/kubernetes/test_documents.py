@@ -26,8 +26,8 @@ from tests.orchestrator.platforms.kubernetes.manifests import (
     validator,
 )
 from tests.orchestrator.test_cli import troupe
-from troupe.orchestrator.capacity.placement import Node, fit, place, role_sizes
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.placement import Node, fit, place, role_sizes
 from troupe.orchestrator.spec.paths import path_fields
 
 CANARY = "hf_canary0123456789"

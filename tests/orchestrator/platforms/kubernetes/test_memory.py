@@ -20,9 +20,9 @@ from tests.orchestrator.platforms.kubernetes.manifests import (
     runs,
     write_model,
 )
-from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.plan import plan
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.plan import plan
 from troupe.workers.contract.units import GIB
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.orchestrator.platforms.kubernetes.manifests import NODE, PPO, SPECS, runs
-from troupe.orchestrator.capacity.placement import Node, fit, place, role_sizes
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.placement import Node, fit, place, role_sizes
 from troupe.orchestrator.platforms.kubernetes.pods import Limits, PodGroup, pack, pod_groups, shares
 
 CHAIN = SPECS / "tiny-three-stage.yaml"

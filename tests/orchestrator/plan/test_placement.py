@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.capacity.placement import (
+from troupe.orchestrator.plan.placement import (
     ACCELERATOR,
     Node,
     RoleSize,
@@ -19,7 +19,7 @@ from troupe.orchestrator.capacity.placement import (
     role_sizes,
     room,
 )
-from troupe.orchestrator.capacity.plan import plan
+from troupe.orchestrator.plan.plan import plan
 from troupe.orchestrator.spec.load import load_rollout_spec
 
 

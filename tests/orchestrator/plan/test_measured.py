@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.orchestrator.insight.bench.measured import GRPO, SENT, TRAINED, result
-from troupe.orchestrator.capacity.measured import Recorded, with_peak
-from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands.plan_table import measurements
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.bench.record import record_of
-from troupe.orchestrator.roles.worker_memory import Part, Where, WorkerMemory
+from troupe.orchestrator.plan.measured import Recorded, with_peak
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.plan import Plan, plan
+from troupe.orchestrator.plan.worker_memory import Part, Where, WorkerMemory
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.messages import Peak
 from troupe.workers.contract.units import GIB

@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from troupe.orchestrator.capacity.measured import Measured, with_peak
-from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
-from troupe.orchestrator.roles.memory import Seated, Sizes
-from troupe.orchestrator.roles.shared_gpu import HEADROOM
-from troupe.orchestrator.roles.table import ENGINES, SAMPLERS, row_of, settings_of
-from troupe.orchestrator.roles.worker_memory import (
+from troupe.orchestrator.plan.measured import Measured, with_peak
+from troupe.orchestrator.plan.memory import MemoryOf, Seated, Sizes
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.remedies import Misfit
+from troupe.orchestrator.plan.shared_gpu import HEADROOM
+from troupe.orchestrator.plan.worker_memory import (
     PERIODS,
     WIDTHS,
     Cache,
@@ -22,7 +21,9 @@ from troupe.orchestrator.roles.worker_memory import (
     WorkerMemory,
     adapter_numbers,
 )
+from troupe.orchestrator.roles.table import ENGINES, SAMPLERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.units import GIB, MIB
 
 _PERIOD_NAMES: dict[Period, str] = {"sampling": "sampling", "update": "updates", "transfer": "the transfer of weights"}
@@ -102,7 +103,8 @@ def memory_plan(
     caches: dict[str, Cache] = {}
     for seat in seats:
         gpu = by_name[seat.node].gpu_memory if seat.node in by_name else 0
-        estimated, cache = row_of(spec, seat.role).memory(spec, seat, gpu, sizes)
+        memory: MemoryOf = resolve(row_of(spec, seat.role).memory)
+        estimated, cache = memory(spec, seat, gpu, sizes)
         workers[seat.worker] = tuple(with_peak(memory, peaks.get(seat.role, {})) for memory in estimated)
         if cache is not None:
             caches[seat.worker] = cache

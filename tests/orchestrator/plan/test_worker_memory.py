@@ -16,13 +16,13 @@ from rich.console import Console
 
 from tests.conftest import ROOT
 from tests.orchestrator.model_facts.test_families import REAL, folder
-from troupe.orchestrator.capacity.fit import gib
-from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
 from troupe.orchestrator.commands.plan_table import notes, render_periods, unknown_sizes
 from troupe.orchestrator.model_facts.model_size import ModelSize, read_size
-from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.roles.worker_memory import (
+from troupe.orchestrator.plan.fit import gib
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, local_node, plan
+from troupe.orchestrator.plan.worker_memory import (
     CPU_BATCH_TOKENS,
     KV_BLOCK,
     LIVE,

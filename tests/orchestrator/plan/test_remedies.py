@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from tests.orchestrator.model_facts.test_families import REAL, folder
-from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
-from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.model_size import ModelSize, read_size
-from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.plan import Plan, described_nodes, plan
+from troupe.orchestrator.plan.remedies import Misfit
 from troupe.orchestrator.spec.load import plan_runs, read_document
 
 NODE = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
-from troupe.orchestrator.roles import shared_gpu
-from troupe.orchestrator.roles.names import role_of
-from troupe.orchestrator.roles.worker_memory import (
+from troupe.orchestrator.plan import shared_gpu
+from troupe.orchestrator.plan.worker_memory import (
     WIDTHS,
     Cache,
     Part,
@@ -24,6 +23,7 @@ from troupe.orchestrator.roles.worker_memory import (
     scoring,
     training,
 )
+from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from troupe.orchestrator.capacity.measured import Recorded
-from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.plan import Plan, local_node, plan
-from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.plan.measured import Recorded
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.plan import Plan, local_node, plan
 from troupe.orchestrator.spec.stages import PlannedRun
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Period, WorkerMemory
+from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Period, WorkerMemory
 from troupe.workers.contract.config import Sleep
 from troupe.workers.contract.units import GIB
 

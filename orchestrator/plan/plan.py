@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
-from troupe.orchestrator.capacity.measured import Measured, Recorded
-from troupe.orchestrator.capacity.placement import (
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
+from troupe.orchestrator.plan.measured import Measured, Recorded
+from troupe.orchestrator.plan.memory import Seated, Sizes
+from troupe.orchestrator.plan.placement import (
     GPU_GIB,
     Node,
     Placement,
@@ -23,10 +25,8 @@ from troupe.orchestrator.capacity.placement import (
     room,
     too_large,
 )
-from troupe.orchestrator.capacity.remedies import Misfit, MisfitRemedy, describe, remedies
-from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.roles.memory import Seated, Sizes
-from troupe.orchestrator.roles.worker_memory import Part
+from troupe.orchestrator.plan.remedies import Misfit, MisfitRemedy, describe, remedies
+from troupe.orchestrator.plan.worker_memory import Part
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.units import GIB
 

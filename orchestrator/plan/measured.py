@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.roles.worker_memory import PERIODS, Part, Where, WorkerMemory
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.measured_settings import Settings, different, settings_of
 from troupe.orchestrator.spec.rollout import RolloutSpec

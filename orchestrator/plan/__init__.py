@@ -1,0 +1,1 @@
+"""What a spec needs before it runs: memory of its workers, their places, and whether they fit."""
