@@ -27,8 +27,8 @@ from benchmarks.support.processes import Meter, stopped
 from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Simulation, check
 from tests.fakes import FakeEngine, FakeReward
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
-from troupe.orchestrator.telemetry.call_log import CallLog
-from troupe.orchestrator.telemetry.peak_memory import PeakMemory
+from troupe.orchestrator.telemetry.metrics import PeakMemory
+from troupe.orchestrator.telemetry.timeline import CallLog
 
 BASELINE = "ray.get per sequence"
 WARM_STEPS = 2

@@ -17,13 +17,12 @@ from troupe.orchestrator.rollouts.run_weights import RunWeights
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.telemetry.metrics import PhaseTimers, merge_updates
-from troupe.orchestrator.telemetry.peak_memory import PeakMemory
+from troupe.orchestrator.telemetry.metrics import PeakMemory, PhaseTimers, merge_updates
 from troupe.orchestrator.telemetry.recorder import RunRecorder
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks import MetricSinks
+from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.orchestrator.training.alarm import Alarm
 from troupe.orchestrator.training.batch import (
     Batch,

@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from benchmarks.support.loop_timers import LoopParts
 from troupe.orchestrator.rollouts.source import RolloutSource
-from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.recorder import RunRecorder
+from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.orchestrator.training import step_recorder
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.workers.contract.config import Device, ModelConfig, PolicyConfig, RewardConfig

@@ -42,8 +42,7 @@ from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.telemetry.sinks.base import LoggedRun
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks import LoggedRun, MetricSinks
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery

@@ -39,9 +39,9 @@ from troupe.orchestrator.errors import (
 )
 from troupe.orchestrator.plan.placement import Node, Placement, Seat, fit, misfit
 from troupe.orchestrator.processes.inspection import NodeReport
-from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.telemetry.peak_memory import PeakMemory
+from troupe.orchestrator.telemetry.metrics import PeakMemory
+from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.contract.judges import JudgeGone
 from troupe.workers.contract.messages import (

@@ -15,7 +15,7 @@ from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from troupe.orchestrator.telemetry.recorder import RunRecorder
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.offline_source import (

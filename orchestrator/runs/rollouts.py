@@ -41,7 +41,7 @@ from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
 from troupe.orchestrator.telemetry.recorder import RunRecorder
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles

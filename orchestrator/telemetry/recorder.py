@@ -15,10 +15,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.run_folder import TIMELINES, TRAJECTORIES, step_files
-from troupe.orchestrator.telemetry.timeline import DRIVER, Span, timeline_table
+from troupe.orchestrator.telemetry.timeline import DRIVER, CallLog, Span, timeline_table
 from troupe.workers.contract.atomic_file import replacing
 from troupe.workers.contract.units import GIB
 

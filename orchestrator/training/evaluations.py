@@ -13,7 +13,7 @@ from troupe.orchestrator.errors import EvaluationLost
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.recorder import RunRecorder
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
 from troupe.orchestrator.training.parts import Metrics, RunPart, UpdatedStep
 from troupe.orchestrator.training.saves import RunSaves

@@ -51,13 +51,12 @@ from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
-from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.run_folder import RunFolder
-from troupe.orchestrator.telemetry.sinks.base import LoggedRun
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks import LoggedRun, MetricSinks
+from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.recorder import RunRecorder, delete_oldest
 from troupe.orchestrator.telemetry.run_folder import RunFolder, step_files
+from troupe.orchestrator.telemetry.timeline import CallLog
 
 
 def call(log: CallLog, worker: str, method: str) -> None:

@@ -19,15 +19,21 @@ from tests.conftest import ROOT
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.sections import BaseOutput, PrometheusConfig
+from troupe.orchestrator.telemetry import sinks
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.telemetry.metric_reference import metric_named
-from troupe.orchestrator.telemetry.sinks import background
-from troupe.orchestrator.telemetry.sinks.background import BackgroundSink
-from troupe.orchestrator.telemetry.sinks.base import LoggedRun, Metrics
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.telemetry.sinks.mlflow import MlflowSink, allowed, flat
-from troupe.orchestrator.telemetry.sinks.prometheus import PrometheusSink, prometheus_name
-from troupe.orchestrator.telemetry.sinks.tensorboard import TensorBoardSink
+from troupe.orchestrator.telemetry.sinks import (
+    BackgroundSink,
+    LoggedRun,
+    Metrics,
+    MetricSinks,
+    MlflowSink,
+    PrometheusSink,
+    TensorBoardSink,
+    flat_config,
+    mlflow_name,
+    prometheus_name,
+)
 
 OUTPUT = BaseOutput(sinks=("tensorboard",))
 CONFIG = {"name": "r", "roles": {"policy": {"workers": 2}}, "empty": {}}
@@ -107,7 +113,7 @@ def test_sinks_write_everywhere(tmp_path: Path) -> None:
 
 def test_metrics_and_events_need_neither_torch_nor_ray_nor_tensorflow(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks, LoggedRun; "
+        "import sys, pathlib; from troupe.orchestrator.telemetry.sinks import MetricSinks, LoggedRun; "
         "from troupe.orchestrator.spec.sections import BaseOutput; early = 'tensorboard' in sys.modules; "
         f"run = LoggedRun(pathlib.Path({str(tmp_path)!r})); "
         "MetricSinks.open(run, BaseOutput(sinks=('tensorboard',))).write(1, {'a': 1.0}); "
@@ -137,7 +143,7 @@ class Slow:
 def test_a_tracker_that_does_not_answer_delays_neither_a_step_nor_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "CLOSE_S", 0.1)
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.1)
     slow = Slow()
     sink = BackgroundSink("slow", lambda: slow)
     for step in range(3):
@@ -166,7 +172,7 @@ def test_a_tracker_that_fails_is_one_warning_and_a_count(caplog: pytest.LogCaptu
 def test_steps_after_a_tracker_has_failed_are_counted_and_the_end_does_not_wait(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "CLOSE_S", 1000.0)
+    monkeypatch.setattr(sinks, "CLOSE_S", 1000.0)
 
     def fails() -> Slow:
         raise RuntimeError("no server")
@@ -183,7 +189,7 @@ def test_steps_after_a_tracker_has_failed_are_counted_and_the_end_does_not_wait(
     ("name", "there"), [("eval/pass@2", "eval/pass_2"), ("reward/mean", "reward/mean"), ("a b-c.d:e", "a b-c.d:e")]
 )
 def test_mlflow_gets_names_that_it_allows(name: str, there: str) -> None:
-    assert allowed(name) == there
+    assert mlflow_name(name) == there
 
 
 def test_prometheus_reads_the_metrics_of_the_latest_step() -> None:
@@ -222,8 +228,8 @@ def test_the_grafana_board_shows_metrics_that_exist() -> None:
 
 
 def test_a_nested_configuration_becomes_one_level() -> None:
-    assert flat(CONFIG) == {"name": "r", "roles.policy.workers": "2", "empty": "{}"}
-    assert flat({}) == {}
+    assert flat_config(CONFIG) == {"name": "r", "roles.policy.workers": "2", "empty": "{}"}
+    assert flat_config({}) == {}
 
 
 def test_sinks_of_a_spec_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +254,8 @@ def in_own_process(code: str, folder: Path, **env: str) -> str:
 
 RECORD = """
 import sys, pathlib
-from troupe.orchestrator.telemetry.sinks.base import LoggedRun
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks import LoggedRun
+from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.spec.sections import BaseOutput
 folder = pathlib.Path(sys.argv[1])
 for resume_at, steps in ((0, (1, 2, 3)), (2, (3, 4))):

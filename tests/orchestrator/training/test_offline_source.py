@@ -18,8 +18,7 @@ from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.sections import SourceShare
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.telemetry.sinks.base import LoggedRun
-from troupe.orchestrator.telemetry.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.telemetry.sinks import LoggedRun, MetricSinks
 from troupe.orchestrator.training.offline_source import (
     BatchMaker,
     ExampleEvaluator,

@@ -17,9 +17,9 @@ from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeReport, inspect_node
-from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall
 from troupe.workers.contract.atomic_file import write_atomic
 
 

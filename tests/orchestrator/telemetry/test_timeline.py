@@ -12,9 +12,8 @@ import pytest
 from tests.clock import on_virtual_time
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker
 from troupe.orchestrator.errors import WorkerTimeout
-from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
-from troupe.orchestrator.telemetry.peak_memory import PeakMemory
-from troupe.orchestrator.telemetry.timeline import Span
+from troupe.orchestrator.telemetry.metrics import PeakMemory
+from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall, Span
 from troupe.workers.contract.messages import GroupRequest, RewardSummary
 from troupe.workers.contract.roles import Reward, RolloutEngine
 

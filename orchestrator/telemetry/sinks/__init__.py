@@ -1,1 +1,0 @@
-"""Destinations of a run's metrics, a module each."""
