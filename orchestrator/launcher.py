@@ -9,8 +9,8 @@ from typing import Any
 
 from troupe.orchestrator.cluster.actors import RunActors
 from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.placement import WorkerPlacements
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
-from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
@@ -48,8 +48,8 @@ class WorkerLauncher:
         self._spec = spec
         self._snapshots = tuple(snapshots)
         self._cluster = cluster
-        self._seats = Seats(spec, cluster)
-        self._actors = RunActors(spec, cluster, self._seats, classes)
+        self._placements = WorkerPlacements(spec, cluster)
+        self._actors = RunActors(spec, cluster, self._placements, classes)
         self._progress: StartProgress | None = None
 
     async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
@@ -63,9 +63,9 @@ class WorkerLauncher:
             DoesNotFit: The cluster has no room.
             WorkerError: A worker does not start.
         """
-        await self._seats.reserve(only)
+        await self._placements.reserve(only)
         await self._download()
-        self._progress = StartProgress(self._cluster.activities, progress, self._seats, self._actors.served)
+        self._progress = StartProgress(self._cluster.activities, progress, self._placements, self._actors.served)
         try:
             with self._progress.following():
                 return await self._start()
@@ -86,13 +86,13 @@ class WorkerLauncher:
             return await self._role(role)
 
         async with asyncio.TaskGroup() as tasks:
-            for role in self._seats.roles():
+            for role in self._placements.roles():
                 started[role] = tasks.create_task(start(role))
         return Workers({role: task.result() for role, task in started.items()})
 
     async def _role(self, role: str) -> Started:
         """Starts the workers of a role that have a seat."""
-        row, names = row_of(self._spec, role), self._seats.names(role)
+        row, names = row_of(self._spec, role), self._placements.names(role)
         if row.trains:
             workers = [self._actors.spawn(name) for name in names]
         else:
@@ -165,7 +165,7 @@ class WorkerLauncher:
 
     def seat(self, name: str) -> tuple[Placement, Seat]:
         """Placement and seat of the worker of this name."""
-        return self._seats[name]
+        return self._placements[name]
 
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.
@@ -175,14 +175,14 @@ class WorkerLauncher:
         Raises:
             DoesNotFit: The cluster has no room.
         """
-        if name not in self._seats:
-            await self._seats.add(name)
+        if name not in self._placements:
+            await self._placements.add(name)
             await self._download()
 
     async def dismiss(self, name: str, timeout_s: float) -> None:
         """Ends the worker of this name, if there is one, and releases its resources."""
         await self._actors.end(name, timeout_s)
-        self._seats.release(name)
+        self._placements.release(name)
 
     async def _download(self) -> None:
         """Downloads the models to nodes that do not have them; workers use no network."""

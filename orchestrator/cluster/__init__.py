@@ -1,1 +1,1 @@
-"""Ray: nodes, placement groups, actors, and typed groups of workers."""
+"""Ray: nodes, placement groups, actors, typed groups of workers, and their processes, inspected from outside."""

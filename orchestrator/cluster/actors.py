@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from troupe.orchestrator.cluster.actor_class import actor_class
+from troupe.orchestrator.cluster.placement import WorkerPlacements
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
-from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.plan.memory import Sizes, shared_engine
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
@@ -22,14 +22,18 @@ class RunActors:
     """Creates the actor in a seat, and ends it. A replacement has the name of the worker that it replaces."""
 
     def __init__(
-        self, spec: RunSpec, cluster: Cluster, seats: Seats, classes: Mapping[str, type[roles.Worker]] | None
+        self,
+        spec: RunSpec,
+        cluster: Cluster,
+        placements: WorkerPlacements,
+        classes: Mapping[str, type[roles.Worker]] | None,
     ) -> None:
         """Creates nothing.
 
         Args:
             spec: The spec, with models that are folders.
             cluster: The cluster of the actors.
-            seats: The seats of the workers.
+            placements: The places of the workers.
             classes: Worker classes to use instead of the classes of the table of roles, by its rows.
         """
         self.policy_gpu = 0
@@ -39,13 +43,13 @@ class RunActors:
         """Names of workers that have started before."""
         self._spec = spec
         self._cluster = cluster
-        self._seats = seats
+        self._placements = placements
         self._classes = classes or {}
         self._workers: dict[str, ActorWorker[Any]] = {}
 
     def spawn(self, name: str) -> ActorWorker[Any]:
         """Creates the worker of this name in its seat."""
-        placement, seat = self._seats[name]
+        placement, seat = self._placements[name]
         row, settings = row_of(self._spec, seat.role), settings_of(self._spec, seat.role)
         own = self._classes.get(row.kind)
         worker_class = own or actor_class(row.worker, row.protocol, concurrent=row.concurrent)

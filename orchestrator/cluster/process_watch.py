@@ -3,7 +3,7 @@
 The driver inspects the processes of its node. On every other node an actor does, which answers when it has found
 something. A worker that is found stopped loses its process, so that its calls fail at once and it is replaced
 like any worker that has died. On request, as for `troupe why`, the same watch reports what the
-processes of a node do (`orchestrator/processes/inspection.py`).
+processes of a node do (`orchestrator/cluster/inspection.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from troupe.orchestrator.cluster.event_loop import within
-from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
-from troupe.orchestrator.processes.proc import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
+from troupe.orchestrator.cluster.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
+from troupe.orchestrator.cluster.proc import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
 from troupe.workers.telemetry.stacks import FOLDER as STACKS

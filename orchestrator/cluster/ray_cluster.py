@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.environment_link import ActorEnvironments
 from troupe.orchestrator.cluster.event_loop import within
+from troupe.orchestrator.cluster.inspection import NodeReport
 from troupe.orchestrator.cluster.judge_link import ActorJudges
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
 from troupe.orchestrator.cluster.ray_environment import TABLE_SETTINGS, cluster_to_join
@@ -38,7 +39,6 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.plan.placement import Node, Placement, Seat, fit, misfit
-from troupe.orchestrator.processes.inspection import NodeReport
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.metrics import PeakMemory
 from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall

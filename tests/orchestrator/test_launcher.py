@@ -16,8 +16,8 @@ from tests.fakes import FakePolicy, fake_spec, fakes_of, policy_group, restart_f
 from tests.orchestrator.plan.test_worker_memory import spec_of
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.cluster.actors import RunActors
+from troupe.orchestrator.cluster.placement import WorkerPlacements
 from troupe.orchestrator.cluster.ray_cluster import Cluster
-from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.memory import Sizes
@@ -108,7 +108,7 @@ class _Ordered(WorkerLauncher):
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec, cast(Cluster, None))
         self.events: list[str] = []
-        self._seats.roles = lambda: {"rollout", "policy", "reward"}
+        self._placements.roles = lambda: {"rollout", "policy", "reward"}
 
     async def _role(self, role: str) -> Any:
         self.events.append(f"{role} begins")
@@ -163,9 +163,11 @@ def test_an_engine_on_a_shared_gpu_has_the_cache_of_the_plan_also_as_a_replaceme
         f"model.path={tmp_path}",
     )
     cluster = _Spawning(gpu * GIB)
-    seats = Seats(spec, cast(Cluster, cluster))
-    seats._seats = {f"{seat.role}-{seat.index}": (one, seat) for one in place(role_sizes(spec)) for seat in one.seats}
-    actors = RunActors(spec, cast(Cluster, cluster), seats, None)
+    placements = WorkerPlacements(spec, cast(Cluster, cluster))
+    placements._placements = {
+        f"{seat.role}-{seat.index}": (one, seat) for one in place(role_sizes(spec)) for seat in one.seats
+    }
+    actors = RunActors(spec, cast(Cluster, cluster), placements, None)
     actors.policy_gpu = reported * GIB
     for _ in range(2):
         actors.spawn("rollout-3")

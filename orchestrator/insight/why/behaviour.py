@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from troupe.orchestrator.processes.inspection import ProcessFacts
-from troupe.orchestrator.processes.stack_dumps import Frame, Thread
+from troupe.orchestrator.cluster.inspection import ProcessFacts
+from troupe.orchestrator.cluster.stack_dumps import Frame, Thread
 
 Kind = Literal["gone", "stopped", "disk", "collective", "lock", "sleep", "busy", "waits"]
 BUSY = 0.4

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 
+from troupe.orchestrator.cluster.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.insight.event_texts import event_text
 from troupe.orchestrator.insight.why.diagnosis import diagnose
 from troupe.orchestrator.insight.why.facts import Diagnosis, DriverState, Facts
 from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, SNAPSHOT, DiagnosisReport, DriverSnapshot
 from troupe.orchestrator.live.mailbox import Mailbox, require_folder
-from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.workers.telemetry.stacks import FOLDER as STACKS

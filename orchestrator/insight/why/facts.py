@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from troupe.orchestrator.cluster.inspection import NodeFacts, ProcessFacts
 from troupe.orchestrator.pools.queues import Queues
-from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
 from troupe.orchestrator.roles.names import role_of, section_of
 
 DriverState = Literal["answers", "blocked", "silent", "stopped", "dead"]

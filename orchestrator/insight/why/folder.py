@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from troupe.orchestrator.cluster.proc import started_at
 from troupe.orchestrator.insight.why.facts import Diagnosis, Facts
-from troupe.orchestrator.processes.proc import started_at
 from troupe.workers.contract.atomic_file import write_atomic
 
 FOLDER = "why"

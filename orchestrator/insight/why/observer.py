@@ -21,7 +21,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from troupe.orchestrator.cluster.inspection import ProcessFacts
+from troupe.orchestrator.cluster.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.stack_dumps import thread_at
 from troupe.orchestrator.errors import StopRequested, UsageError
 from troupe.orchestrator.insight.why.diagnosis import diagnose
 from troupe.orchestrator.insight.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
@@ -29,9 +32,6 @@ from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, SNAPSHOT, Diag
 from troupe.orchestrator.insight.why.waiting import is_bounded, roles_behind
 from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.pools.queues import Queues
-from troupe.orchestrator.processes.inspection import ProcessFacts
-from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
-from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.timeline import DRIVER

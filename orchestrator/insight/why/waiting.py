@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from troupe.orchestrator.cluster.inspection import ProcessFacts
 from troupe.orchestrator.insight.why.behaviour import Behaviour, behaviour_of
 from troupe.orchestrator.insight.why.facts import Call, Facts
-from troupe.orchestrator.processes.inspection import ProcessFacts
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import ROLES
 from troupe.orchestrator.telemetry.timeline import DRIVER

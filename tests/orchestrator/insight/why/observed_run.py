@@ -13,10 +13,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
+from troupe.orchestrator.cluster.inspection import InspectRequest, NodeReport, inspect_node
 from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.insight.why.observer import RunObserver
-from troupe.orchestrator.processes.inspection import InspectRequest, NodeReport, inspect_node
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from troupe.orchestrator.cluster.inspection import NodeFacts, ProcessFacts
+from troupe.orchestrator.cluster.stack_dumps import Frame, Thread
 from troupe.orchestrator.insight.why.diagnosis import diagnose
 from troupe.orchestrator.insight.why.facts import Call, DriverFacts, Facts, RunFacts
 from troupe.orchestrator.pools.queues import EngineQueue, Queues
-from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
-from troupe.orchestrator.processes.stack_dumps import Frame, Thread
 
 USER = Frame("/home/ada/reward.py", 12, "score", "while True: pass")
 LIBRARY = Frame("/x/site-packages/vllm/v1/engine/core.py", 5, "run_busy_loop")

@@ -15,9 +15,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.faults.stalls import planted_environment
 from tests.processes import descendants
+from troupe.orchestrator.cluster.inspection import InspectRequest, inspect_node
 from troupe.orchestrator.insight.why.diagnosis import diagnose
 from troupe.orchestrator.insight.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
-from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
 from troupe.workers.telemetry.stacks import VARIABLE
 
 WAIT_S = 60.0

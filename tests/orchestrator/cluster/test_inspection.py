@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from troupe.orchestrator.processes.inspection import InspectRequest, ProcessFacts, inspect_node
-from troupe.orchestrator.processes.proc import stat_fields
+from troupe.orchestrator.cluster.inspection import InspectRequest, ProcessFacts, inspect_node
+from troupe.orchestrator.cluster.proc import stat_fields
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.stacks import VARIABLE
 
@@ -60,7 +60,7 @@ def test_a_process_that_looks_sends_itself_no_signal(tmp_path: Path) -> None:
     """The handler can crash a process whose threads run Python meanwhile."""
     code = f"""
 import os, pathlib
-from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
+from troupe.orchestrator.cluster.inspection import InspectRequest, inspect_node
 from troupe.workers.telemetry.stacks import stack_file, write_stacks_on_signal
 folder = pathlib.Path({str(tmp_path)!r})
 write_stacks_on_signal(folder)

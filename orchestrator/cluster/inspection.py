@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from troupe.orchestrator.processes.proc import out_of_memory_kills, stat_fields
-from troupe.orchestrator.processes.stack_dumps import Thread, read_from_outside, read_stacks, request_stacks
+from troupe.orchestrator.cluster.proc import out_of_memory_kills, stat_fields
+from troupe.orchestrator.cluster.stack_dumps import Thread, read_from_outside, read_stacks, request_stacks
 
 SHARED_MEMORY = Path("/dev/shm")
 _SAMPLE_S = 1.0

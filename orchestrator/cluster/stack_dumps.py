@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from troupe.orchestrator.processes.proc import stat_fields
+from troupe.orchestrator.cluster.proc import stat_fields
 from troupe.workers.telemetry.stacks import LARGEST, SIGNAL, stack_file
 
 Origin = Literal["user", "troupe", "library"]

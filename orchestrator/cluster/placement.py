@@ -1,4 +1,4 @@
-"""The seats of a run's workers: the reserved placement groups, and the seat of each worker in them."""
+"""Where the workers of a run are: the reserved placement groups, and the place of each worker in them."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.base import RunSpec
 
 
-class Seats(Mapping[str, tuple[Placement, Seat]]):
-    """The seats of the workers of a spec, by worker name. A seat is kept while its worker is replaced."""
+class WorkerPlacements(Mapping[str, tuple[Placement, Seat]]):
+    """The places of the workers of a spec, by worker name. A place is kept while its worker is replaced."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster) -> None:
         """Reserves nothing."""
         self._cluster = cluster
         self._timeout_s = spec.schedule.start_timeout_s
         self._sizes = {size.role: size for size in role_sizes(spec)}
-        self._seats: dict[str, tuple[Placement, Seat]] = {}
+        self._placements: dict[str, tuple[Placement, Seat]] = {}
 
     def __getitem__(self, name: str) -> tuple[Placement, Seat]:
-        return self._seats[name]
+        return self._placements[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._seats)
+        return iter(self._placements)
 
     def __len__(self) -> int:
-        return len(self._seats)
+        return len(self._placements)
 
     def roles(self) -> set[str]:
-        """The roles that have a seat."""
+        """The roles that have a place."""
         return {seat.role for _, seat in self.values()}
 
     def names(self, role: str) -> list[str]:
-        """Names of the workers of a role that have a seat, in the order of their index."""
+        """Names of the workers of a role that have a place, in the order of their index."""
         return [f"{role}-{index}" for index in sorted(s.index for _, s in self.values() if s.role == role)]
 
     async def reserve(self, only: frozenset[str] | None = None) -> None:
@@ -64,12 +64,12 @@ class Seats(Mapping[str, tuple[Placement, Seat]]):
         self._take(placement)
 
     def release(self, name: str) -> None:
-        """Releases the resources of a worker that has ended, if it has a seat."""
-        if name in self._seats:
-            placement, _ = self._seats.pop(name)
+        """Releases the resources of a worker that has ended, if it has a place."""
+        if name in self._placements:
+            placement, _ = self._placements.pop(name)
             self._cluster.release(placement.name)
 
     def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
-        """Takes the seats of a placement, or its seats of the sections in `only`."""
+        """Takes the places of a placement, or those of the sections in `only`."""
         seats = [seat for seat in placement.seats if only is None or section_of(seat.role) in only]
-        self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}
+        self._placements |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}

@@ -16,8 +16,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import suspend, wait_for_state
-from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
-from troupe.orchestrator.processes.stack_dumps import (
+from troupe.orchestrator.cluster.inspection import InspectRequest, inspect_node
+from troupe.orchestrator.cluster.stack_dumps import (
     parse_stacks,
     read_from_outside,
     read_stacks,
