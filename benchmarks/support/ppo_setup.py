@@ -19,7 +19,7 @@ from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptSource
-from troupe.orchestrator.data.run_data import load_data
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler

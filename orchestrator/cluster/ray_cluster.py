@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -20,10 +20,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from troupe.orchestrator.cluster import ray_nodes
-from troupe.orchestrator.cluster.environment_link import ActorEnvironments
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.inspection import NodeReport
-from troupe.orchestrator.cluster.judge_link import ActorJudges
+from troupe.orchestrator.cluster.links import ActorEngines, ActorEnvironments, ActorJudges, submit
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
 from troupe.orchestrator.cluster.ray_environment import TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
@@ -48,7 +47,6 @@ from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,
     RewardSummary,
-    WeightAck,
     WeightsDamaged,
     WeightUpdate,
     WorkerGone,
@@ -68,11 +66,6 @@ _ASYNC_CALLS = 100_000
 P = ParamSpec("P")
 R = TypeVar("R")
 W_co = TypeVar("W_co", bound=Worker, covariant=True)
-
-
-def _submit(actor: Any, method: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]) -> Any:
-    """Submits a call of the actor's method of this name; returns its reference."""
-    return getattr(actor, method.__name__).remote(*args, **kwargs)
 
 
 class ActorWorker(Generic[W_co]):
@@ -117,7 +110,7 @@ class ActorWorker(Generic[W_co]):
         self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """Calls a method of the actor; see `WorkerHandle.call`."""
-        return await self._wait(_submit(self.actor, method, args, kwargs), method.__name__, timeout_s, args)
+        return await self._wait(submit(self.actor, method, *args, **kwargs), method.__name__, timeout_s, args)
 
     async def call_for_table(
         self,
@@ -224,49 +217,6 @@ def _kind(cause: BaseException) -> type[WorkerError]:
     if isinstance(cause, WeightsDamaged):
         return UpdateDamaged
     return DataLost if isinstance(cause, ObjectLostError) else WorkerRaised
-
-
-class ActorLink:
-    """The trainer's link to rollout actors; pickled to the trainer, whose sender calls it.
-
-    The transfer group contains the engines one after another, each with as many ranks as it has processes.
-    """
-
-    def __init__(self, engines: Sequence[ActorWorker[RolloutEngine]], ranks_per_engine: int, timeout_s: float) -> None:
-        self._actors = [engine.actor for engine in engines]
-        self._ranks = ranks_per_engine
-        self._timeout_s = timeout_s
-
-    @property
-    def processes(self) -> int:
-        """Number of engine processes in the transfer group."""
-        return len(self._actors) * self._ranks
-
-    def join(self, info: dict[str, Any]) -> None:
-        """Adds every engine to the transfer group, each behind the ranks of those before it."""
-        first = info.get("first_rank", 0)
-        infos = ({**info, "first_rank": first + number * self._ranks} for number in range(len(self._actors)))
-        self._wait(
-            _submit(actor, RolloutEngine.transfer_init, (own,), {})
-            for actor, own in zip(self._actors, infos, strict=True)
-        )
-
-    def start(self) -> None:
-        """Pauses every engine."""
-        self._wait(_submit(actor, RolloutEngine.transfer_start, (), {}) for actor in self._actors)
-
-    def receive(self, info: dict[str, Any]) -> None:
-        """Receives weights on every engine."""
-        self._wait(_submit(actor, RolloutEngine.transfer_receive, (info,), {}) for actor in self._actors)
-
-    def finish(self, version: int, digest: str) -> list[WeightAck]:
-        """Serves the weights received as `version` on every engine."""
-        return self._wait(
-            _submit(actor, RolloutEngine.transfer_finish, (version, digest), {}) for actor in self._actors
-        )
-
-    def _wait(self, calls: Iterable[Any]) -> list[Any]:
-        return ray.get(list(calls), timeout=self._timeout_s)
 
 
 @dataclass(frozen=True)
@@ -405,9 +355,9 @@ class Cluster:
         return await within(timeout_s, table)
 
     @staticmethod
-    def link(engines: Sequence[WorkerHandle[RolloutEngine]], ranks_per_engine: int, timeout_s: float) -> ActorLink:
+    def link(engines: Sequence[WorkerHandle[RolloutEngine]], ranks_per_engine: int, timeout_s: float) -> ActorEngines:
         """The trainer's link to rollout engines, for transfers from GPU to GPU."""
-        return ActorLink([e for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)
+        return ActorEngines([e.actor for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)
 
     @staticmethod
     def environment_link(workers: Sequence[WorkerHandle[EnvironmentServer]], lost: str) -> ActorEnvironments:

@@ -10,9 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
-from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.pools import Pool, RowTable
 from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptPool, PromptSource
-from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare

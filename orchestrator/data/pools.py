@@ -1,11 +1,13 @@
-"""A pool: every usable row of a source, with what is wrong with the others."""
+"""A pool: every usable row of a source, with what is wrong with the others; and several sources as one pool."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Generic, Literal, TypeVar
 
 import pyarrow as pa
@@ -18,6 +20,7 @@ MAX_REPORTED = 20
 
 OnBadRow = Literal["skip", "stop"]
 """What a row that cannot be used does: it is skipped and reported, or is an error."""
+T = TypeVar("T")
 RawT = TypeVar("RawT", RawRow, RawValues)
 RowT = TypeVar("RowT")
 PoolT = TypeVar("PoolT", bound="Pool")
@@ -172,3 +175,21 @@ def of_source(name: str, table: pa.Table) -> pa.Table:
         return table
     column = table.column_names.index("source")
     return table.set_column(column, table.field(column), pa.repeat(pa.scalar(name), table.num_rows))
+
+
+@dataclass(frozen=True)
+class RowTable(Generic[T]):
+    """One entry for each source of a pool, found by the number of a row: sources follow each other."""
+
+    starts: tuple[int, ...]
+    """First row of each source, ascending from 0."""
+    entries: tuple[T, ...]
+
+    @classmethod
+    def of(cls, sizes: Iterable[int], entries: Iterable[T]) -> RowTable[T]:
+        """The table of sources with these numbers of rows."""
+        return cls((0, *accumulate(sizes))[:-1], tuple(entries))
+
+    def __getitem__(self, row: int) -> T:
+        """The entry of the source that has the row."""
+        return self.entries[bisect_right(self.starts, row) - 1]

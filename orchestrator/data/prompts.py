@@ -20,18 +20,6 @@ from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataConfig, DataSource
 from troupe.workers.contract.messages import PROMPTS
 
-__all__ = [
-    "DataError",
-    "PromptOrder",
-    "PromptPick",
-    "PromptPool",
-    "PromptSource",
-    "evaluation_picks",
-    "load_pool",
-    "load_pools",
-    "load_train_pool",
-]
-
 RIGHT_ANSWERS = "right_answers"
 """Key of the metadata under which reward functions find every right answer of a row that has several."""
 

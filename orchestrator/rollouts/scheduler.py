@@ -24,8 +24,8 @@ from typing import Any
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick
-from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError, WorkerRaised
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples

@@ -16,8 +16,8 @@ from typing import Any
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import ScoreTokens, TrainerGroup
 from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptOrder
-from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.texts import TextOrder
 from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool

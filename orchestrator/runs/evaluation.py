@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from troupe.orchestrator.data.run_data import RunData, load_data
+from troupe.orchestrator.data.summary import RunData, load_data
 from troupe.orchestrator.data.summary import describe
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch

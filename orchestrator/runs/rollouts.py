@@ -10,8 +10,8 @@ from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptOrder, evaluation_picks
-from troupe.orchestrator.data.row_table import RowTable
-from troupe.orchestrator.data.run_data import RunData
+from troupe.orchestrator.data.pools import RowTable
+from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.errors import DataError

@@ -20,7 +20,7 @@ from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.data.mixture import drawn_rows
 from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
-from troupe.orchestrator.data.run_data import load_data
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.data.summary import Pools, describe, named_examples
 from troupe.orchestrator.errors import UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch

@@ -34,8 +34,8 @@ from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
+from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
-from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.insight.verdicts.data import dropped_samples, failing_rewards

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.fakes import FakeCritic, FakePolicy, critic_group, policy_group
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup
-from troupe.orchestrator.data.run_data import RunData
+from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine

@@ -20,7 +20,7 @@ from torch.nn import functional
 from tests.conftest import ROOT
 from tests.fakes import FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
-from troupe.orchestrator.data.run_data import load_data
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.insight.audit.report import AuditReport
 from troupe.orchestrator.pools.engines import Engine, EnginePool

@@ -11,7 +11,7 @@ from troupe.workers.rollout import RolloutWorker
 
 
 class LoopLink:
-    """The sender's link to workers in this process, as `ActorLink` is to actors. The sender runs in a thread."""
+    """The sender's link to workers in this process, as `ActorEngines` is to actors. The sender runs in a thread."""
 
     def __init__(self, workers: Sequence[RolloutWorker]) -> None:
         self.workers = workers

@@ -39,7 +39,7 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
-from troupe.orchestrator.data.run_data import load_data
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, Seat

@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from troupe.orchestrator.data.mixture import group_settings
-from troupe.orchestrator.data.row_table import RowTable
-from troupe.orchestrator.data.run_data import load_data
+from troupe.orchestrator.data.pools import RowTable
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.insight.replay.against import Difference, difference, replay_there

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from troupe.orchestrator.data.columns import arrow_columns, find_column
 from troupe.orchestrator.data.prompts import PromptPool, load_pool
+from troupe.orchestrator.data.readers import arrow_columns, find_column
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataSource
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource, Results, draw_probability
+from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
-from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.workers.contract.messages import RewardSummary

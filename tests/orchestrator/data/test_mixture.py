@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.orchestrator.data.test_prompts import gym, jsonl, pool_of, said, texts
 from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.mixture import PromptMixture, drawn_rows, source_seed
+from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptSource, load_pool, load_pools, load_train_pool
-from troupe.orchestrator.data.row_table import RowTable
 from troupe.orchestrator.data.summary import data_metrics, describe, named
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import CurriculumConfig, DataConfig, SourceShare

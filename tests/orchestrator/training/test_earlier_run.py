@@ -14,7 +14,7 @@ import pytest
 
 from troupe.orchestrator.data.mixture import prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, load_train_pool
-from troupe.orchestrator.data.run_data import RunData
+from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.rollout import RolloutSpec

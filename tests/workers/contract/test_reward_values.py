@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
-from troupe.orchestrator.data.row_table import RowTable
+from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.rollouts.held_out import PromptResult, summarize
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
 from troupe.orchestrator.spec.sections import CurriculumConfig

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tests.fakes import FakeEngine, FakePolicy, FaultyWorker
 from tests.real.audit_faults import audit_spec
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
-from troupe.orchestrator.data.run_data import load_data
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.pools.engines import Engine, EnginePool

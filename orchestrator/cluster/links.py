@@ -1,0 +1,176 @@
+"""Lets workers call other workers, each side by its protocol; keeps Ray out of worker code.
+
+A link is pickled to the worker that calls. The transfer of weights, episodes and judging need no controller so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from troupe.orchestrator.cluster.event_loop import within
+from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed
+from troupe.workers.contract.judges import JudgeAnswer, JudgeGone
+from troupe.workers.contract.messages import WeightAck, WorkerGone
+from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, RolloutEngine
+from troupe.workers.isolation.text import one_line
+
+
+def submit(actor: Any, method: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    """Submits a call of the actor's method of this name; returns its reference."""
+    return getattr(actor, method.__name__).remote(*args, **kwargs)
+
+
+class ActorEngines:
+    """The `EngineLink` of a run: pickled to the trainer, whose sender calls it.
+
+    The transfer group contains the engines one after another, each with as many ranks as it has processes.
+    """
+
+    def __init__(self, actors: Sequence[Any], ranks_per_engine: int, timeout_s: float) -> None:
+        self._actors = tuple(actors)
+        self._ranks = ranks_per_engine
+        self._timeout_s = timeout_s
+
+    @property
+    def processes(self) -> int:
+        """Number of engine processes in the transfer group."""
+        return len(self._actors) * self._ranks
+
+    def join(self, info: dict[str, Any]) -> None:
+        """Adds every engine to the transfer group, each behind the ranks of those before it."""
+        first = info.get("first_rank", 0)
+        infos = ({**info, "first_rank": first + number * self._ranks} for number in range(len(self._actors)))
+        self._wait(
+            submit(actor, RolloutEngine.transfer_init, own) for actor, own in zip(self._actors, infos, strict=True)
+        )
+
+    def start(self) -> None:
+        """Pauses every engine."""
+        self._wait(submit(actor, RolloutEngine.transfer_start) for actor in self._actors)
+
+    def receive(self, info: dict[str, Any]) -> None:
+        """Receives weights on every engine."""
+        self._wait(submit(actor, RolloutEngine.transfer_receive, info) for actor in self._actors)
+
+    def finish(self, version: int, digest: str) -> list[WeightAck]:
+        """Serves the weights received as `version` on every engine."""
+        return self._wait(submit(actor, RolloutEngine.transfer_finish, version, digest) for actor in self._actors)
+
+    def _wait(self, calls: Iterable[Any]) -> list[Any]:
+        return ray.get(list(calls), timeout=self._timeout_s)
+
+
+class ActorEnvironments:
+    """The `EnvironmentLink` of a run. Pickled to every rollout worker, which counts its own episodes."""
+
+    def __init__(self, actors: Mapping[str, Any], lost: str = "") -> None:
+        """`lost`: why no worker will serve again, or empty if one can still start."""
+        self._actors = dict(actors)
+        self._open = dict.fromkeys(self._actors, 0)
+        self._lost = lost
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        """Begins an episode on the least-loaded worker; see `EnvironmentLink.begin`."""
+        if not self._open:
+            if self._lost:
+                return "", failed(self._lost)
+            raise EnvironmentGone("no environment worker is running")
+        worker = min(self._open, key=self._open.__getitem__)
+        self._open[worker] += 1
+        try:
+            return worker, await self._call(worker, EnvironmentServer.begin, timeout_s, episode, row)
+        except BaseException:
+            self.end(worker, episode)  # an abandoned call would still take a seat
+            raise
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        """Sends a message to an episode; see `EnvironmentLink.step`."""
+        return await self._call(worker, EnvironmentServer.step, timeout_s, episode, message)
+
+    def end(self, worker: str, episode: str) -> None:
+        """Ends an episode; see `EnvironmentLink.end`."""
+        self._closed(worker)
+        if worker in self._actors:
+            submit(self._actors[worker], EnvironmentServer.end, episode)
+
+    async def _call(self, worker: str, method: Callable[..., object], timeout_s: float, *args: Any) -> EpisodeReply:
+        """The reply of a worker; one that has died gets no further episodes."""
+        if worker not in self._actors:
+            raise EnvironmentGone(f"{worker} has died")
+        try:
+            reply = await within(timeout_s, submit(self._actors[worker], method, *args))
+        except TimeoutError:
+            reply = failed(f"{method.__name__}: {worker} did not answer in {timeout_s:g} s")
+        except RayTaskError as error:
+            if isinstance(error.cause, EnvironmentGone):
+                raise EnvironmentGone(str(error.cause)) from None
+            reply = failed(one_line(f"{method.__name__}: {worker}: {type(error.cause).__name__}: {error.cause}"))
+        except RayActorError as error:
+            self._actors.pop(worker, None)
+            self._open.pop(worker, None)
+            raise EnvironmentGone(f"{worker} has died") from error
+        if reply.observation.done:
+            self._closed(worker)
+        return reply
+
+    def _closed(self, worker: str) -> None:
+        if worker in self._open:
+            self._open[worker] = max(0, self._open[worker] - 1)
+
+
+class ActorJudges:
+    """The `Judge` of a run with the role `judge`. Pickled to every reward worker."""
+
+    def __init__(self, name: str, actors: Mapping[str, Any], lost: str = "") -> None:
+        """`name`: the model and its settings; `lost`: why no worker will serve again, or empty."""
+        self.name = name
+        self._actors = dict(actors)
+        self._lost = lost
+
+    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
+        """One answer to each question. The workers share the questions; a lost worker's go to the others.
+
+        Raises:
+            JudgeGone: There is no worker, and one can still start.
+        """
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, JudgeAnswer] = {}
+        while len(answers) < len(questions):
+            left = [place for place in range(len(questions)) if place not in answers]
+            if not self._actors:
+                if not self._lost:
+                    raise JudgeGone("no judge worker is running")
+                return [answers.get(place, JudgeAnswer(failure=self._lost)) for place in range(len(questions))]
+            answers |= self._ask_all(questions, left, deadline, timeout_s)
+        return [answers[place] for place in range(len(questions))]
+
+    def _ask_all(
+        self, questions: Sequence[list[Message]], places: Sequence[int], deadline: float, timeout_s: float
+    ) -> dict[int, JudgeAnswer]:
+        """Answers by place, without a lost worker's, which gets no further questions."""
+        workers = list(self._actors)
+        shares = {worker: places[number :: len(workers)] for number, worker in enumerate(workers)}
+        calls = {
+            worker: submit(self._actors[worker], JudgeEngine.answer, [questions[p] for p in share])
+            for worker, share in shares.items()
+            if share
+        }
+        answers: dict[int, JudgeAnswer] = {}
+        for worker, call in calls.items():
+            try:
+                given = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+            except GetTimeoutError:
+                ray.cancel(call)
+                given = [JudgeAnswer(failure=f"{worker} did not answer in {timeout_s:g} s")] * len(shares[worker])
+            except (RayActorError, RayTaskError) as error:
+                if isinstance(error, RayTaskError) and not isinstance(error.cause, WorkerGone):
+                    raise
+                self._actors.pop(worker)  # its process or its engine has ended
+                continue
+            answers |= dict(zip(shares[worker], given, strict=True))
+        return answers
