@@ -18,10 +18,10 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.runs.prepare import checked, create_models, single
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.locations import is_url
-from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.workers.contract import packages
 from troupe.workers.contract.urls import has_credentials
 

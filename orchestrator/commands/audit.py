@@ -30,10 +30,10 @@ def audit(
     """
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.runs.session import audit as audit_run
+    from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+    from troupe.orchestrator.spec.derived.hub import uses_hub
     from troupe.orchestrator.spec.errors import SpecError
-    from troupe.orchestrator.spec.hub import uses_hub
     from troupe.orchestrator.spec.load import plan_runs, read_document
-    from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
     from troupe.orchestrator.telemetry.console import Console
 
     is_run = target.is_dir()

@@ -23,9 +23,9 @@ from troupe.orchestrator.commands.options import (
 from troupe.orchestrator.commands.runs import create_models, read_data
 from troupe.orchestrator.plan.placement import CPUS_PER_NODE
 from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create
-from troupe.orchestrator.spec.hub import uses_hub
+from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.derived.hub import uses_hub
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
-from troupe.orchestrator.spec.stages import PlannedRun
 
 if TYPE_CHECKING:
     from troupe.orchestrator.plan.placement import Node

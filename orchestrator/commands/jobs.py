@@ -22,8 +22,8 @@ from troupe.orchestrator.commands.options import (
     exit_with,
 )
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
+from troupe.orchestrator.spec.chain import to_send
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.stages import to_send
 
 
 def submit(

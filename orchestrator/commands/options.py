@@ -27,7 +27,7 @@ def disk_folder(value: Path | None) -> Path | None:
     """Refuse a URL."""
     if value is None:
         return None
-    from troupe.orchestrator.spec.checks import NEEDS_DISK  # `troupe --help` imports this module, and no spec
+    from troupe.orchestrator.spec.checks.shared import NEEDS_DISK  # `troupe --help` imports this module, and no spec
     from troupe.orchestrator.spec.locations import is_url
 
     if is_url(value):

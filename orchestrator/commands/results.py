@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.spec.examples import PREFIX
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.spec.stages import PlannedRun
 
 
 def write_run_report(runs: Sequence[PlannedRun]) -> Path | None:

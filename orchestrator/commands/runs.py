@@ -8,10 +8,10 @@ from pathlib import Path
 import typer
 
 from troupe.orchestrator.runs import prepare
+from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.derived.hub import uses_hub
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import read_document
-from troupe.orchestrator.spec.stages import PlannedRun
 
 
 def ready(path: Path, overrides: list[str], out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:

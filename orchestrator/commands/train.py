@@ -22,7 +22,7 @@ from troupe.orchestrator.commands.options import (
 from troupe.orchestrator.commands.results import next_steps, resume_steps, write_run_report
 from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
-from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.spec.chain import PlannedRun
 
 if TYPE_CHECKING:
     from troupe.orchestrator.runs.session import RunRequest

@@ -12,7 +12,7 @@ from typing import Any
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.summary import Pools, by_source, is_held_out
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
-from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.checks.machine import Finding
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100

@@ -17,14 +17,14 @@ from typing import Generic, TypeVar
 from troupe.orchestrator.data.readers import file_format
 from troupe.orchestrator.hub import client
 from troupe.orchestrator.hub.client import HubError, Repo, Snapshot
-from troupe.orchestrator.spec import preflight
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.checks import machine as preflight
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC, Finding
+from troupe.orchestrator.spec.derived.hub import hub_data, hub_models, uses_hub, with_pins, with_sections
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.hub import hub_data, hub_models, uses_hub, with_pins, with_sections
 from troupe.orchestrator.spec.load import parse_spec
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC, Finding
 from troupe.orchestrator.spec.sections import HubFiles
-from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.config import Frozen, ModelConfig

@@ -10,12 +10,12 @@ from typing import Any
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.derived.hub import with_pins
+from troupe.orchestrator.spec.derived.paths import absolute_paths
 from troupe.orchestrator.spec.errors import Place, Source, parse_path
 from troupe.orchestrator.spec.field_tree import FieldNode, field_tree, live_names
-from troupe.orchestrator.spec.hub import with_pins
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec
-from troupe.orchestrator.spec.paths import absolute_paths
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.yaml_reader import Document
 

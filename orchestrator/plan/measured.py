@@ -16,7 +16,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.measured_settings import Settings, different, settings_of
+from troupe.orchestrator.spec.derived.measured import Settings, different, settings_of
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.weight_backends import BACKENDS
 

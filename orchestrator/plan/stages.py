@@ -9,7 +9,7 @@ from troupe.orchestrator.plan.measured import Recorded
 from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.plan import Plan, local_node, plan
-from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.spec.chain import PlannedRun
 
 
 def plan_stages(

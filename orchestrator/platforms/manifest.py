@@ -22,10 +22,10 @@ from troupe.orchestrator.platforms.kubernetes.values import (
     parse_variable,
 )
 from troupe.orchestrator.platforms.slurm import Container, Runtime, SlurmOptions, parse_mount, script
+from troupe.orchestrator.spec.chain import PlannedRun, to_send
+from troupe.orchestrator.spec.derived.paths import absolute_paths
 from troupe.orchestrator.spec.examples import example_name
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.paths import absolute_paths
-from troupe.orchestrator.spec.stages import PlannedRun, to_send
 
 
 @dataclass(frozen=True)

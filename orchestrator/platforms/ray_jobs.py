@@ -20,8 +20,8 @@ import yaml
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.platforms.job_files import copy_folder
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.paths import absolute_paths
-from troupe.orchestrator.spec.stages import ChainDocument
+from troupe.orchestrator.spec.chain import ChainDocument
+from troupe.orchestrator.spec.derived.paths import absolute_paths
 
 _CREDENTIALS = re.compile(r"://[^/\s@]+@")
 """A user name or a token in a URL."""

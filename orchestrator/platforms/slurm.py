@@ -17,7 +17,7 @@ from troupe.orchestrator.plan.placement import CPUS_PER_NODE, Node
 from troupe.orchestrator.plan.plan import Plan, plan
 from troupe.orchestrator.platforms.kubernetes.values import Variable
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.workers.contract.units import GIB
 
 _LARGEST = 100_000

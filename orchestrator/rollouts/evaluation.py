@@ -20,7 +20,7 @@ from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, summarize
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool
-from troupe.orchestrator.spec.held_out import HeldOutSettings
+from troupe.orchestrator.spec.derived.sampling import HeldOutSettings
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import TableRef
 from troupe.workers.isolation.text import one_line

@@ -37,7 +37,7 @@ from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.runs.pools import RunPools
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
 from troupe.orchestrator.telemetry.recorder import RunRecorder

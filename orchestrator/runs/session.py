@@ -38,7 +38,7 @@ from troupe.orchestrator.runs.lock import kept, locked
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, recorded_failure

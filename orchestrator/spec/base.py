@@ -14,10 +14,15 @@ from pydantic import Field
 
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.algorithms.table import KlPenalty
-from troupe.orchestrator.spec import preflight
-from troupe.orchestrator.spec.adapters import adapter_template, forgotten_templates, unverified_adapters, wrong_adapters
+from troupe.orchestrator.spec.checks import machine as preflight
+from troupe.orchestrator.spec.checks.adapters import (
+    adapter_template,
+    forgotten_templates,
+    unverified_adapters,
+    wrong_adapters,
+)
+from troupe.orchestrator.spec.checks.machine import Finding
 from troupe.orchestrator.spec.field_tree import field_tree
-from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
     AlarmConfig,
     BaseEvaluation,

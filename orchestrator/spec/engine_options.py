@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import nearest
-from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.checks.machine import Finding
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, Device
 
 _CLASSES = ("EngineArgs", "AsyncEngineArgs")

@@ -18,16 +18,18 @@ from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import UsageError, nearest
-from troupe.orchestrator.spec import offline_checks, rollout_checks, yaml_reader
+from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks import NEEDS_DISK
+from troupe.orchestrator.spec.chain import PlannedRun, is_chain, plan_chain
+from troupe.orchestrator.spec.checks import offline as offline_checks
+from troupe.orchestrator.spec.checks import rollout as rollout_checks
+from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.spec.checks.shared import NEEDS_DISK
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text
 from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import PlannedRun, is_chain, plan_chain
 from troupe.orchestrator.spec.yaml_reader import Document
 
 SpecT = TypeVar("SpecT", bound=RunSpec)
@@ -41,7 +43,7 @@ def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reade
 
 
 def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
-    """Every run of a file, in order: one, or the runs of a chain (`orchestrator/spec/stages.py`).
+    """Every run of a file, in order: one, or the runs of a chain (`orchestrator/spec/chain.py`).
 
     Args:
         document: The file.

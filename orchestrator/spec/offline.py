@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 
 from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
-from troupe.orchestrator.spec.preflight import DataSource
+from troupe.orchestrator.spec.checks.machine import DataSource
 from troupe.orchestrator.spec.sections import (
     LIST,
     OTHER_EVALUATIONS,

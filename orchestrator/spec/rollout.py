@@ -16,11 +16,12 @@ from typing import Annotated, Any, Literal
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import KlPenalty
-from troupe.orchestrator.spec import engine_options, preflight
+from troupe.orchestrator.spec import engine_options
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
+from troupe.orchestrator.spec.checks import machine as preflight
+from troupe.orchestrator.spec.checks.machine import DataSource, Finding
+from troupe.orchestrator.spec.derived.sampling import HeldOutSettings, right_from
 from troupe.orchestrator.spec.field_tree import decisive, field_tree
-from troupe.orchestrator.spec.held_out import HeldOutSettings, right_from
-from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
     OTHER_EVALUATIONS,
     AlarmConfig,

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from troupe.orchestrator.spec.chain import PlannedRun, is_chain
+from troupe.orchestrator.spec.derived.paths import path_fields
 from troupe.orchestrator.spec.examples import PREFIX, examples
 from troupe.orchestrator.spec.load import read_document
-from troupe.orchestrator.spec.paths import path_fields
-from troupe.orchestrator.spec.stages import PlannedRun, is_chain
 
 DEFAULT = "laptop-grpo"
 _DEFAULT_OUT = Path("runs/demo")

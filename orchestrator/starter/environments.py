@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from troupe.orchestrator.errors import UsageError, nearest
-from troupe.orchestrator.spec.checks import IMPORTED
+from troupe.orchestrator.spec.checks.shared import IMPORTED
 from troupe.orchestrator.starter.choices import Choices, Data
 from troupe.workers.contract.config import ENVIRONMENTS
 from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD

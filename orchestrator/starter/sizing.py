@@ -16,9 +16,9 @@ from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_em
 from troupe.orchestrator.plan.placement import GPU_GIB, Node
 from troupe.orchestrator.plan.plan import Plan, described_nodes
 from troupe.orchestrator.plan.stages import plan_stages
+from troupe.orchestrator.spec.checks.machine import ATTENTION, has_experts, has_latent_attention
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.load import plan_runs
-from troupe.orchestrator.spec.preflight import ATTENTION, has_experts, has_latent_attention
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.choices import Choices, Data
 from troupe.orchestrator.starter.environments import TURNS, environment_section, reward_of

@@ -44,9 +44,9 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.runs.offline import OfflineRun
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import verify
 from troupe.workers.contract.config import ModelConfig

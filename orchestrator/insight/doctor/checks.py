@@ -12,7 +12,7 @@ from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.stages import plan_stages
 from troupe.orchestrator.plan.worker_memory import WIDTHS
-from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.spec.chain import PlannedRun
 
 CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
     software.check_python,

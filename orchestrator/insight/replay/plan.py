@@ -11,9 +11,9 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import field_changes
 from troupe.orchestrator.roles.table import TRAINERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks.machine import Located
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.locations import matching_files
-from troupe.orchestrator.spec.preflight import Located
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step, read_steps
 from troupe.workers.contract.config import NO_TEMPLATE

@@ -22,8 +22,8 @@ from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, L
 from troupe.orchestrator.platforms.kubernetes.patch import Document, apply_patches
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.paths import path_fields
-from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.derived.paths import path_fields
 
 USER = 1000
 """The images' user; also the group that owns mounted volumes."""

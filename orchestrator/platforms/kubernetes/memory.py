@@ -16,7 +16,7 @@ from troupe.orchestrator.plan.memory import Seated, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, Share, shares
-from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.workers.contract.units import GIB
 
 HEAD = "head"

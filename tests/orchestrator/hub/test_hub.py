@@ -18,9 +18,9 @@ from tests.forked_commands import Finished, run_command
 from tests.hub_server import HubServer
 from troupe.orchestrator.hub.resolve import NoFiles, choose_files
 from troupe.orchestrator.live.diff import compare
-from troupe.orchestrator.spec.hub import hub_data, with_pins
+from troupe.orchestrator.spec.derived.hub import hub_data, with_pins
+from troupe.orchestrator.spec.derived.paths import absolute_paths, path_fields
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.orchestrator.spec.paths import absolute_paths, path_fields
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import HubFiles, HubSource
 from troupe.orchestrator.training.checkpoint import CheckpointStore

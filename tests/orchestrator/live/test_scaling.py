@@ -41,9 +41,9 @@ from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import AutoscaleConfig
 from troupe.orchestrator.telemetry.console import Console

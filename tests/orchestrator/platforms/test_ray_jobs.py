@@ -23,8 +23,8 @@ from troupe.orchestrator.platforms.ray_jobs import (
     job_environment,
     token_header,
 )
+from troupe.orchestrator.spec.derived.paths import absolute_paths
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.orchestrator.spec.paths import absolute_paths
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 

@@ -20,7 +20,7 @@ from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import EvaluationLost, WorkerDied
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator, HeldOutSet, engine_sampler
-from troupe.orchestrator.spec.data_checks import held_out_problems
+from troupe.orchestrator.spec.checks.data import held_out_problems
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.messages import GroupRequest, RankPlan, UpdateMetrics
 

@@ -10,8 +10,8 @@ import yaml
 from tests.conftest import ROOT
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec import examples
+from troupe.orchestrator.spec.derived.paths import path_fields
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.paths import path_fields
 from troupe.orchestrator.starter.demo_models import MODELS
 
 SPECS = ROOT / "deploy" / "specs"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from troupe.orchestrator.spec.adapters import adapter_template
+from troupe.orchestrator.spec.checks.adapters import adapter_template
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec

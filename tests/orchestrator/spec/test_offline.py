@@ -14,12 +14,12 @@ from troupe.orchestrator import cli
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.chain import ChainDocument
+from troupe.orchestrator.spec.derived.paths import absolute_paths
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import parse_spec, plan_runs
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
-from troupe.orchestrator.spec.paths import absolute_paths
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import ChainDocument
 from troupe.workers.contract.offline_config import DpoLossConfig, KtoLossConfig, RewardLossConfig
 
 DPO = """\

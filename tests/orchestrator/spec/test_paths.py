@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from tests.conftest import ROOT
 from tests.orchestrator.spec.test_field_tree import leaves
 from troupe.orchestrator.live.diff import field_changes
+from troupe.orchestrator.spec.derived.paths import absolute_paths, path_fields
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.paths import absolute_paths, path_fields
 from troupe.orchestrator.spec.rollout import RolloutSpec
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"

@@ -12,9 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.preflight import (
+from troupe.orchestrator.spec.checks.machine import (
     CPU_HEAD_SIZES,
     broken_weights,
     headless,
@@ -25,6 +23,8 @@ from troupe.orchestrator.spec.preflight import (
     unsupported_head_size,
     wrong_kinds,
 )
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.config import ModelConfig
 
 CAUSAL: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}

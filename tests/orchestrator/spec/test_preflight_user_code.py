@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from troupe.orchestrator.spec.checks.machine import unusable_functions
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.preflight import unusable_functions
 from troupe.workers.contract.config import RewardFunctionConfig
 
 PATH = "roles.reward.functions"

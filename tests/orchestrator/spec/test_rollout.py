@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from tests.conftest import NO_WEIGHTS
 from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.derived.hub import with_sections
 from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
-from troupe.orchestrator.spec.hub import with_sections
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import CriticLossConfig

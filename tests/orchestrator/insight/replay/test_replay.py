@@ -26,8 +26,8 @@ from troupe.orchestrator.insight.replay.plan import plan_replay, spec_of
 from troupe.orchestrator.insight.replay.repeat import Repeated, software_changes, start_problem
 from troupe.orchestrator.insight.replay.resample import compare_samples, first_difference, plan_resample
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
-from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.training.batch import GroupOrigin
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.micro_batches import minibatches, plan_texts

@@ -17,8 +17,8 @@ from tests.conftest import ROOT
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags
 from troupe.orchestrator.platforms.manifest import Request, manifest
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.stages import PlannedRun
 
 SCHEMAS = ROOT / "tests" / "data" / "kuberay"
 SPECS = ROOT / "deploy" / "specs"

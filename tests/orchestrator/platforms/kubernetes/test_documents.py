@@ -28,7 +28,7 @@ from tests.orchestrator.platforms.kubernetes.manifests import (
 from tests.orchestrator.test_cli import troupe
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import Node, fit, place, role_sizes
-from troupe.orchestrator.spec.paths import path_fields
+from troupe.orchestrator.spec.derived.paths import path_fields
 
 CANARY = "hf_canary0123456789"
 FLAGS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.model_facts.model_size import METADATA, SizeUnknown, read_header
-from troupe.orchestrator.spec.preflight import READ_TOKENS, REWARD_MODEL, Finding
+from troupe.orchestrator.spec.checks.machine import READ_TOKENS, REWARD_MODEL, Finding
 from troupe.workers.contract.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

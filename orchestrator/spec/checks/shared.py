@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks.machine import READ_TOKENS, Finding
 from troupe.orchestrator.spec.locations import checkpoint_problems, is_url
-from troupe.orchestrator.spec.preflight import READ_TOKENS, Finding
 from troupe.orchestrator.spec.rollout import NO_ENVIRONMENT, RolloutSpec, environment_role
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 from troupe.orchestrator.algorithms import custom
 from troupe.orchestrator.algorithms import section as algorithms
-from troupe.orchestrator.spec.checks import (
+from troupe.orchestrator.spec.checks.data import (
+    component_problems,
+    data_problems,
+    held_out_problems,
+    reward_problems,
+    text_problems,
+)
+from troupe.orchestrator.spec.checks.lora import lora_problems
+from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.spec.checks.shared import (
     INSIDE_ANOTHER,
     changed,
     environment_problems,
@@ -15,17 +24,8 @@ from troupe.orchestrator.spec.checks import (
     shares_of,
     trainer_problems,
 )
-from troupe.orchestrator.spec.data_checks import (
-    component_problems,
-    data_problems,
-    held_out_problems,
-    reward_problems,
-    text_problems,
-)
 from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.locations import url_problem
-from troupe.orchestrator.spec.lora_checks import lora_problems
-from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EngineRole
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem

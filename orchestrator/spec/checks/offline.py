@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from troupe.orchestrator.spec.checks import (
+from troupe.orchestrator.spec.checks.lora import adapter_problems
+from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.spec.checks.shared import (
     INSIDE_ANOTHER,
     best_problems,
     changed,
@@ -16,9 +18,7 @@ from troupe.orchestrator.spec.checks import (
     template_problems,
     trainer_problems,
 )
-from troupe.orchestrator.spec.lora_checks import adapter_problems
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
-from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import ReferenceRole
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
-from troupe.orchestrator.spec.checks import (
+from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.spec.checks.shared import (
     IMPORTED,
     best_problems,
     changed,
@@ -17,7 +18,6 @@ from troupe.orchestrator.spec.checks import (
     template_problems,
 )
 from troupe.orchestrator.spec.errors import show
-from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import (
     CurriculumConfig,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from troupe.orchestrator.spec.chain import STAGE
 from troupe.orchestrator.spec.field_tree import ITEM, FieldNode, field_tree
 from troupe.orchestrator.spec.locations import is_hub_name, is_url
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.stages import STAGE
 from troupe.workers.contract.config import NO_TEMPLATE
 from troupe.workers.contract.consequences import Consequences, PathKind
 

@@ -17,9 +17,9 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks.machine import READ_TOKENS, REWARD_MODEL
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
-from troupe.orchestrator.spec.preflight import READ_TOKENS, REWARD_MODEL
 from troupe.workers.contract.adapter_config import as_peft, difference
 
 STAGE = "stage:"

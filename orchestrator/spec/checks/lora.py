@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.checks.machine import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.weight_backends import BACKENDS
 

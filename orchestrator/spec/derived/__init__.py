@@ -1,0 +1,1 @@
+"""What follows from a spec: functions of its fields."""
