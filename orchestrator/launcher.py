@@ -21,8 +21,8 @@ from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
+from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import WorkerHealth
-from troupe.workers.contract.naming import resolve
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.locations import is_url
-from troupe.workers.contract import packages
-from troupe.workers.contract.urls import has_credentials
+from troupe.workers.contract.imports import missing_package
+from troupe.workers.contract.text import has_credentials
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -166,7 +166,7 @@ def evaluate(
     url = str(model) if is_endpoint(model) else None
     if url is not None and has_credentials(url):
         raise UsageError("--model: the URL holds credentials, which would be seen and saved: set OPENAI_API_KEY")
-    if url is not None and (problem := packages.missing("openai")):
+    if url is not None and (problem := missing_package("openai")):
         raise UsageError(f"--model: an endpoint {problem}")
     if best and (model is None or url is not None):
         raise UsageError("--best needs the folder of a run as the model")
@@ -332,7 +332,7 @@ def samples(
     Raises:
         UsageError: The run has no samples, the query is not valid, or duckdb is not installed.
     """
-    if problem := packages.missing("duckdb"):
+    if problem := missing_package("duckdb"):
         raise UsageError(f"samples: {problem}")
     from troupe.orchestrator.insight.samples import SampleQuery, select_samples
     from troupe.orchestrator.telemetry.run_folder import RunFolder

@@ -622,7 +622,7 @@ class FakePolicy(FakeTrainer):
         """No text."""
         return tuple(TextSummary(()) for _ in cuts), texts
 
-    async def hold_distributions(self, plan: RankPlan, batch: FakeTable, stride: int, weights: bool = False) -> None:
+    async def store_distributions(self, plan: RankPlan, batch: FakeTable, stride: int, weights: bool = False) -> None:
         """Records the request."""
         self.held.append((plan, stride))
         self.step_lengths = [1.0]
@@ -637,7 +637,7 @@ class FakePolicy(FakeTrainer):
         self.step_lengths.append(self.step_lengths[-1] * factor)
         return await self.divergence()
 
-    async def release_held(self) -> None:
+    async def discard_stored(self) -> None:
         """Counts."""
         self.releases += 1
 

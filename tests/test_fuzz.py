@@ -50,12 +50,10 @@ from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.agents.environments.agent import read_request
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
-from troupe.workers.isolation.child import Child
+from troupe.workers.isolation.child import BoundedOutput, Child
 from troupe.workers.isolation.descendants import new_mark
-from troupe.workers.isolation.output import BoundedOutput
 from troupe.workers.rewards.runner import RewardProcess, Sample
-from troupe.workers.training.resharding import opened
-from troupe.workers.training.shards import read_shard
+from troupe.workers.training.checkpoint_files import opened, read_shard
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 

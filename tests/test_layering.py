@@ -71,7 +71,7 @@ OWNERS = {
     "deepspeed": ("workers.training",),
     "duckdb": ("orchestrator.insight.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
-    "peft": ("workers.audit.scorer", "workers.models.adapter"),
+    "peft": ("workers.audit", "workers.models.adapter"),
     "vllm": (
         "workers.rollout",
         "workers.measured_rollout",
@@ -394,7 +394,7 @@ def test_a_process_of_user_code_starts_without_pydantic(module: str) -> None:
 def test_importing_the_worker_classes_imports_no_model_library() -> None:
     """A worker's process imports model libraries when it loads a model."""
     model_libraries = {"transformers", "vllm", "deepspeed", "datasets", "pandas"}
-    imported = "from troupe.orchestrator.roles.table import ROLES; from troupe.workers.contract.naming import resolve"
+    imported = "from troupe.orchestrator.roles.table import ROLES; from troupe.workers.contract.imports import resolve"
     statement = f"{imported}; [resolve(row.worker) for row in ROLES.values()]"
     code = f"import sys; {statement}; print(*sorted({model_libraries!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -14,7 +14,7 @@ from troupe.workers.models.modeling import TokenValues, load_value, score_plan, 
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
-from troupe.workers.training.profiling import profiled
+from troupe.workers.training.meter import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.zero3 import partitioner_for
 

@@ -40,9 +40,8 @@ from troupe.workers.models.modeling import (
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, StepResult
 from troupe.workers.training.group import all_reduce
-from troupe.workers.training.profiling import profiled
+from troupe.workers.training.meter import UpdateMeter, profiled
 from troupe.workers.training.rank import TrainingRank, own_peak
-from troupe.workers.training.throughput import UpdateMeter
 from troupe.workers.training.zero3 import partitioner_for
 
 if TYPE_CHECKING:

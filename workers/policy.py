@@ -16,6 +16,7 @@ from troupe.workers.algorithms.policy_batch import policy_tokens
 from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import PolicyConfig
+from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import (
     TOKEN_RECORDS,
     PrepareRequest,
@@ -28,7 +29,6 @@ from troupe.workers.contract.messages import (
     WeightUpdate,
     WorkerHealth,
 )
-from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.texts import cut_sources, text_batches
@@ -37,10 +37,9 @@ from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chun
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
-from troupe.workers.training.masters import HeldStep
-from troupe.workers.training.profiling import profiled
+from troupe.workers.training.master_weights import WeightSnapshot
+from troupe.workers.training.meter import TokenRecorder, profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
-from troupe.workers.training.token_records import TokenRecorder
 from troupe.workers.training.zero3 import partitioner_for
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import RankWeights, WeightPublisher, read_payload
@@ -57,8 +56,8 @@ class PolicyWorker(TrainingRank):
         self._publisher: WeightPublisher | None = None
         self._weight_store: WeightStore | None = None
         self._sender: DeviceSender | None = None
-        self._held: list[tuple[TokenBatch, torch.Tensor]] = []
-        self._held_step: HeldStep | None = None
+        self._stored_distributions: list[tuple[TokenBatch, torch.Tensor]] = []
+        self._weights_before: WeightSnapshot | None = None
         self._records = TokenRecorder() if config.records_tokens else None
 
     def build(self) -> WorkerHealth:
@@ -155,7 +154,7 @@ class PolicyWorker(TrainingRank):
         table = TOKEN_RECORDS.empty_table() if self._records is None else self._records.take()
         return table.num_rows, table
 
-    def hold_distributions(self, plan: RankPlan, batch: pa.Table, stride: int, weights: bool = False) -> None:
+    def store_distributions(self, plan: RankPlan, batch: pa.Table, stride: int, weights: bool = False) -> None:
         """Store the current policy's distributions for `divergence`. Collective.
 
         Memory: number of states times vocabulary times 4 bytes.
@@ -166,19 +165,19 @@ class PolicyWorker(TrainingRank):
             stride: Every `stride`-th state of each micro-batch is stored.
             weights: Store the weights too, for `shorten_step`.
         """
-        self._held_step = self.engine.hold_step() if weights else None
+        self._weights_before = self.engine.snapshot_weights() if weights else None
         parts = TokenTable(batch).batches(plan)
         batches = [_subsample(stride, part).to(self.engine.device) for part in parts]
-        self._held = [(part, self._distributions(part)) for part in batches]
+        self._stored_distributions = [(part, self._distributions(part)) for part in batches]
 
     def divergence(self) -> tuple[float, int]:
         """(sum over the stored states, their number) of KL(stored || current) in nats, exact over the vocabulary.
 
         Collective. Discards the stored distributions, unless the weights are stored too.
         """
-        held = self._held
-        if self._held_step is None:
-            self._held = []
+        held = self._stored_distributions
+        if self._weights_before is None:
+            self._stored_distributions = []
         total = sum(float(exact_kl(old, self._distributions(part)).double().sum()) for part, old in held)
         return total, sum(len(part.positions) for part, _ in held)
 
@@ -188,14 +187,14 @@ class PolicyWorker(TrainingRank):
         Raises:
             RuntimeError: no weights are stored.
         """
-        if self._held_step is None:
+        if self._weights_before is None:
             raise RuntimeError(f"{self._name} holds no weights of before the step")
-        self._held_step.shorten(factor)
+        self._weights_before.shorten(factor)
         return self.divergence()
 
-    def release_held(self) -> None:
+    def discard_stored(self) -> None:
         """Discard the stored distributions and weights."""
-        self._held, self._held_step = [], None
+        self._stored_distributions, self._weights_before = [], None
 
     def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
         """Write the file of weights as `version`. Collective; only rank 0 returns an update.
@@ -245,7 +244,7 @@ class PolicyWorker(TrainingRank):
             self._weight_store.close()
             self._weight_store = None
         self._disconnect()
-        self.release_held()
+        self.discard_stored()
         super().release()
 
     def _stored(self, name: str, content: Bytes) -> Bytes | StoredBytes:

@@ -1,15 +1,38 @@
-"""The reference worker: a frozen model that scores samples."""
+"""The reference worker: a frozen model that scores samples, whole or divided over several processes with a GPU each.
+
+A divided model is ZeRO-3 without training. The worker's process is rank 0; it starts the others, and all end together.
+"""
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
 import pyarrow as pa
+import torch
 
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import ReferenceConfig
-from troupe.workers.contract.messages import RankPlan, ScoreSummary, WorkerHealth
+from troupe.workers.contract.config import ReferenceConfig, Rendezvous, TrainerConfig
+from troupe.workers.contract.messages import Peak, RankPlan, ScoreSummary, WorkerHealth
+from troupe.workers.isolation.lifetime import exit_with
+from troupe.workers.models.capabilities import adapt
+from troupe.workers.models.modeling import (
+    CausalLogprobs,
+    head_chunks,
+    load_causal,
+    score_plan,
+    torch_dtype,
+)
 from troupe.workers.telemetry.start_activity import Activity, announce
-from troupe.workers.training.rank import prepare_torch, worker_health
-from troupe.workers.training.reference_model import ReferenceModel, ShardedReference
+from troupe.workers.training.group import join_group, leave_group, rendezvous_store
+from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
+from troupe.workers.training.zero3 import FrozenModule, ZeroPartitioner, place_frozen
 
 
 class ReferenceWorker:
@@ -52,3 +75,150 @@ class ReferenceWorker:
         if self._model is None:
             raise RuntimeError(f"{self._name} has not been started")
         return self._model
+
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class RankScores:
+    """Scores of one rank."""
+
+    rows: int
+    table: pa.Table
+    peak: Peak
+
+
+class ReferenceModel:
+    """A frozen causal model, whole or this rank's part of it, that scores micro-batches."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        """Load the model. Collective if it is divided: the process must have joined its group.
+
+        Raises:
+            OSError: The model is missing.
+        """
+        self._device = torch.device(config.device)
+        model = load_causal(config.model, _partitioner(config) if config.shards > 1 else None)
+        chunks = head_chunks(model.config.get_text_config().vocab_size, config.micro_batch_tokens, config.device)
+        module = CausalLogprobs(model, config.temperature, chunks)
+        self.packs = adapt(module, model, config.device, packing=True)
+        """Whether the model takes the rows of a micro-batch concatenated, without padding."""
+        self._placed: FrozenModule = place_frozen(module, _trainer(config), self._device)
+        self._config = config
+
+    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> RankScores:
+        """`ref_logprobs` of the plan's rows. Collective if the model is divided."""
+        rows, table = score_plan(self._placed.module, plan, rollouts, "ref_logprobs", self._device)
+        return RankScores(rows, table, own_peak(self._config.device))
+
+
+class ShardedReference:
+    """A reference model divided over this process and the ones that it starts.
+
+    A process that ends takes this one with it: the ranks wait for each other in every layer.
+    """
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        """Start the other ranks, join them and load the model.
+
+        Raises:
+            OSError: The model is missing.
+        """
+        self._store = rendezvous_store(_LOOPBACK, 0, serve=True)
+        self._connections: list[Connection] = []
+        self._closing = threading.Event()
+        self._processes = [self._started(config, rank) for rank in range(1, config.shards)]
+        sentinels = [process.sentinel for process in self._processes]
+        threading.Thread(target=self._exit_after, args=(sentinels,), name="ranks of the model", daemon=True).start()
+        join_group(_rendezvous(config, 0, self._store.port), config.device, self._store)
+        self._model = ReferenceModel(config)
+        self.packs = self._model.packs
+        """Whether the model packs rows, as in `ReferenceModel.packs`."""
+
+    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> RankScores:
+        """`ref_logprobs` of the plan's rows, whose micro-batches are shared by the ranks.
+
+        After an error the model cannot be used any more: the other ranks' answers would be taken for the next
+        call's.
+
+        Raises:
+            OSError: An earlier call has failed.
+        """
+        own, *others = shares(plan, 1 + len(self._connections))
+        try:
+            for connection, share in zip(self._connections, others, strict=True):
+                connection.send((share, rollouts))
+            scored = [self._model.score(own, rollouts)]
+            scored += [connection.recv() for connection in self._connections]
+        except BaseException:
+            self._end_ranks()  # they may wait for this one in a collective
+            raise
+        peaks = [part.peak for part in scored]
+        peak = Peak(sum(part.host for part in peaks), max(part.gpu for part in peaks))
+        return RankScores(sum(part.rows for part in scored), pa.concat_tables(part.table for part in scored), peak)
+
+    def close(self) -> None:
+        """End the other ranks and leave their group."""
+        self._end_ranks()
+        leave_group()
+
+    def _end_ranks(self) -> None:
+        self._closing.set()
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.close()
+            process.kill()
+            process.join()
+
+    def _started(self, config: ReferenceConfig, rank: int) -> BaseProcess:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._connections.append(ours)
+        arguments = (config, rank, self._store.port, theirs, os.getpid())
+        process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+        process.start()
+        theirs.close()
+        return process
+
+    def _exit_after(self, sentinels: Sequence[int]) -> None:
+        wait(sentinels)
+        if not self._closing.is_set():
+            logger.error("a process of the divided model has ended, so this one ends, too")
+            os._exit(1)
+
+
+def shares(plan: RankPlan, ranks: int) -> list[RankPlan]:
+    """The micro-batches of a plan dealt out to `ranks` ranks, with empty ones so that each has the same number."""
+    empty = -len(plan.micro_batches) % ranks
+    padded = [*plan.micro_batches, *[()] * empty]
+    return [replace(plan, micro_batches=tuple(padded[rank::ranks])) for rank in range(ranks)]
+
+
+def _serve(config: ReferenceConfig, rank: int, port: int, requests: Connection, owner: int) -> None:
+    """A rank other than the first: score shares until the owner ends it, or ends."""
+    exit_with(owner)
+    pickle_tables()
+    if config.device == "cuda":  # like every rank, it sees one GPU only
+        os.environ[_VISIBLE] = os.environ[_VISIBLE].split(",")[rank]
+    prepare_torch(config.threads)
+    join_group(_rendezvous(config, rank, port), config.device)
+    model = ReferenceModel(config)
+    receive: Callable[[], tuple[RankPlan, Sequence[pa.Table]]] = requests.recv
+    while True:
+        requests.send(model.score(*receive()))
+
+
+def _rendezvous(config: ReferenceConfig, rank: int, port: int) -> Rendezvous:
+    return Rendezvous(address=_LOOPBACK, port=port, rank=rank, world_size=config.shards)
+
+
+def _partitioner(config: ReferenceConfig) -> ZeroPartitioner:
+    return ZeroPartitioner(_trainer(config), torch_dtype(config.model.dtype))
+
+
+def _trainer(config: ReferenceConfig) -> TrainerConfig:
+    """Settings that DeepSpeed requires, although nothing trains."""
+    return TrainerConfig(zero_stage=3, micro_batch_tokens=config.micro_batch_tokens, threads=config.threads)

@@ -31,8 +31,7 @@ from troupe.workers.contract.messages import (
     RewardSummary,
     WorkerHealth,
 )
-from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
-from troupe.workers.contract.reward_values import differ, total
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, differ, total
 from troupe.workers.data.kept_groups import Kept, keep_groups, read_group
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories

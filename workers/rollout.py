@@ -31,6 +31,7 @@ from troupe.workers.agents.interface import (
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone
+from troupe.workers.contract.imports import without_collections
 from troupe.workers.contract.messages import (
     ROLLOUTS,
     FinishedSamples,
@@ -69,8 +70,7 @@ from troupe.workers.engine.settings import (
 )
 from troupe.workers.engine.sleep import EngineMemory
 from troupe.workers.engine.tool_calls import tool_parser
-from troupe.workers.isolation.imports import without_collections
-from troupe.workers.isolation.removal import remove_at_death, retire
+from troupe.workers.isolation.lifetime import remove_at_death, retire
 from troupe.workers.telemetry.peak_memory import FamilyPeak
 from troupe.workers.telemetry.start_activity import Activity, announce
 

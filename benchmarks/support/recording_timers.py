@@ -23,7 +23,7 @@ from troupe.workers.contract.messages import KeptFile
 from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
-from troupe.workers.training.token_records import TokenRecorder
+from troupe.workers.training.meter import TokenRecorder
 
 FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
     (CallLog, "begin", "calls"),

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from troupe.workers.isolation.death_watch import exit_with
-from troupe.workers.isolation.imports import without_collections
+from troupe.workers.contract.imports import without_collections
+from troupe.workers.isolation.lifetime import exit_with
 from troupe.workers.preload.forked_worker import serves
 
 _RAYLET = "RAY_RAYLET_PID"

@@ -17,7 +17,7 @@ from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, 
 from troupe.workers.contract.judges import JudgeAnswer, JudgeGone
 from troupe.workers.contract.messages import WeightAck, WorkerGone
 from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, RolloutEngine
-from troupe.workers.isolation.text import one_line
+from troupe.workers.contract.text import one_line
 
 
 def submit(actor: Any, method: Callable[..., object], *args: object, **kwargs: object) -> Any:

@@ -387,11 +387,11 @@ class PolicyGroup(TrainerGroup[Policy]):
             calls = (worker.call_for_table(Policy.token_records, bound_s) for worker in workers)
             return [table for _, table in await gather_all(calls)]
 
-    async def hold_distributions(
+    async def store_distributions(
         self, plans: Sequence[RankPlan], batch: TableRef, stride: int, weights: bool, *, timeout_s: float
     ) -> None:
         """Keeps the policy's distributions at every `stride`-th state of the plans' rows, and its `weights`."""
-        await self._run_plans(Policy.hold_distributions, timeout_s, plans, batch, stride, weights)
+        await self._run_plans(Policy.store_distributions, timeout_s, plans, batch, stride, weights)
 
     async def divergence(self, *, timeout_s: float) -> float:
         """KL(held || now) per token at the states held, in nats."""
@@ -401,9 +401,9 @@ class PolicyGroup(TrainerGroup[Policy]):
         """Moves the weights to held + `factor` * (now - held); returns the divergence there."""
         return _mean_per_state(await self._compute(Policy.shorten_step, timeout_s, factor))
 
-    async def release_held(self, *, timeout_s: float) -> None:
+    async def discard_stored(self, *, timeout_s: float) -> None:
         """Frees the distributions and weights held."""
-        await self._compute(Policy.release_held, timeout_s)
+        await self._compute(Policy.discard_stored, timeout_s)
 
     async def publish_weights(self, version: int, *, base: str = "", timeout_s: float) -> WeightUpdate:
         """Writes the file of weights as `version`; `base`: digest of the version that `read_delta` will start from."""

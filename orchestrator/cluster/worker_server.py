@@ -17,7 +17,7 @@ from troupe.orchestrator.roles.table import settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.isolation.child import python_command
-from troupe.workers.isolation.removal import remove_at_death
+from troupe.workers.isolation.lifetime import remove_at_death
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import typer
 
 from troupe.orchestrator.commands.options import JsonOption, RunArgument, echo_json
 from troupe.orchestrator.errors import UsageError
-from troupe.workers.contract import packages
+from troupe.workers.contract.imports import missing_package
 
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.samples import SampleQuery
@@ -46,7 +46,7 @@ def samples(
     as_json: JsonOption = False,
 ) -> None:
     """Show or export what a run sampled, with rewards and what was trained."""
-    if problem := packages.missing("duckdb"):
+    if problem := missing_package("duckdb"):
         raise UsageError(f"troupe samples {problem}")
     from troupe.orchestrator.insight.samples import SampleQuery, split_columns
     from troupe.orchestrator.telemetry.run_folder import RunFolder

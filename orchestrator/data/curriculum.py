@@ -11,7 +11,7 @@ from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.workers.contract.messages import RewardSummary
-from troupe.workers.contract.reward_values import is_solved
+from troupe.workers.contract.rewards import is_solved
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ from troupe.orchestrator.spec.sections import (
     RecipeConfig,
     TableFile,
 )
-from troupe.workers.contract import packages
-from troupe.workers.isolation.imports import without_collections
+from troupe.workers.contract.imports import missing_package, without_collections
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -409,7 +408,7 @@ def _library(name: str, label: str) -> Any:
         with without_collections():
             return importlib.import_module(name)
     except ImportError as error:
-        problem = packages.missing(name.partition(".")[0]) or f"{name} cannot be imported ({error})"
+        problem = missing_package(name.partition(".")[0]) or f"{name} cannot be imported ({error})"
         raise DataError(f"{label}.kind: {problem}") from None
 
 

@@ -23,7 +23,7 @@ from troupe.orchestrator.plan.worker_memory import (
 )
 from troupe.orchestrator.roles.table import ENGINES, SAMPLERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.workers.contract.naming import resolve
+from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.units import GIB, MIB
 
 _PERIOD_NAMES: dict[Period, str] = {"sampling": "sampling", "update": "updates", "transfer": "the transfer of weights"}

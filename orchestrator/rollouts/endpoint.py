@@ -19,7 +19,7 @@ from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, SampleSummary
 from troupe.workers.contract.roles import TableRef
-from troupe.workers.isolation.text import one_line
+from troupe.workers.contract.text import one_line
 
 NAME = "endpoint"
 """Stands for the name of an engine."""

@@ -23,7 +23,7 @@ from troupe.orchestrator.rollouts.scoring import RewardPool
 from troupe.orchestrator.spec.derived.sampling import HeldOutSettings
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import TableRef
-from troupe.workers.isolation.text import one_line
+from troupe.workers.contract.text import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from troupe.orchestrator.telemetry.metrics import pass_at_k
-from troupe.workers.contract.reward_names import NO_ANSWER
-from troupe.workers.contract.reward_values import is_solved
+from troupe.workers.contract.rewards import NO_ANSWER, is_solved
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95

@@ -24,7 +24,7 @@ from troupe.orchestrator.spec.rollout import GroupSettings
 from troupe.orchestrator.training.batch import plan_rows
 from troupe.orchestrator.training.ledger import kind_of
 from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary
-from troupe.workers.contract.reward_values import differ
+from troupe.workers.contract.rewards import differ
 from troupe.workers.contract.roles import Reward, TableRef
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from troupe.orchestrator.training.checkpoint import SAMPLES
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import PrepareRequest, SampleSummary
-from troupe.workers.contract.reward_values import differ, is_solved
+from troupe.workers.contract.rewards import differ, is_solved
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)

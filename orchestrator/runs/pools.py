@@ -18,8 +18,8 @@ from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.spec.rollout import RolloutSpec, environment_role
 from troupe.workers.contract import roles
+from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.judges import Judge
-from troupe.workers.contract.naming import resolve
 
 logger = logging.getLogger(__name__)
 

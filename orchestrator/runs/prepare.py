@@ -13,7 +13,7 @@ from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.demo import named_models
-from troupe.workers.contract import packages
+from troupe.workers.contract.imports import missing_package
 
 Say = Callable[[str], object]
 """Called with a line for each step that takes long."""
@@ -62,7 +62,7 @@ def checked(runs: tuple[PlannedRun, ...], *, resume: bool = False) -> tuple[Plan
 
 def check_models_to_create(runs: Sequence[PlannedRun]) -> None:
     """Raise SpecError if runs name models of the examples that have to be created, and this machine cannot do that."""
-    if not (problem := packages.missing("gguf")):
+    if not (problem := missing_package("gguf")):
         return
     problems = [
         planned.problem(field, f"creating {folder} {problem}")
@@ -89,7 +89,7 @@ def create_models(runs: Sequence[PlannedRun] | None, say: Say) -> None:
     check_models_to_create(runs or ())
     folder = models_folder()
     names = MODELS if runs is None else [name for name in named_models(runs, folder) if name in MODELS]
-    if not all((folder / name).exists() for name in names) and (problem := packages.missing("gguf")):
+    if not all((folder / name).exists() for name in names) and (problem := missing_package("gguf")):
         raise UsageError(f"creating the models {problem}")
     try:
         make_models(names, folder, say)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from troupe.workers.contract.urls import has_credentials
+from troupe.workers.contract.text import has_credentials
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _NO_OWNERS = frozenset({"models", "datasets", "spaces", "api"})

@@ -54,7 +54,7 @@ from troupe.workers.contract.config import (
     TrainerConfig,
 )
 from troupe.workers.contract.consequences import NEXT_STEP, NONE, NOT_REWARDED, NOT_SAMPLED, SAMPLED, Counts
-from troupe.workers.contract.reward_names import JUDGE_REWARD
+from troupe.workers.contract.rewards import JUDGE_REWARD
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 _SHARED_GPU = 0.5

@@ -23,7 +23,7 @@ from troupe.orchestrator.starter.difficulty import PROMPTS, find_difficulty, has
 from troupe.orchestrator.starter.environments import check_environment
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
 from troupe.orchestrator.starter.tables import GYM
-from troupe.workers.contract import packages
+from troupe.workers.contract.imports import missing_package
 
 Ask = Callable[[str, str], str]
 """Asks a question with a default answer, which may be empty, and returns the answer."""
@@ -184,7 +184,7 @@ def write(text: str, output: Path, force: bool) -> None:
 
 def check_task(name: str) -> None:
     """Raise UsageError unless reasoning-gym has this task."""
-    if problem := packages.missing("reasoning_gym"):
+    if problem := missing_package("reasoning_gym"):
         raise UsageError(f"--data: {problem}")
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:

@@ -8,7 +8,7 @@ from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec.checks.shared import IMPORTED
 from troupe.orchestrator.starter.choices import Choices, Data
 from troupe.workers.contract.config import ENVIRONMENTS
-from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 TURNS = 4
 """Most turns of the policy in an episode."""

@@ -76,8 +76,8 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
         *(roles.ExampleTrainer.tokenize, roles.ExampleTrainer.assemble, roles.ExampleTrainer.attach),
     ),
     "update": (
-        *(roles.Policy.update, roles.Policy.hold_distributions, roles.Policy.divergence),
-        *(roles.Policy.shorten_step, roles.Policy.release_held, roles.Policy.token_records),
+        *(roles.Policy.update, roles.Policy.store_distributions, roles.Policy.divergence),
+        *(roles.Policy.shorten_step, roles.Policy.discard_stored, roles.Policy.token_records),
     ),
     "publish": (
         *(roles.Policy.publish_weights, roles.Policy.read_weights, roles.Policy.read_delta),

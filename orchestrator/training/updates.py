@@ -254,7 +254,7 @@ class RolloutUpdates(Updates):
             share_prompts=policy.shares_prompts,
         )
         weights = self._trust_region is not None
-        await policy.hold_distributions(plans, batch.table, stride, weights, timeout_s=spec.schedule.train_timeout_s)
+        await policy.store_distributions(plans, batch.table, stride, weights, timeout_s=spec.schedule.train_timeout_s)
         return True
 
     async def _divergence(self) -> Metrics:
@@ -268,7 +268,7 @@ class RolloutUpdates(Updates):
         while not divergence <= region.max_kl and length > 0.0:
             factor = next(factors)
             length, divergence = length * factor, await policy.shorten_step(factor, timeout_s=timeout_s)
-        await policy.release_held(timeout_s=timeout_s)
+        await policy.discard_stored(timeout_s=timeout_s)
         return {"policy/kl_exact": divergence, "policy/kl_proposed": proposed, "policy/step_length": length}
 
     def _adapt_penalty(self, updates: list[Metrics], state: PenaltyState) -> PenaltyState:

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.real.commands import GRPO
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.signals import held_back
-from troupe.workers.isolation.death_watch import exit_with
+from troupe.workers.isolation.lifetime import exit_with
 
 MARK = "TROUPE_TEST_COMMAND"
 """Environment variable of a command and of all that it starts."""

@@ -27,7 +27,7 @@ from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.audit.scorer import score_tokens
+from troupe.workers.audit import score_tokens
 from troupe.workers.contract.audit import TokenScores
 from troupe.workers.contract.messages import GroupRequest, RankPlan
 from troupe.workers.models.modeling import CausalLogprobs

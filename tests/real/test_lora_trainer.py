@@ -35,11 +35,11 @@ from troupe.workers.contract.offline_config import DpoLossConfig, ExampleConfig,
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH
 from troupe.workers.critic import CriticWorker
 from troupe.workers.models.adapter_files import DESCRIPTION, Description
-from troupe.workers.models.base_files import base_digest
+from troupe.workers.models.digests import base_digest
 from troupe.workers.offline import ExamplePolicyWorker
 from troupe.workers.policy import PolicyWorker
+from troupe.workers.training.checkpoint_files import read_shard
 from troupe.workers.training.rank import TrainingRank
-from troupe.workers.training.shards import read_shard
 from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
@@ -231,7 +231,7 @@ class Scenario:
     def shortened(self, stage: int, dtype: str) -> list[bool]:
         """Whether a step that is shortened to a half stops between, and one that is shortened to nothing is undone."""
         worker = self.build(stage, dtype)
-        worker.hold_distributions(self.plan, batch(), 1, weights=True)
+        worker.store_distributions(self.plan, batch(), 1, weights=True)
         before = tensors(worker)
         worker.update(self.plan, batch())
         after, whole = tensors(worker), worker.divergence()[0]

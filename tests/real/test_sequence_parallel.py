@@ -231,7 +231,7 @@ class Scenarios:
         plan = self.plan(rows, 1, shared)
         resumed = self.policy_worker(stage, 1)
         resumed.load(str(self.folder / f"checkpoint-{stage}"))
-        resumed.hold_distributions(plan, table, 1)
+        resumed.store_distributions(plan, table, 1)
         metrics = resumed.update(plan, table, 0.1, texts())
         total, states = resumed.divergence()
         found = {"metrics": [metrics], "weights": weights_of(resumed), "divergence": (total, states)}
@@ -264,7 +264,7 @@ class Scenarios:
         metrics = [worker.update(plan, table, 0.1, texts())]
         if size > 1:
             worker.save(str(self.folder / f"checkpoint-{stage}"))
-        worker.hold_distributions(plan, table, 1)
+        worker.store_distributions(plan, table, 1)
         metrics.append(worker.update(plan, table, 0.1, texts()))
         found |= {"divergence": worker.divergence(), "metrics": metrics, "weights": weights_of(worker)}
         return found | {"after": by_uid(worker.compute_logprobs(plan, table)[1], "old_logprobs")}

@@ -22,9 +22,8 @@ from tests.real.ranks import rank_context, wait_for_ranks
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import ModelConfig, ReferenceConfig
 from troupe.workers.contract.messages import RankPlan
-from troupe.workers.reference import ReferenceWorker
+from troupe.workers.reference import ReferenceModel, ReferenceWorker
 from troupe.workers.training.rank import own_peak
-from troupe.workers.training.reference_model import ReferenceModel
 
 pytestmark = pytest.mark.real
 

@@ -266,7 +266,7 @@ class Scenario:
         )
         drawn = torch.rand(3)
         metrics += [worker.update(plan, table, 0.0, texts()) for _ in range(UPDATES - 2)]
-        worker.hold_distributions(plan, table, 1)
+        worker.store_distributions(plan, table, 1)
         metrics.append(worker.update(plan, table, 0.0, texts()))
         self.record(f"divergence-{name}", worker.divergence())
         end, digests = weights_of(worker), (worker.digest(), worker.weight_digests())
@@ -330,7 +330,7 @@ class Scenario:
 
     def shortened_step(self, worker: PolicyWorker, plan: RankPlan, table: pa.Table, name: str) -> None:
         """Take a step, halve it, train on, go back to before it."""
-        worker.hold_distributions(plan, table, 1, weights=True)
+        worker.store_distributions(plan, table, 1, weights=True)
         before = weights_of(worker)
         worker.update(plan, table, 0.0, texts())
         after, whole = weights_of(worker), worker.divergence()
@@ -344,7 +344,7 @@ class Scenario:
         kept = equal(halved, weights_of(worker))
         none = worker.shorten_step(0.0)
         restored = equal(before, weights_of(worker))
-        worker.release_held()
+        worker.discard_stored()
         self.record(f"shortened-{name}", [max(gaps), max(moved), whole[0], half[0], none[0], kept, restored])
 
     def flatten(self, metrics: UpdateMetrics) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.real.poison import Canary
-from troupe.workers.training.shards import read_shard
+from troupe.workers.training.checkpoint_files import read_shard
 
 
 def test_the_canary_would_be_made_by_an_ordinary_load(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from transformers import (
 
 from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
-from troupe.workers.contract.reward_names import NO_ANSWER
+from troupe.workers.contract.rewards import NO_ANSWER
 from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_conversation, encode_response

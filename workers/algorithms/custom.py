@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from troupe.workers.algorithms.sampled_tokens import SampledTokens
-from troupe.workers.contract import naming
 from troupe.workers.contract.config import CustomConfig
+from troupe.workers.contract.imports import import_module
 
 __all__ = ["CustomAlgorithm", "GroupRewards", "LossTokens", "SampledTokens", "TokenLoss"]
 
@@ -102,7 +102,7 @@ def _load(name: str, args: str) -> CustomAlgorithm:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # an installed command does not look into the folder that it starts in
     try:
-        found = vars(naming.import_module(module_name)).get(attribute)
+        found = vars(import_module(module_name)).get(attribute)
     except Exception as error:  # the module is the user's
         raise CustomAlgorithmError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
     if found is None:

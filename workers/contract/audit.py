@@ -1,4 +1,4 @@
-"""Request and answer of an audit's scorer (`workers/audit/scorer.py`).
+"""Request and answer of an audit's scorer (`workers/audit.py`).
 
 A hypothesis is a way in which log-probs may have been computed, under a key such as `head:bfloat16` or
 `positions:response+1`: the kind of cause, and what it is about.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from troupe.workers.contract.valid_text import valid_json, valid_text
+from troupe.workers.contract.text import valid_json, valid_text
 
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` (text), and for tools `tool_calls`, `tool_call_id` and `name`."""

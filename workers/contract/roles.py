@@ -358,21 +358,21 @@ class Policy(Trainer, Protocol):
         collective."""
         ...
 
-    def hold_distributions(self, plan: RankPlan, batch: TableRef, stride: int, weights: bool = False) -> Reply[None]:
-        """Keeps the policy's distributions at every `stride`-th state of the plan's rows, for `divergence`, and with
+    def store_distributions(self, plan: RankPlan, batch: TableRef, stride: int, weights: bool = False) -> Reply[None]:
+        """Stores the policy's distributions at every `stride`-th state of the plan's rows, for `divergence`, and with
         `weights` also the weights, for `shorten_step`."""
         ...
 
     def divergence(self) -> Reply[tuple[float, int]]:
-        """(sum, number of states) of KL(held || now) in nats; releases what was held."""
+        """(sum, number of states) of KL(stored || now) in nats; discards what was stored."""
         ...
 
     def shorten_step(self, factor: float) -> Reply[tuple[float, int]]:
-        """Moves the weights to kept + `factor` * (now - kept); returns the divergence there."""
+        """Moves the weights to stored + `factor` * (now - stored); returns the divergence there."""
         ...
 
-    def release_held(self) -> Reply[None]:
-        """Frees the kept distributions and weights."""
+    def discard_stored(self) -> Reply[None]:
+        """Discards the stored distributions and weights."""
         ...
 
     def publish_weights(self, version: int, base: str = "") -> Reply[WeightUpdate | None]:

@@ -10,11 +10,11 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.imports import without_collections
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import as_text, special_tokens
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.isolation.imports import without_collections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

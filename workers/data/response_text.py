@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from troupe.workers.contract.thought_tags import is_tag
+from troupe.workers.contract.text import is_thought_tag
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,6 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> _SpecialIds:
     if known is None or known.size != len(tokenizer):
         added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         texts = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        tags = frozenset(number for number, text in texts.items() if is_tag(str(text)))
+        tags = frozenset(number for number, text in texts.items() if is_thought_tag(str(text)))
         known = _known[tokenizer] = _SpecialIds(len(tokenizer), tags, frozenset(texts) - tags)
     return known

@@ -25,8 +25,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnC
 from typing import Any
 
 from troupe.workers.contract.config import Device
-from troupe.workers.isolation.death_watch import exit_with
-from troupe.workers.isolation.removal import remove_at_death
+from troupe.workers.isolation.lifetime import exit_with, remove_at_death
 
 IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 FRONT_END = "vllm.v1.engine.async_llm"

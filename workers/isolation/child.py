@@ -1,4 +1,4 @@
-"""A child process that runs user code: its start, its connection, and its removal with all that it started.
+"""A child process that runs user code: its start, its connection, its output, and its removal with all that it started.
 
 The parent side. A child begins with `troupe.workers.isolation.inside.connection`.
 """
@@ -6,18 +6,18 @@ The parent side. A child begins with `troupe.workers.isolation.inside.connection
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from troupe.workers.isolation.descendants import end_marked, new_mark
-from troupe.workers.isolation.environment import child_environment
-from troupe.workers.isolation.output import BoundedOutput
+from troupe.workers.isolation.descendants import child_environment, end_marked, new_mark
 
 LOAD_TIMEOUT_S = 120.0
 """Maximum duration of the import of user code."""
@@ -166,3 +166,60 @@ class Child:
     def _disconnect(self) -> None:
         self.connection.close()
         os.close(self._owner_pipe)
+
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_LIMIT = 2**20
+"""Bytes that one process, with all that it starts, may write to the log."""
+_LOG = 2
+
+
+class BoundedOutput:
+    """A pipe for a process's output, read by a thread for as long as anyone has its other end open."""
+
+    def __init__(self, name: str, limit: int = OUTPUT_LIMIT, log: int = _LOG) -> None:
+        """Open the pipe.
+
+        Args:
+            name: Whose output it is, for the message that it was cut.
+            limit: Bytes that are passed on.
+            log: Descriptor that receives them.
+        """
+        self._name = name
+        self._left = limit
+        self._limit = limit
+        self._log = log
+        self._read, self.descriptor = os.pipe()
+        """The end that the process writes to."""
+        self._thread = threading.Thread(target=self._pump, name=f"output of {name}", daemon=True)
+
+    def started(self) -> None:
+        """Begin to read, once the process has its end of the pipe."""
+        os.close(self.descriptor)
+        self._thread.start()
+
+    def discard(self) -> None:
+        """Close the pipe: the process was not started."""
+        os.close(self.descriptor)
+        os.close(self._read)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all output of a process that has ended is in the log, but no longer than `timeout_s`."""
+        self._thread.join(timeout_s)
+
+    def _pump(self) -> None:
+        """Read until the last process has closed its end, also what exceeds the limit: no writer may block."""
+        try:
+            while chunk := os.read(self._read, _CHUNK):
+                if self._left > 0:
+                    os.write(self._log, chunk[: self._left])
+                    self._left -= len(chunk)
+                    if self._left <= 0:
+                        logger.warning(
+                            "%s: more than %d KiB of output; the rest is discarded", self._name, self._limit >> 10
+                        )
+        except OSError:
+            return  # the log is gone
+        finally:
+            os.close(self._read)

@@ -10,8 +10,7 @@ import select
 import socket
 import sys
 
-from troupe.workers.isolation.descendants import PAGE, run_guarded
-from troupe.workers.isolation.environment import MARK
+from troupe.workers.isolation.descendants import MARK, PAGE, run_guarded
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 F_SETOWN = 8  # not in Python's fcntl module

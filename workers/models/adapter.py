@@ -21,7 +21,7 @@ from troupe.workers.models.partitioned import is_partitioned
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from troupe.workers.models.adapter_folder import AdapterFolder
+    from troupe.workers.models.adapter_files import AdapterFolder
 
 _NAME = "default"
 """peft's name of an adapter that is the only one."""

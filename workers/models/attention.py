@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from troupe.workers.contract.config import Device
-from troupe.workers.isolation.text import one_line
-from troupe.workers.models.precision import ieee_float32
-from troupe.workers.models.small_copy import VOCABULARY, randomize, small_copies
+from troupe.workers.contract.text import one_line
+from troupe.workers.models.exact import ieee_float32
+from troupe.workers.models.proxy import VOCABULARY, proxy_configs, randomize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -50,7 +50,7 @@ def choose_attention(path: str, trust_remote_code: bool) -> str | None:
     if not hasattr(text, "num_attention_heads"):
         return None
     reason = ""
-    for small in small_copies(text):
+    for small in proxy_configs(text):
         try:
             model, distance = _compare(small, trust_remote_code)
         except Exception as error:  # an architecture may refuse the sizes in any way

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,10 +18,11 @@ import torch
 
 from troupe.workers.contract.config import Device
 from troupe.workers.models import sequence_parallel
+from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.modeling import ModelModule, evaluating
 from troupe.workers.models.packed_attention import install, kernel_is_exact, uninstall
-from troupe.workers.models.partitioned import is_partitioned, runnable
-from troupe.workers.models.precision import ieee_float32
+from troupe.workers.models.partitioned import is_partitioned
+from troupe.workers.models.proxy import proxy_for
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
@@ -109,7 +111,7 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
         return False
     if device == "cuda" and not kernel_is_exact(_head_size(model), model.dtype, bool(limits)):
         return False
-    tried = runnable(model, bool(limits) or _amplifies_rounding(model, device), device)
+    tried = proxy_for(model, bool(limits) or _amplifies_rounding(model, device), device)
     if tried is None or (tried is model and limits) or not install(tried):
         return False
     if not _isolates(tried):
@@ -169,7 +171,7 @@ def _isolates(model: PreTrainedModel) -> bool:
 
 def _ignores_padding(model: PreTrainedModel, device: Device) -> bool:
     """Whether padding on the right changes nothing without a mask: the model is causal. Tested by running it."""
-    tried = runnable(model, _amplifies_rounding(model, device), device)
+    tried = proxy_for(model, _amplifies_rounding(model, device), device)
     if tried is None:
         return False
     batch = _samples().batch(range(3)).to(tried.device)
@@ -284,7 +286,7 @@ def check_deterministic(module: ModelModule, model: PreTrainedModel, device: Dev
     Raises:
         ValueError: names the configuration fields that make the model random.
     """
-    tried = runnable(model, device=device)
+    tried = proxy_for(model, device=device)
     if tried is None:
         return
     if tried is not model:
@@ -353,3 +355,35 @@ def _noisy_fields(module: ModelModule, model: PreTrainedModel) -> list[str]:
     for name in needed:
         setattr(config, name, values[name])
     return needed
+
+
+def use_liger(model: PreTrainedModel, device: Device) -> None:
+    """Replace layers of a loaded model by Liger's. Call it before DeepSpeed gets the model.
+
+    The head stays as it is: log-probs and entropy are computed by `modeling.CausalLogprobs`. Liger also replaces the
+    rotary positions of every other model of this architecture in the process.
+
+    Args:
+        model: The model.
+        device: Where it will run.
+
+    Raises:
+        ValueError: Liger is not installed, does not support the model, or computes something else than the model.
+    """
+    try:
+        liger: Any = import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise ValueError(f"kernels: liger needs the package liger-kernel: {error}") from error
+    kind, known = model.config.model_type, sorted(liger.MODEL_TYPE_TO_APPLY_LIGER_FN)
+    if kind not in known:
+        raise ValueError(f"kernels: liger does not support models of type {kind}; supported: {', '.join(known)}")
+
+    def replace(target: PreTrainedModel) -> None:
+        liger._apply_liger_kernel_to_instance(target, fused_linear_cross_entropy=False, cross_entropy=False)
+
+    tried = proxy_for(model, small=True, device=device)
+    if tried is None or tried is model:
+        raise ValueError(f"{type(model).__name__} could not be tried on Liger's kernels; set kernels: torch")
+    if not computes_the_same(tried, replace):
+        raise ValueError(f"{type(model).__name__} computes something else with Liger's kernels; set kernels: torch")
+    replace(model)

@@ -19,13 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import RankPlan
-from troupe.workers.models.adapter_folder import add_folder
+from troupe.workers.models.adapter_files import add_folder
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import OneDnnLinear, use_onednn
-from troupe.workers.models.dropout import disable_dropout
+from troupe.workers.models.exact import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
 from troupe.workers.models.kept_tokens import left_out
-from troupe.workers.models.partitioned import Partitioner, runnable
+from troupe.workers.models.partitioned import Partitioner
+from troupe.workers.models.proxy import proxy_for
 from troupe.workers.models.ragged import Ragged
 from troupe.workers.models.sequence_parallel import OwnTokens, SequenceGroup, divide
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, score_table
@@ -379,7 +380,7 @@ def _head_is_linear(wrapper: CausalLogprobs) -> bool:
     model = wrapper.model
     if model.get_output_embeddings() is None or model.base_model is model:
         return False
-    tried = runnable(model)
+    tried = proxy_for(model)
     if tried is not model:
         return tried is not None and CausalLogprobs(tried, temperature=1.0).split_head
     ids = torch.arange(4, device=model.device)[None, :]

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from troupe.workers.models.precision import ieee_float32
+from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.token_batch import is_table, segment_table
 
 if TYPE_CHECKING:

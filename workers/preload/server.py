@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any
 
 from troupe.workers.contract.config import EngineProcess
+from troupe.workers.contract.imports import without_collections
 from troupe.workers.engine.process import (
     FRONT_END,
     IMPORTED_AHEAD,
@@ -32,7 +33,6 @@ from troupe.workers.engine.process import (
     use_threads,
 )
 from troupe.workers.engine.settings import set_environment, set_import_environment
-from troupe.workers.isolation.imports import without_collections
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from unicodedata import decimal
 
-from troupe.workers.contract.thought_tags import ENDS, STARTS
+from troupe.workers.contract.text import THOUGHT_ENDS, THOUGHT_STARTS
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
@@ -27,9 +27,9 @@ def visible(response: str, *, opens_thought: bool = False) -> str:
 
     With `opens_thought` the chat template opens the thought, so that a response without the end of one was cut inside.
     """
-    ends = list(ENDS.finditer(response))
+    ends = list(THOUGHT_ENDS.finditer(response))
     text = response[ends[-1].end() :] if ends else response
-    cut = STARTS.search(text)
+    cut = THOUGHT_STARTS.search(text)
     if cut is not None:
         return text[: cut.start()]
     return "" if opens_thought and not ends else text
@@ -37,12 +37,12 @@ def visible(response: str, *, opens_thought: bool = False) -> str:
 
 def has_thought(text: str) -> bool:
     """Whether a text has the tag that begins a thought."""
-    return STARTS.search(text) is not None
+    return THOUGHT_STARTS.search(text) is not None
 
 
 def in_thought(text: str) -> bool:
     """Whether a text ends inside a thought."""
-    starts, ends = (list(tag.finditer(text)) for tag in (STARTS, ENDS))
+    starts, ends = (list(tag.finditer(text)) for tag in (THOUGHT_STARTS, THOUGHT_ENDS))
     return bool(starts) and (not ends or starts[-1].start() > ends[-1].start())
 
 

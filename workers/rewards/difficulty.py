@@ -9,7 +9,7 @@ import reasoning_gym
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from troupe.workers.contract.reward_values import is_solved
+from troupe.workers.contract.rewards import is_solved
 from troupe.workers.data.response_text import response_text
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.rewards.answer_text import in_thought

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from troupe.workers.contract import naming
-from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
+from troupe.workers.contract import imports
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD
 from troupe.workers.rewards.signatures import SignatureProblem, adapted
 
 SHIPPED = {
@@ -51,8 +51,8 @@ def locate(name: str) -> tuple[str, str]:
     if name == JUDGE_REWARD:
         raise RewardFunctionError("judge: a judge is asked by roles.reward only")
     try:
-        return naming.locate(name, SHIPPED, "reward function", "package.module:function")
-    except naming.NameProblem as error:
+        return imports.locate(name, SHIPPED, "reward function", "package.module:function")
+    except imports.NameProblem as error:
         raise RewardFunctionError(str(error)) from error
 
 
@@ -71,8 +71,8 @@ def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[
         RewardArgumentsError: it does not take the arguments.
     """
     try:
-        function = naming.import_attribute(name, *locate(name))
-    except naming.NameProblem as error:
+        function = imports.import_attribute(name, *locate(name))
+    except imports.NameProblem as error:
         raise RewardFunctionError(str(error)) from error
     if not callable(function):
         raise RewardFunctionError(f"{name}: not callable, got {type(function).__name__}")
@@ -92,7 +92,7 @@ def check_machine(name: str) -> None:
     """
     if name not in RUN_MODEL_CODE:
         return
-    if problem := naming.resolve(_SANDBOX_PROBLEM)():
+    if problem := imports.resolve(_SANDBOX_PROBLEM)():
         raise RewardFunctionError(f"{name}: {problem}")
 
 
@@ -107,7 +107,7 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
             yield ("args", "environment takes no arguments") if function["args"] else ("", "")
             continue
         if function["name"] == JUDGE_REWARD:
-            problem = naming.resolve(_JUDGE_PROBLEM)(function["args"])
+            problem = imports.resolve(_JUDGE_PROBLEM)(function["args"])
             yield ("args", f"judge: {problem}") if problem else ("", "")
             continue
         try:

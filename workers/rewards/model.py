@@ -18,14 +18,13 @@ from troupe.workers.data.examples import encode_conversation
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
 from troupe.workers.data.turn_ends import padding_besides, turn_ends
-from troupe.workers.models.adapter_files import PREFIX
-from troupe.workers.models.adapter_folder import add_adapter, read_adapter
+from troupe.workers.models.adapter_files import PREFIX, add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.capabilities import takes_segments
 from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.heads import Float32Head
 from troupe.workers.models.modeling import torch_dtype
-from troupe.workers.models.precision import ieee_float32
 from troupe.workers.models.token_batch import segment_table
 from troupe.workers.rewards.runner import RewardResult
 

@@ -12,7 +12,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
-from troupe.workers.isolation.text import one_line
+from troupe.workers.contract.text import one_line
 from troupe.workers.rewards.steps import Steps, as_number, checked_steps
 
 Reply = dict[str, Any]

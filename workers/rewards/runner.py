@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from troupe.workers.contract.config import RewardFunctionConfig
-from troupe.workers.contract.reward_values import total
+from troupe.workers.contract.rewards import total
 from troupe.workers.isolation.child import LOAD_TIMEOUT_S, MAX_REPLY, Child, InvalidReply
 from troupe.workers.isolation.descendants import used_bytes
 from troupe.workers.rewards.loading import RewardFunctionError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from troupe.workers.contract.reward_values import is_solved
+from troupe.workers.contract.rewards import is_solved
 from troupe.workers.rewards.loading import load
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from troupe.workers.contract.reward_names import NO_ANSWER
+from troupe.workers.contract.rewards import NO_ANSWER
 from troupe.workers.rewards.answer_text import answer_part, last_box, plain
 from troupe.workers.rewards.functions import right_answers
 

@@ -24,19 +24,18 @@ from troupe.workers.data.turn_ends import name_end
 from troupe.workers.models.adapter_files import DESCRIPTION, as_bytes, as_text
 from troupe.workers.models.capabilities import check_deterministic
 from troupe.workers.models.cpu import return_large
+from troupe.workers.models.digests import tensors_digest
 from troupe.workers.models.heads import share_gradient
 from troupe.workers.models.modeling import ModelModule
 from troupe.workers.models.partitioned import whole_shape
-from troupe.workers.training import masters
 from troupe.workers.training.background_save import HostCopies, Write
-from troupe.workers.training.checkpoint import ReshardingLoader, reshard_average
+from troupe.workers.training.checkpoint_files import opened, rank_file, rank_files, restrict_loading, save_trained_only
 from troupe.workers.training.group import import_deepspeed
-from troupe.workers.training.host_states import HostStates, gradient_buffers, optimizer_states
-from troupe.workers.training.masters import HeldStep
+from troupe.workers.training.master_weights import WeightSnapshot, own_part, whole_weights
 from troupe.workers.training.model_adapter import ModelAdapter
+from troupe.workers.training.offload import StateOffload, gradient_buffers, optimizer_states
 from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
-from troupe.workers.training.resharding import opened, rank_file, rank_files
-from troupe.workers.training.shards import restrict_loading, save_trained_only
+from troupe.workers.training.resharding import ReshardingLoader, reshard_average
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,9 +146,9 @@ class TrainEngine:
             self._engine.enable_backward_allreduce = False  # it would copy all gradients twice
         self.module: nn.Module = self._engine.module
         # Each rank averages what it holds: its partitions under ZeRO-3, otherwise the whole parameters.
-        self._average = [held.float().clone() for held in self._held()] if config.ema_decay else []
+        self._average = [part.float().clone() for part in self._averaged_parts()] if config.ema_decay else []
         self.device: torch.device = self._engine.device
-        self._states = HostStates(self.device)
+        self._states = StateOffload(self.device)
         self._copies: HostCopies | None = None
 
     @property
@@ -177,7 +176,7 @@ class TrainEngine:
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch; pass an empty one if there are no rows")
-        self._states.move_back()
+        self._states.reload()
         rate = learning_rate(self._config, self._updates, self._total_updates)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
@@ -194,8 +193,8 @@ class TrainEngine:
         if not applied:
             logger.warning("update %d skipped: the gradient is not finite", self._updates)
         elif self._average:
-            for average, held in zip(self._average, self._held(), strict=True):
-                average.lerp_(held.float(), 1.0 - self._config.ema_decay)
+            for average, part in zip(self._average, self._averaged_parts(), strict=True):
+                average.lerp_(part.float(), 1.0 - self._config.ema_decay)
         return StepResult(grad_norm, rate, skipped=not applied)
 
     def _step(self) -> tuple[float, bool]:
@@ -219,30 +218,30 @@ class TrainEngine:
 
         The next update moves it back, and so does any other computation with it. It can be saved from there.
         """
-        if self._states.moved:
+        if self._states.offloaded:
             return 0
         if self.gathers:
             self._engine.empty_partition_cache()
         kept = (*optimizer_states(self._engine, self._stage), *self._average)
-        released = self._states.move_out(kept, gradient_buffers(self._engine, self._stage))
+        released = self._states.offload(kept, gradient_buffers(self._engine, self._stage))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return released
 
-    def hold_step(self) -> HeldStep:
+    def snapshot_weights(self) -> WeightSnapshot:
         """The weights before a step, so that it can be shortened afterwards. Needs as much memory as the weights."""
-        self._states.move_back()
-        return HeldStep(self._engine, self._stage)
+        self._states.reload()
+        return WeightSnapshot(self._engine, self._stage)
 
     def digest(self) -> str:
         """Digest of this rank's part of the weights, in the optimizer's precision. Not collective."""
-        return masters.digest(masters.own_part(self._engine, self._stage, self.rank))
+        return tensors_digest(own_part(self._engine, self._stage, self.rank))
 
     def weight_digests(self) -> dict[str, str]:
         """Digest of each whole parameter that trains, in the optimizer's precision; only on rank 0. Collective."""
-        self._states.move_back()
-        weights = masters.whole(self._model)
-        return {name: masters.digest((weight,)) for name, weight in weights if self.rank == 0}
+        self._states.reload()
+        weights = whole_weights(self._model)
+        return {name: tensors_digest((weight,)) for name, weight in weights if self.rank == 0}
 
     @property
     def gathers(self) -> bool:
@@ -269,8 +268,8 @@ class TrainEngine:
         saved = self._model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
 
-    def _held(self) -> list[torch.Tensor]:
-        """This rank's part of every parameter, live."""
+    def _averaged_parts(self) -> list[torch.Tensor]:
+        """This rank's part of every parameter that is averaged, live."""
         if self._stage == 3:
             return [getattr(parameter, "ds_tensor").data for parameter in self._averaged()]  # noqa: B009
         return [parameter.data for parameter in self._averaged()]
@@ -304,7 +303,7 @@ class TrainEngine:
         The copies are overwritten by the next call.
         """
         copies = self._copies = self._copies or HostCopies(self.device)
-        with self._files.held(copies.of) as writes:
+        with self._files.copied(copies.of) as writes:
             self._save_shards(directory)
         file = rank_file(directory, dist.get_rank(), dist.get_world_size())
         return [*writes, partial(save_file, copies.of(self._own_state()), file)]
@@ -327,7 +326,7 @@ class TrainEngine:
         """Resume from what `save` wrote with the same ZeRO stage.
 
         With the same number of ranks the resume is bitwise. A checkpoint of another number of ranks is resharded: every
-        rank reads its part from all files. No code is run from the files (`troupe.workers.training.shards`).
+        rank reads its part from all files. No code is run from the files (`troupe.workers.training.checkpoint_files`).
 
         Args:
             directory: Folder of the checkpoint.
@@ -340,7 +339,7 @@ class TrainEngine:
             ValueError: a file cannot be read or has other contents. When resharding, both are raised before anything
                 is changed.
         """
-        self._states.move_back()
+        self._states.reload()
         files = rank_files(directory)
         resized = len(files) != dist.get_world_size()
         # All ranks start from one seed, so an additional rank can take the random state of any other rank.
@@ -459,14 +458,14 @@ class TrainEngine:
         """Like `copy_export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""
         if not self._average:
             raise RuntimeError("there is no moving average of the weights: ema_decay is 0")
-        held = self._held()
-        trained = [tensor.clone() for tensor in held]
+        parts = self._averaged_parts()
+        trained = [tensor.clone() for tensor in parts]
         try:
-            for tensor, average in zip(held, self._average, strict=True):
+            for tensor, average in zip(parts, self._average, strict=True):
                 tensor.copy_(average)
             return self.copy_export(directory, source)
         finally:
-            for tensor, before in zip(held, trained, strict=True):
+            for tensor, before in zip(parts, trained, strict=True):
                 tensor.copy_(before)
 
     def close(self) -> None:

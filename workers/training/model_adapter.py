@@ -1,4 +1,4 @@
-"""A model's adapters as the trainer publishes, saves and exports them.
+"""A model's adapters as the trainer publishes, saves, exports and merges them.
 
 A published version describes itself: with the tensors goes a description with peft's configuration and the digest of
 the model below, so that the digest of a version covers all three.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from troupe.workers.contract.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_DIGEST
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_DIGEST, SCORES
 from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.models.adapter import Adapter
-from troupe.workers.models.adapter_files import DESCRIPTION, Description, as_bytes
-from troupe.workers.models.adapter_folder import read_adapter
-from troupe.workers.models.base_files import base_digest
+from troupe.workers.models.adapter_files import DESCRIPTION, Description, add_adapter, as_bytes, read_adapter
+from troupe.workers.models.digests import base_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,3 +70,34 @@ class ModelAdapter(Adapter):
         tensors = {name: tensor for name, tensor in weights.items() if name != DESCRIPTION}
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_DIGEST: self.base})
         (folder / ADAPTER_CONFIG).write_text(json.dumps(self.peft_config(base), indent=2) + "\n")
+
+
+def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
+    """Write the model that computes what an adapter and the model below it compute together.
+
+    Args:
+        request: `adapter`, peft's folder; `target`, the folder to write; `base`, the folder of the model below, whose
+            tokenizer is copied. Without it, the model that the adapter names, and the adapter's tokenizer.
+
+    Yields:
+        The number of layers that had an adapter.
+
+    Raises:
+        ValueError: The model below is not the one that the adapter was trained on, or lacks one of its layers.
+        OSError: A folder cannot be read or written.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    adapter, target = read_adapter(request["adapter"]), Path(request["target"])
+    base = request.get("base") or str(adapter.config["base_model_name_or_path"])
+    adapter.require_base(base)
+    dtype = next(iter(adapter.tensors.values())).dtype  # of the run: what the adapter was added to
+    arguments: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
+    if adapter.config["task_type"] == SCORES:
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **arguments)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(base, **arguments)
+    layers = add_adapter(model, adapter)
+    model.save_pretrained(target)
+    copy_tokenizer(ModelConfig(path=request.get("base", str(adapter.path))), target)
+    yield {"layers": layers}

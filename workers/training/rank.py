@@ -27,8 +27,7 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.step_record import picked, write_tables
-from troupe.workers.models.capabilities import adapt
-from troupe.workers.models.kernels import use_liger
+from troupe.workers.models.capabilities import adapt, use_liger
 from troupe.workers.models.modeling import ModelModule, score_plan
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.telemetry.peak_memory import resident_peak
@@ -43,8 +42,8 @@ from troupe.workers.training.group import (
     rendezvous_store,
     sequence_group,
 )
+from troupe.workers.training.meter import UpdateMeter
 from troupe.workers.training.model_adapter import ModelAdapter
-from troupe.workers.training.throughput import UpdateMeter
 from troupe.workers.training.zero3 import FrozenModule, place_frozen
 
 if TYPE_CHECKING:

@@ -6,11 +6,13 @@ DeepSpeed alone would take the whole model on every rank, and put it on every GP
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from troupe.workers.contract.config import REDUCE_BUCKET, ModelConfig, TrainerConfig
 from troupe.workers.models.cpu import return_large
-from troupe.workers.models.mapped_files import WeightMappings
 from troupe.workers.models.modeling import ModelModule, torch_dtype
 from troupe.workers.models.partitioned import is_partitioned
 from troupe.workers.training.group import import_deepspeed
@@ -125,3 +126,33 @@ def place_frozen(module: ModelModule, trainer: TrainerConfig, device: torch.devi
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = import_deepspeed().initialize(model=module, config=config)
     return FrozenModule(module, engine)
+
+
+_MAPS = Path("/proc/self/maps")
+_MADV_DONTNEED = 4
+
+
+class WeightMappings:
+    """The weight files of a folder, as they are mapped from now on by a reader that does not write to its mappings."""
+
+    def __init__(self, folder: str) -> None:
+        """Set the folder."""
+        self._inodes = {path.stat().st_ino for path in Path(folder).glob("*.safetensors")}
+        self._before = set(self._mappings())
+
+    def release(self) -> None:
+        """Give back the pages that have been read. They are read again from the file if they are used again."""
+        library = ctypes.CDLL(None)
+        for start, end in set(self._mappings()) - self._before:
+            # What was mapped before may have been written to, and would lose that.
+            library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+    def _mappings(self) -> Iterator[tuple[int, int]]:
+        """First address, and the address after the last, of each mapping of the files; none if Linux has no list."""
+        if not _MAPS.exists():
+            return
+        for line in _MAPS.read_text(errors="replace").splitlines():
+            addresses, _, _, _, inode, *_ = line.split()
+            if int(inode) in self._inodes:
+                start, end = addresses.split("-")
+                yield int(start, 16), int(end, 16)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from troupe.workers.contract.messages import TensorSpec
-from troupe.workers.models.checksum import checksum
+from troupe.workers.models.digests import checksum
 from troupe.workers.weights.file import ALIGNMENT, DTYPES
 
 BUCKET_BYTES = 256 * 2**20

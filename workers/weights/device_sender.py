@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import WeightsSent
-from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend
 from troupe.workers.training.group import own_address

@@ -30,7 +30,7 @@ import torch
 import xxhash
 
 from troupe.workers.contract.messages import TensorSpec, WeightsDamaged, WeightUpdate
-from troupe.workers.isolation.removal import remove_at_death, retire
+from troupe.workers.isolation.lifetime import remove_at_death, retire
 from troupe.workers.weights.delta import ChangedWords, DeltaRefused, apply_delta
 from troupe.workers.weights.shared_memory import (
     NOTHING,

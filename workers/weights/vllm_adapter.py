@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 
 from troupe.workers.engine.settings import ADAPTER_BACKEND, ADAPTER_ID
 from troupe.workers.models.adapter_files import DESCRIPTION, Description
-from troupe.workers.models.base_files import base_digest
+from troupe.workers.models.digests import base_digest
 from troupe.workers.weights.adapter_slots import LayerAdapter, missing_parts, slot_problem
 from troupe.workers.weights.cpu_kernels import multiply_at_once, multiply_experts_without_adapters
 from troupe.workers.weights.file import WeightDigestMismatch, open_weights

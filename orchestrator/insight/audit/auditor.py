@@ -25,8 +25,8 @@ from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import plan_rows
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
+from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
-from troupe.workers.contract.naming import resolve
 from troupe.workers.contract.roles import TableRef
 
 _SAMPLES = 2
@@ -37,7 +37,7 @@ _ROUNDS = 8
 
 Scorer = Callable[..., Coroutine[Any, Any, TokenScores]]
 """Runs the scorer on the policy's node: (request, ROLLOUTS tables, tables of `old_logprobs`)."""
-_SCORER = "troupe.workers.audit.scorer:score_tokens"
+_SCORER = "troupe.workers.audit:score_tokens"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, select_autoescape
 
 from troupe.workers.contract.atomic_file import write_atomic
-from troupe.workers.contract.valid_text import valid_text
+from troupe.workers.contract.text import valid_text
 
 SCRIPTS = (
     *("dom.js", "colors.js", "ticks.js", "chart.js", "runs.js", "verdicts.js", "evaluations.js", "curves.js"),

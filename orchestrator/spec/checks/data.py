@@ -28,7 +28,7 @@ from troupe.orchestrator.spec.sections import (
     ReasoningGymSource,
 )
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
-from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
+from troupe.workers.contract.rewards import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
 NEEDS_ANSWER = frozenset({"exact_match", "last_number", "numeric"})
 

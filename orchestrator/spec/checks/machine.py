@@ -24,8 +24,8 @@ from troupe.orchestrator.model_facts.model_size import (
     read_config,
 )
 from troupe.orchestrator.spec.locations import is_hub_name, is_pattern, matching_files
-from troupe.workers.contract import packages
 from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
+from troupe.workers.contract.imports import missing_package
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 RESOLVED_SPEC = "spec.yaml"
@@ -373,7 +373,7 @@ def data_packages(sources: Mapping[str, DataSource]) -> Iterator[tuple[str, str]
 def missing_packages(features: Iterable[tuple[str, str]]) -> Iterator[Finding]:
     """Packages that are not installed, of these (field, module) of an extra."""
     for field, module in features:
-        if problem := packages.missing(module):
+        if problem := missing_package(module):
             yield field, problem
 
 

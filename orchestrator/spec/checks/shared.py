@@ -25,7 +25,7 @@ from troupe.orchestrator.spec.sections import (
 )
 from troupe.orchestrator.spec.tool_parsers import parser_problem
 from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
-from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Custom code: `package.module:attribute`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig
-from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
+from troupe.workers.contract.rewards import RIGHT_OR_WRONG
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ async def test_ranks_that_share_their_rows_get_the_same_plan_and_report_once() -
     assert [policy.updates for policy in ranks] == [[plan] for plan in wanted]
     assert len(await group.compute_logprobs(plans, batch, timeout_s=1.0)) == 2
     assert len(await group.token_records(timeout_s=1.0)) == 2
-    await group.hold_distributions(plans, batch, 3, False, timeout_s=1.0)
+    await group.store_distributions(plans, batch, 3, False, timeout_s=1.0)
     assert [plan.micro_batches for policy in ranks for plan, _ in policy.held] == [((0,),), ((0,),), ((1,),), ((1,),)]
     with pytest.raises(ValueError):
         await group.update([first], batch, timeout_s=1.0)
@@ -67,7 +67,7 @@ COMPUTING: dict[str, Callable[[PolicyGroup], Coroutine[Any, Any, Any]]] = {
     "prepare": lambda group: group.prepare(PrepareRequest(()), timeout_s=30.0),
     "digest": lambda group: group.digest(timeout_s=30.0),
     "divergence": lambda group: group.divergence(timeout_s=30.0),
-    "release_held": lambda group: group.release_held(timeout_s=30.0),
+    "discard_stored": lambda group: group.discard_stored(timeout_s=30.0),
     "token_records": lambda group: group.token_records(timeout_s=30.0),
     "publish_weights": lambda group: group.publish_weights(1, timeout_s=30.0),
 }

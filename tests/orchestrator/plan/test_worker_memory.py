@@ -178,7 +178,7 @@ def test_zero_3_gathers_all_experts_of_a_layer(tmp_path: Path, name: str, expert
         (2, "bfloat16", 4, 0.0, False, (2 + 3) * WHOLE),
         # The average is whole below ZeRO-3, and is exported as well.
         (1, "bfloat16", 4, 0.9, True, (2 + 3 + 4 + 2 + 2) * WHOLE),
-        # ZeRO-3: no weights besides the masters; the export is whole on rank 0.
+        # ZeRO-3: no weights besides the master weights; the export is whole on rank 0.
         (3, "bfloat16", 4, 0.0, True, (3 + 2) * WHOLE),
         (3, "bfloat16", 4, 0.9, True, (3 + 1 + 2 + 2) * WHOLE),
     ],

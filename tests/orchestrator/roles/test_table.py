@@ -16,7 +16,7 @@ from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.sections import FailureConfig, RoleName, RolesConfig, ScaledRole
 from troupe.workers.contract import roles
-from troupe.workers.contract.naming import resolve
+from troupe.workers.contract.imports import resolve
 
 
 def shipped(name: str, *overrides: str) -> RunSpec:

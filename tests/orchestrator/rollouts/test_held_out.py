@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog, read_evaluations
 from troupe.orchestrator.rollouts.held_out import MeanEstimate, PromptResult, SetResult, summarize, vote
-from troupe.workers.contract.reward_names import NO_ANSWER
+from troupe.workers.contract.rewards import NO_ANSWER
 
 NONE = int(NO_ANSWER)
 

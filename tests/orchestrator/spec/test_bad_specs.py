@@ -14,7 +14,7 @@ import pytest
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.workers.contract.reward_names import REWARD_FUNCTIONS
+from troupe.workers.contract.rewards import REWARD_FUNCTIONS
 from troupe.workers.contract.weight_backends import TransferBackend
 
 ROOT = Path(__file__).resolve().parents[3]

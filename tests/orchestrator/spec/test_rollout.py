@@ -20,7 +20,7 @@ from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, mode
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import CriticLossConfig
-from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD, REWARD_FUNCTIONS, RIGHT_OR_WRONG
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, REWARD_FUNCTIONS, RIGHT_OR_WRONG
 from troupe.workers.rewards.loading import SHIPPED
 
 ROOT = Path(__file__).resolve().parents[3]

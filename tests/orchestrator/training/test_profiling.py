@@ -11,7 +11,7 @@ import torch
 from troupe.orchestrator.spec.sections import ProfileConfig
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.workers.contract.messages import RankPlan
-from troupe.workers.training.profiling import profiled
+from troupe.workers.training.meter import profiled
 
 PLANS = [RankPlan(((rank,),), 1, 1) for rank in range(3)]
 

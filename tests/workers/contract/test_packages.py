@@ -12,7 +12,13 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.workers.agents.environments import loading as environments
-from troupe.workers.contract.packages import EXTRAS, PackageMissing, missing, missing_for, require
+from troupe.workers.contract.imports import (
+    EXTRAS,
+    PackageMissing,
+    missing_package,
+    missing_package_for,
+    require_package,
+)
 from troupe.workers.rewards import loading as rewards
 
 MODULES = [(module, extra) for extra, modules in EXTRAS.items() for module in modules]
@@ -25,7 +31,7 @@ for name in sys.argv[1].split():
     sys.modules[name] = None
 import troupe.orchestrator
 from troupe.orchestrator.roles.table import ROLES
-from troupe.workers.contract.naming import resolve
+from troupe.workers.contract.imports import resolve
 
 for found in walk_packages(troupe.orchestrator.__path__, "troupe.orchestrator."):
     if not found.name.endswith((".insight.samples", ".sinks.prometheus")):
@@ -63,18 +69,20 @@ def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 def test_a_missing_package_is_named_with_its_extra(module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, module)
     expected = f"needs the package {module.replace('_', '-')}: pip install 'troupe-rl[{extra}]'"
-    assert missing(module) == expected
+    assert missing_package(module) == expected
     with pytest.raises(PackageMissing, match=r"^the feature needs the package"):
-        require(module, "the feature")
-    assert missing_for(ModuleNotFoundError("", name=f"{module}.part")) == expected
+        require_package(module, "the feature")
+    assert missing_package_for(ModuleNotFoundError("", name=f"{module}.part")) == expected
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[1:])
     monkeypatch.setitem(sys.modules, module, None)
-    assert missing(module) == expected
+    assert missing_package(module) == expected
 
 
 def test_an_installed_package_and_one_of_no_extra_are_not_missing() -> None:
-    assert missing("openai") == "" and missing_for(ImportError("broken", name="openai.types")) == ""
-    assert missing_for(ImportError("")) == missing_for(ModuleNotFoundError("", name="no_such_thing")) == ""
+    assert missing_package("openai") == "" and missing_package_for(ImportError("broken", name="openai.types")) == ""
+    assert (
+        missing_package_for(ImportError("")) == missing_package_for(ModuleNotFoundError("", name="no_such_thing")) == ""
+    )
 
 
 def problem(found: Iterator[tuple[str, str]]) -> tuple[str, str]:

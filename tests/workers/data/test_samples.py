@@ -14,7 +14,7 @@ from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TOKEN_RECORDS, T
 from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.data.trajectories import join_samples, write_trajectories
 from troupe.workers.models.token_batch import TokenTable
-from troupe.workers.training.token_records import TokenRecorder
+from troupe.workers.training.meter import TokenRecorder
 
 Row = tuple[str, int, int, list[int]]
 """prompt_uid, sample_index, segment, response_ids"""

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
 from troupe.workers.engine.settings import engine_args, set_environment, unread_metrics
-from troupe.workers.telemetry.engine_meter import EngineMeter
+from troupe.workers.measured_rollout import EngineMeter
 
 
 @pytest.mark.parametrize(

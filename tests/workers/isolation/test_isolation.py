@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from troupe.workers.contract.config import RewardFunctionConfig
-from troupe.workers.isolation.descendants import end_marked, marked, new_mark
-from troupe.workers.isolation.environment import MARK, child_environment, is_secret
-from troupe.workers.isolation.output import LIMIT, BoundedOutput
-from troupe.workers.isolation.text import LONGEST, one_line
+from troupe.workers.contract.text import LONGEST_LINE, one_line
+from troupe.workers.isolation.child import OUTPUT_LIMIT, BoundedOutput
+from troupe.workers.isolation.descendants import MARK, child_environment, end_marked, is_secret, marked, new_mark
 from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 
 HERE = "tests.workers.isolation.misbehaving"
@@ -66,7 +65,7 @@ def test_endless_output_is_cut_and_the_function_goes_on(process: RewardProcess, 
             os.dup2(here, 2)
             os.close(here)
     assert outcomes == [RewardResult(1.0)] * 2
-    assert LIMIT <= (tmp_path / "log").stat().st_size < LIMIT + 4096
+    assert OUTPUT_LIMIT <= (tmp_path / "log").stat().st_size < OUTPUT_LIMIT + 4096
 
 
 @pytest.mark.parametrize("process", ["leaves"], indirect=True)
@@ -181,17 +180,17 @@ def test_names_of_secrets(name: str, secret: bool) -> None:
 def test_what_an_exception_says_is_one_clean_line(process: RewardProcess) -> None:
     status = score(process).status
     assert status.startswith("error: ValueError: red long long")
-    assert status.isprintable() and len(status) < LONGEST + 60
+    assert status.isprintable() and len(status) < LONGEST_LINE + 60
 
 
 @given(st.text(max_size=2000))
 def test_any_text_becomes_one_printable_line(text: str) -> None:
     line = one_line(text)
-    assert (line == "" or line.isprintable()) and len(line) <= LONGEST
+    assert (line == "" or line.isprintable()) and len(line) <= LONGEST_LINE
     assert one_line(line) == line
 
 
-@given(st.text(alphabet=st.characters(categories=["L", "N"]), min_size=1, max_size=LONGEST))
+@given(st.text(alphabet=st.characters(categories=["L", "N"]), min_size=1, max_size=LONGEST_LINE))
 def test_words_stay_as_they_are(word: str) -> None:
     assert one_line(f" \x1b[31m{word}\x1b[0m\n") == word
 

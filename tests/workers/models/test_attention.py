@@ -41,7 +41,7 @@ from tests.workers.models.test_modeling import SIZES, save_model
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, load_value
-from troupe.workers.models.small_copy import small_copies
+from troupe.workers.models.proxy import proxy_configs
 from troupe.workers.models.token_batch import TokenBatch
 
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}
@@ -153,7 +153,7 @@ def test_the_trial_of_a_large_model_is_small_and_has_a_layer_of_every_kind(
     assert choose_attention(str(tmp_path), trust_remote_code=False) == implementation
     assert "could not be compared" not in caplog.text
     assert torch.equal(torch.get_rng_state(), before)
-    small = next(small_copies(config))
+    small = next(proxy_configs(config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small)
     assert sum(parameter.numel() for parameter in model.parameters()) < 50e6

@@ -37,7 +37,7 @@ from tests.workers.models.test_token_batch import train_table
 from troupe.workers.models.capabilities import adapt, check_deterministic
 from troupe.workers.models.modeling import CausalLogprobs, ModelModule, TokenValues, load_causal, load_value, score
 from troupe.workers.models.packed_attention import install
-from troupe.workers.models.small_copy import randomize
+from troupe.workers.models.proxy import randomize
 from troupe.workers.models.token_batch import TokenTable
 
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}

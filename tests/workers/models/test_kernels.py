@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.workers.models.test_modeling import SIZES
-from troupe.workers.models.kernels import use_liger
+from troupe.workers.models.capabilities import use_liger
 
 LIGER = "liger_kernel.transformers.monkey_patch"
 

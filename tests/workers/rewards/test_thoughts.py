@@ -15,9 +15,9 @@ from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.roles.table import ROLES
 from troupe.workers.agents.environments import loading
 from troupe.workers.agents.episodes.reader import TurnReader
-from troupe.workers.contract import naming
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.contract.environments import Row
+from troupe.workers.contract.imports import import_attribute
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.engine.rows import RowBuilder
 from troupe.workers.environment import EnvironmentWorker
@@ -39,7 +39,7 @@ def thinking(tiny_model: Path, tmp_path: Path) -> ModelConfig:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_function_that_has_to_know_is_told(name: str, thinking: ModelConfig) -> None:
-    takes = "opens_thought" in inspect.signature(naming.import_attribute(name, *locate(name))).parameters
+    takes = "opens_thought" in inspect.signature(import_attribute(name, *locate(name))).parameters
     told = with_opened_thoughts(RewardFunctionConfig(name=name), thinking)
     assert told.args == ({"opens_thought": True} if takes else {})
 

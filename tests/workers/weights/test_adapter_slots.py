@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from troupe.workers.models.adapter_files import Description, as_bytes
-from troupe.workers.models.base_files import base_digest
+from troupe.workers.models.digests import base_digest
 from troupe.workers.weights.adapter_slots import LayerAdapter, missing_parts, slot_problem
 
 RANK, RESERVED, SCALING = 3, 8, 1.5

@@ -27,8 +27,7 @@ from troupe.workers.agents.environments.base import Environment
 from troupe.workers.agents.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
 from troupe.workers.agents.environments.chat_options import check_options
 from troupe.workers.contract.environments import Message, Observation, Row, read_stop, read_tools
-from troupe.workers.contract.naming import import_attribute, locate
-from troupe.workers.contract.packages import require
+from troupe.workers.contract.imports import import_attribute, locate, require_package
 from troupe.workers.rewards.steps import as_number
 
 HOST = "127.0.0.1"
@@ -109,7 +108,7 @@ class Agent(Environment):
         if (function is None) == (not command):
             raise ValueError("set function or command, and not both")
         if function is not None:
-            require("openai", "function")
+            require_package("openai", "function")
         self._function = None if function is None else _load(function)
         self._command, self._args = list(command), dict(args or {})
         self._key = secrets.token_urlsafe(24)

@@ -31,7 +31,7 @@ from typing import Any
 from troupe.workers.agents.environments.base import Environment
 from troupe.workers.agents.environments.loading import EnvironmentLoadError, load
 from troupe.workers.contract.environments import Row, read_observation
-from troupe.workers.isolation.environment import MARK
+from troupe.workers.isolation.descendants import MARK
 from troupe.workers.isolation.inside import connection, limit_memory
 from troupe.workers.rewards.results import describe, user_traceback
 from troupe.workers.telemetry.stacks import write_stacks_on_signal

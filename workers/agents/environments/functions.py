@@ -13,7 +13,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_c
 
 from troupe.workers.agents.sandbox.run import SandboxError, check_sandbox
 from troupe.workers.contract.config import first_problem
-from troupe.workers.contract.naming import import_attribute, locate
+from troupe.workers.contract.imports import import_attribute, locate
 
 SHIPPED = {
     "calculator": "troupe.workers.agents.environments.calculator:calculator",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from troupe.workers.agents.environments.base import Environment
-from troupe.workers.contract import naming
+from troupe.workers.contract.imports import NameProblem, import_attribute, locate
 
 SHIPPED = {
     "agent": "troupe.workers.agents.environments.agent:Agent",
@@ -45,9 +45,9 @@ def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
         EnvironmentArgumentsError: it does not take the arguments, or refuses them with a ValueError or TypeError.
     """
     try:
-        place = naming.locate(name, SHIPPED, "environment", "package.module:Class")
-        found = naming.import_attribute(name, *place)
-    except naming.NameProblem as error:
+        place = locate(name, SHIPPED, "environment", "package.module:Class")
+        found = import_attribute(name, *place)
+    except NameProblem as error:
         raise EnvironmentLoadError(str(error)) from error
     if not inspect.isclass(found):
         raise EnvironmentLoadError(f"{name}: not a class, got {type(found).__name__}")

@@ -18,8 +18,8 @@ from pydantic import Field, ValidationError
 
 from troupe.workers.agents.environments.functions import Tool, ToolCallError
 from troupe.workers.contract.config import Frozen, first_problem
-from troupe.workers.contract.packages import require
-from troupe.workers.isolation.environment import is_secret
+from troupe.workers.contract.imports import require_package
+from troupe.workers.isolation.descendants import is_secret
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -52,7 +52,7 @@ def read_config(server: Mapping[str, Any]) -> McpServerConfig:
     Raises:
         ValueError: a field is wrong, there is no such program, or a secret or the package `mcp` is missing.
     """
-    require("mcp", "servers")
+    require_package("mcp", "servers")
     try:
         config = McpServerConfig.model_validate(server)
     except ValidationError as error:

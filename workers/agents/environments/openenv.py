@@ -10,7 +10,7 @@ from typing import Any
 from troupe.workers.agents.environments.base import Environment
 from troupe.workers.agents.environments.tools import unread_call
 from troupe.workers.contract.environments import Message, Observation, Row
-from troupe.workers.contract.reward_values import total
+from troupe.workers.contract.rewards import total
 
 NEEDS = "the environment openenv needs the package openenv-core: pip install openenv-core"
 _CUT = "error: the turn was cut at its token limit, and is no action"

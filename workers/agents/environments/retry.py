@@ -8,7 +8,7 @@ from typing import Any
 from troupe.workers.agents.environments.base import Environment
 from troupe.workers.agents.environments.reward_environment import RewardFunction
 from troupe.workers.contract.environments import Message, Observation, Row
-from troupe.workers.contract.reward_values import is_solved
+from troupe.workers.contract.rewards import is_solved
 
 
 class Retry(Environment):

@@ -24,7 +24,7 @@ from troupe.workers.contract.environments import (
     failed_status,
 )
 from troupe.workers.contract.roles import EnvironmentLink
-from troupe.workers.isolation.text import one_line
+from troupe.workers.contract.text import one_line
 
 RESTARTS = 3
 """How often an episode starts again because its environment worker died."""

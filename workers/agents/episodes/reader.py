@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from troupe.workers.agents.episodes.conversation import Conversation
 from troupe.workers.contract.environments import CALL_MARKERS, Message, Row
-from troupe.workers.contract.valid_text import valid_json, valid_text
+from troupe.workers.contract.text import valid_json, valid_text
 from troupe.workers.data.plain_text import as_text, sampled_text
 from troupe.workers.data.response_text import response_text
 from troupe.workers.data.turn_ends import without_end

@@ -11,8 +11,7 @@ from typing import Any
 from troupe.workers.agents.judges.rubric import HttpJudgeConfig, JudgeError
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer, whole_words
-from troupe.workers.contract.valid_text import valid_text
-from troupe.workers.isolation.text import one_line
+from troupe.workers.contract.text import one_line, valid_text
 
 _SHOWN = 500
 """Bytes of a body in a failure."""

@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.environments import Message
-from troupe.workers.contract.packages import PackageMissing, require
-from troupe.workers.contract.urls import has_credentials
+from troupe.workers.contract.imports import PackageMissing, require_package
+from troupe.workers.contract.text import has_credentials
 from troupe.workers.rewards.answer_text import plain, visible
 
 FIELDS = ("prompt", "response", "answer")
@@ -162,7 +162,7 @@ def judge_problem(args: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of the function in a spec; empty if they are valid."""
     try:
         if read_args(args).endpoint is not None:
-            require("openai", "an endpoint")
+            require_package("openai", "an endpoint")
     except (JudgeError, PackageMissing) as error:
         return str(error)
     return ""

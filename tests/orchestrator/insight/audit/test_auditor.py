@@ -17,7 +17,7 @@ from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.workers.audit.scorer import score_tokens
+from troupe.workers.audit import score_tokens
 from troupe.workers.contract.audit import TokenScores
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan, SampleSummary
 from troupe.workers.data.chat import encode_prompt

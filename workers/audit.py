@@ -1,0 +1,428 @@
+"""Scores sampled tokens in plain float32 transformers, and under every hypothesis that may explain a gap.
+
+The scorer uses none of the code with which sampler and trainer compute log-probs. It loads the model with transformers
+as it is, with eager attention, runs one row at a time without padding, and computes in float32. Each hypothesis changes
+one thing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import nn
+from torch.nn import functional
+
+from troupe.workers.contract.audit import (
+    DOUBLED,
+    MISSING,
+    STALE,
+    TIED_EMBEDDING,
+    WHOLE_MODEL,
+    Floats,
+    PromptDifference,
+    ScoreRequest,
+    TokenScores,
+)
+from troupe.workers.contract.kept_tokens import kept_of
+from troupe.workers.data.plain_text import as_text
+from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
+from troupe.workers.models.attention import choose_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TEMPERATURES = 17
+"""Number of temperatures that are tried: odd, so that the run's own is among them. Others are interpolated."""
+_RANGE = 4.0
+"""Largest ratio of a temperature that is tried to the run's own, either way."""
+_TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+_TOP_K = (1, 5, 10, 20, 40, 50, 100)
+_BORDER = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+"""Nats by which the engine's rounding may lift a token into the sampled ones, by the run's data type."""
+_HEADS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHOWN_TOKENS = 8
+_SHOWN_PROMPTS = 3
+
+
+@dataclass(frozen=True)
+class _RolloutRow:
+    """One row of the ROLLOUTS table."""
+
+    ids: torch.Tensor
+    """int64 [1, L]: prompt and response."""
+    start: int
+    """Length of the prompt."""
+    sampled: torch.Tensor
+    """bool [response tokens]: which of them the policy sampled."""
+    words: tuple[bytes, ...] | None = None
+    """The tokens that the sampler left to each response token (`contract/kept_tokens.py`), or None for all of them."""
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """int64 [T, 1]: the sampled tokens."""
+        return self.ids[0, self.start :][self.sampled][:, None]
+
+    def of(self, states: torch.Tensor) -> torch.Tensor:
+        """Selects from one state per token [1, L, ...] the states that predict the sampled tokens [T, ...]."""
+        return states[0, self.start - 1 : -1][self.sampled]
+
+    def left(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the sampled tokens, with -inf at tokens that the sampler left out."""
+        if self.words is None:
+            return logits
+        chosen = [words for words, sampled in zip(self.words, self.sampled.tolist(), strict=True) if sampled]
+        kept = np.stack([kept_of(np.frombuffer(words, np.int32), logits.shape[-1]) for words in chosen])
+        return logits.masked_fill(~torch.from_numpy(kept), -torch.inf)
+
+
+def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
+    """Score the sampled tokens of ROLLOUTS tables.
+
+    Args:
+        request: Model, weights and temperature.
+        tables: ROLLOUTS tables, followed by as many tables or more of the trainer's `old_logprobs` of their rows.
+
+    Returns:
+        Log-probs of every token that the policy sampled.
+
+    Raises:
+        ValueError: a row has no log-probs of the trainer.
+    """
+    if request.threads:
+        torch.set_num_threads(request.threads)
+    rollouts = [row for table in tables if "rollout_logprobs" in table.column_names for row in table.to_pylist()]
+    scored = {_key(row): row for table in tables if "old_logprobs" in table.column_names for row in table.to_pylist()}
+    rollouts = [row for row in rollouts if row["weight_versions"] and any(row["loss_mask"])]
+    if missing := [row["prompt_uid"] for row in rollouts if _key(row) not in scored]:
+        raise ValueError(f"the trainer scored no tokens of {missing[0]}")
+    rows = [_row(row) for row in rollouts]
+    with torch.no_grad():
+        model = _load_audited(request, torch.float32)
+        exact, hypotheses, tempered, above = _score(request, model, rows)
+        if request.thorough:
+            hypotheses |= _thorough(request, model, rows)
+        rounded = _score_rounded(request, rows)
+    prompts, differences = _compare_prompts(request, rollouts)
+    masks = [row["loss_mask"] for row in rollouts]
+    return TokenScores(
+        sampler=_masked([row["rollout_logprobs"] for row in rollouts], masks),
+        trainer=_masked([scored[_key(row)]["old_logprobs"] for row in rollouts], masks),
+        scorer=exact,
+        rounded=rounded,
+        hypotheses=hypotheses,
+        temperatures=_temperatures(request),
+        tempered=tempered,
+        above=above,
+        engine=tuple(row["engine"] for row in rollouts for kept in row["loss_mask"] if kept),
+        prompts=prompts,
+        prompt_differences=differences,
+    )
+
+
+def _key(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["prompt_uid"], row["sample_index"], row["segment"]
+
+
+def _row(row: dict[str, Any]) -> _RolloutRow:
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+    words = row.get("kept_tokens")
+    sampled = torch.tensor(row["loss_mask"], dtype=torch.bool)
+    return _RolloutRow(ids, len(row["prompt_ids"]), sampled, None if words is None else tuple(words))
+
+
+def _masked(values: list[list[float]], masks: list[list[bool]]) -> Floats:
+    kept = [
+        value for row, mask in zip(values, masks, strict=True) for value, keep in zip(row, mask, strict=True) if keep
+    ]
+    return np.array(kept, np.float64)
+
+
+def _load(request: ScoreRequest, folder: str, dtype: torch.dtype, attention: str | None = "eager") -> PreTrainedModel:
+    """The model in a folder. Eager attention is its own code: another implementation may leave a part of it out."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        trust_remote_code=request.model.trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+        attn_implementation=attention,
+        experts_implementation="eager",  # others refuse float64
+    )
+    return loaded.eval()
+
+
+def _load_audited(request: ScoreRequest, dtype: torch.dtype, attention: str | None = "eager") -> PreTrainedModel:
+    """The model that sampler and trainer must have. An adapter stays separate from the weights, by peft."""
+    model = _load(request, request.weights, dtype, attention)
+    return model if request.adapter is None else _with_adapter(model, request.adapter)
+
+
+def _with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    from peft import PeftModel
+
+    adapted: Any = PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
+    return adapted.get_base_model().eval()
+
+
+@contextmanager
+def _counted(model: PreTrainedModel, factor: float) -> Iterator[None]:
+    """Inside the block the model's adapter counts `factor` times."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    own = [dict(layer.scaling) for layer in layers]
+    for layer in layers:
+        layer.scaling = {name: factor * scaling for name, scaling in layer.scaling.items()}
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, own, strict=True):
+            layer.scaling = scaling
+
+
+def _run(
+    model: PreTrainedModel, row: _RolloutRow, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [T, vocabulary], states that the head reads [T, hidden size]) for the row's sampled tokens."""
+    where = {} if positions is None else {"position_ids": positions[None]}
+    arguments = {"input_ids": row.ids, "attention_mask": torch.ones_like(row.ids), "use_cache": False}
+    output: Any = model(**arguments, output_hidden_states=True, **where)
+    return row.of(output.logits), row.of(output.hidden_states[-1])
+
+
+def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[T] log-probs of `targets` [T, 1]."""
+    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    return (scaled.gather(-1, targets) - scaled.logsumexp(-1, keepdim=True))[:, 0]
+
+
+def _above(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[T] probability of all tokens more probable than `targets` [T, 1]."""
+    chances = (logits / temperature).softmax(-1)
+    return chances.masked_fill(logits <= logits.gather(-1, targets), 0.0).sum(-1)
+
+
+def _score(
+    request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]
+) -> tuple[Floats, dict[str, Floats], Floats, Floats]:
+    """Log-probs in float32, under the hypotheses that need no separate pass, and at every temperature; see `above`."""
+    temperature, grid = request.temperature, _temperatures(request)
+    exact: list[torch.Tensor] = []
+    tempered: list[torch.Tensor] = []
+    above: list[torch.Tensor] = []
+    others: dict[str, list[torch.Tensor]] = {}
+    for row in rows:
+        full, states = _run(model, row)
+        logits = row.left(full)
+        exact.append(_logprobs(logits, row.targets, temperature))
+        tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
+        above.append(torch.stack([_above(logits, row.targets, float(value)) for value in grid], -1))
+        for key, found in [
+            *_truncated(logits, row.targets, temperature, _BORDER[request.model.dtype]),
+            *_heads(request, model, full, states, row),
+        ]:
+            others.setdefault(key, []).append(found)
+    return _joined(exact), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered), _joined(above)
+
+
+def _joined(parts: list[torch.Tensor]) -> Floats:
+    return torch.cat(parts).double().numpy()
+
+
+def _temperatures(request: ScoreRequest) -> Floats:
+    """Temperatures to try, evenly spaced in their logarithm around the run's own."""
+    return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES))
+
+
+def _truncated(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, border: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Log-probs if only the most probable tokens are sampled: top-p and top-k.
+
+    Args:
+        logits: float [T, V].
+        targets: int64 [T, 1].
+        temperature: The run's own.
+        border: Nats by which a sampled token may be less probable than the last of these tokens.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, -1)
+    ordered = torch.from_numpy(-np.sort(-logprobs.numpy(), -1))  # torch's sort takes ten times as long
+    mass = ordered.exp().cumsum(-1)
+    own = logprobs.gather(-1, targets)
+    counts = {f"top_p:{top_p:g}": (mass < top_p).sum(-1) + 1 for top_p in _TOP_P}  # with the token that reaches top_p
+    counts |= {f"top_k:{top_k}": torch.full((len(logits),), top_k) for top_k in _TOP_K}
+    for key, count in counts.items():
+        last = count.clamp(max=logits.shape[-1])[:, None] - 1
+        inside = own >= ordered.gather(-1, last) - border
+        yield key, torch.where(inside, own - mass.gather(-1, last).log(), -torch.inf)[:, 0]
+
+
+def _heads(
+    request: ScoreRequest, model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor, row: _RolloutRow
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Log-probs with an output head in a shorter type than the run's."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or not torch.allclose(head(states), logits, rtol=1e-3, atol=1e-3):
+        return  # the model does more after its head, or before it
+    own = None if request.model.dtype == "float32" or request.model.computes_float32_logits else "bfloat16"
+    for name, dtype in _HEADS.items():
+        if name != own:
+            bias = None if head.bias is None else head.bias.to(dtype)
+            short = functional.linear(states.to(dtype), head.weight.to(dtype), bias)
+            yield f"head:{name}", _logprobs(row.left(short), row.targets, request.temperature)
+
+
+def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
+    """Log-probs that differ from the scorer's by the rounding of the run's data type and head."""
+    temperature = request.temperature
+    if request.model.dtype == "float32":
+        other = _load_audited(request, torch.float64)
+    else:  # eager attention would round its weights to bfloat16, which no engine does
+        attention = choose_attention(request.weights, request.model.trust_remote_code)
+        other = _load_audited(request, torch.bfloat16, attention)
+    head = other.get_output_embeddings()
+    parts = []
+    for row in rows:
+        logits, states = _run(other, row)
+        if request.model.computes_float32_logits and isinstance(head, torch.nn.Linear):
+            bias = None if head.bias is None else head.bias.float()
+            full = functional.linear(states.float(), head.weight.float(), bias)
+            logits = full if torch.allclose(full, logits.float(), rtol=0.1, atol=0.1) else logits
+        parts.append(_logprobs(row.left(logits), row.targets, temperature))
+    return _joined(parts)
+
+
+def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]) -> dict[str, Floats]:
+    """Log-probs at other positions, with older weights, and with other adapters."""
+    found = {}
+    for name in ("response+1", "response-1", "response from 0", "all+1"):
+        found[f"positions:{name}"] = _pass(model, rows, request.temperature, name)
+    if request.previous is not None:
+        older = OlderWeights(model, _load(request, request.previous, torch.float32))
+        for group in older.changed():
+            with older.in_place(group):
+                found[f"weights:{group}"] = _pass(model, rows, request.temperature)
+    if request.adapter is not None:
+        for name, factor in ((MISSING, 0.0), (DOUBLED, 2.0)):
+            with _counted(model, factor):
+                found[f"adapter:{name}"] = _pass(model, rows, request.temperature)
+    if request.previous_adapter is not None:
+        older_model = _with_adapter(_load(request, request.weights, torch.float32), request.previous_adapter)
+        found[f"adapter:{STALE}"] = _pass(older_model, rows, request.temperature)
+    return found
+
+
+def _pass(model: PreTrainedModel, rows: list[_RolloutRow], temperature: float, shift: str = "") -> Floats:
+    parts = [_logprobs(row.left(_run(model, row, _positions(row, shift))[0]), row.targets, temperature) for row in rows]
+    return _joined(parts)
+
+
+def _positions(row: _RolloutRow, shift: str) -> torch.Tensor | None:
+    """int64 [L]: the positions of a row's tokens under a hypothesis, or None for the model's own."""
+    if not shift:
+        return None
+    positions = torch.arange(row.ids.shape[1])
+    response = positions >= row.start
+    if shift == "all+1":
+        return positions + 1
+    if shift == "response from 0":
+        return torch.where(response, positions - row.start, positions)
+    return positions + response * (1 if shift == "response+1" else -1)
+
+
+def _compare_prompts(request: ScoreRequest, rollouts: list[dict[str, Any]]) -> tuple[int, tuple[PromptDifference, ...]]:
+    """Compares the recorded tokens of every prompt with the tokens of transformers' chat template."""
+    if not request.compare_prompts:
+        return 0, ()
+    tokenizer: Any = load_chat_tokenizer(request.model)
+    compared, differences = 0, []
+    for row in {row["prompt_uid"]: row for row in rollouts}.values():
+        compared += 1
+        messages, found = json.loads(row["messages"]), row["prompt_ids"]
+        if request.model.plain or as_text(tokenizer, messages) != messages:
+            expected = token_ids(tokenizer, render(tokenizer, messages, open_turn=True))
+        else:
+            expected = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        if expected == found:
+            continue
+        first = next((n for n, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+        first = min(len(expected), len(found)) if first is None else first
+        texts = (tokenizer.decode(ids[first : first + _SHOWN_TOKENS]) for ids in (expected, found))
+        differences.append(PromptDifference(row["prompt_uid"], first, *texts))
+    return compared, tuple(differences[:_SHOWN_PROMPTS])
+
+
+class OlderWeights:
+    """The weights of two versions of a model, in groups: a layer, the embedding, the output head, ...
+
+    A tied output head is a separate group: an engine may hold a copy of it that is older than the embedding.
+    """
+
+    def __init__(self, model: PreTrainedModel, older: PreTrainedModel) -> None:
+        """Unties the heads of both models."""
+        self._tied = _untie(model)
+        _untie(older)
+        self._weights = dict(model.named_parameters())
+        self._older = dict(older.named_parameters())
+        self._groups = _groups(self._weights)
+        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+        embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+        if self._tied and head in self._groups and embedding in self._groups:
+            self._groups[TIED_EMBEDDING] = [*self._groups[embedding], *self._groups[head]]
+
+    def changed(self) -> list[str]:
+        """The groups whose weights differ between the versions, the whole model last; none if all are equal."""
+        changed = [
+            group
+            for group, names in self._groups.items()
+            if any(not torch.equal(self._weights[name], self._older[name]) for name in names)
+        ]
+        return [*changed, WHOLE_MODEL] if changed else []
+
+    @contextmanager
+    def in_place(self, group: str) -> Iterator[None]:
+        """Inside the block the model has the older weights of a group."""
+        names = list(self._weights) if group == WHOLE_MODEL else self._groups[group]
+        self._swap(names)
+        try:
+            yield
+        finally:
+            self._swap(names)
+
+    def _swap(self, names: list[str]) -> None:
+        for name in names:
+            own, older = self._weights[name], self._older[name]
+            own.data, older.data = older.data, own.data
+
+
+def _untie(model: PreTrainedModel) -> bool:
+    """Untie the output head; returns whether it was tied."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
+        return False
+    if head.weight is not embedding.weight:
+        return False
+    head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+    return True
+
+
+def _groups(weights: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Names of weights by module: a numbered layer is one group."""
+    groups: dict[str, list[str]] = {}
+    for name in weights:
+        parts = name.split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        group = ".".join(parts[:-1] if number is None else parts[: number + 1])
+        groups.setdefault(group, []).append(name)
+    return groups

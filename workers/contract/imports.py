@@ -1,0 +1,170 @@
+"""What is imported by name: objects that a spec names, and packages that only some features need."""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = Path(__file__).absolute().parents[2]
+"""The folder `troupe`."""
+_OLD_NAMES = {
+    "workers.environments": "troupe.environments",
+    "workers.rewards": "troupe.rewards",
+    "workers.algorithms": "troupe.algorithms",
+    "workers.sandbox": "troupe.sandbox",
+    "workers": "troupe.workers",
+    "orchestrator": "troupe.orchestrator",
+    "deploy.examples": "troupe.deploy.examples",
+    "troupe.workers.environments": "troupe.environments",
+    "troupe.workers.sandbox": "troupe.sandbox",
+}
+"""Earlier names of modules, with today's."""
+
+
+class NameProblem(ValueError):
+    """A name leads to nothing: it is unknown, its module cannot be imported, or has no such attribute."""
+
+
+def locate(name: str, shipped: Mapping[str, str], kind: str, form: str) -> tuple[str, str]:
+    """Module and attribute of a built-in name or of `package.module:attribute`. Imports nothing.
+
+    Args:
+        name: The name.
+        shipped: The built-in ones, each with what it stands for.
+        kind: What is named, for messages: `reward function`.
+        form: How a custom one is named: `package.module:function`.
+
+    Raises:
+        NameProblem: it is neither.
+    """
+    module, colon, attribute = shipped.get(name, name).partition(":")
+    if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
+        return module, attribute
+    near = difflib.get_close_matches(name, shipped, n=1)
+    built_in = f"; built-in {kind.rpartition(' ')[2]}s: {', '.join(shipped)}" if shipped else ""
+    hint = f"; did you mean {near[0]!r}?" if near else built_in
+    use = f"use a built-in name or {form}" if shipped else f"use {form}"
+    raise NameProblem(f"no {kind} {name!r}: {use}{hint}")
+
+
+def import_attribute(name: str, module: str, attribute: str) -> Any:
+    """The attribute of a module; `name` is what messages call it.
+
+    Raises:
+        NameProblem: the import fails, or there is no such attribute.
+    """
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except Exception as error:  # the module may be the user's
+        if isinstance(error, ImportError) and (problem := missing_package_for(error)):
+            raise NameProblem(f"{name}: {problem}") from error
+        raise NameProblem(f"{name}: cannot import {module}: {type(error).__name__}: {error}") from error
+    if found is None:
+        raise NameProblem(f"{name}: module {module} has no {attribute!r}")
+    return found
+
+
+def resolve(path: str) -> Any:
+    """What `module:name` in a row of a table names. It is imported here: model libraries take seconds to import."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def import_module(name: str) -> ModuleType:
+    """The module of this name.
+
+    Raises:
+        Exception: Whatever its import raises. The message of a ModuleNotFoundError names today's module where `name`,
+            or what the module imports, is an earlier name of one of ours.
+    """
+    try:
+        found = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if hint := _todays_name(error.name or ""):
+            raise ModuleNotFoundError(f"{error}; {hint}", name=error.name) from error
+        raise
+    hint = _todays_name(name)
+    if hint and found.__file__ is not None and _is_ours(Path(found.__file__)):  # a checkout is the current folder
+        raise ModuleNotFoundError(hint, name=name)
+    return found
+
+
+def _todays_name(module: str) -> str:
+    """What a module with an earlier name is called now, as a hint; empty for other modules."""
+    for old, new in _OLD_NAMES.items():
+        if module == old or module.startswith(f"{old}."):
+            return f"Troupe's {old} is {new} now"
+    return ""
+
+
+def _is_ours(file: Path) -> bool:
+    folders = ("workers", "orchestrator", "deploy")
+    return any(file.resolve().is_relative_to((_PACKAGE / folder).resolve()) for folder in folders)
+
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "agents": ("aiohttp", "mcp", "openai"),
+    "data": ("datasets", "duckdb", "ijson"),
+    "demo": ("gguf",),
+    "gym": ("reasoning_gym",),
+    "lora": ("peft",),
+    "math": ("math_verify",),
+    "metrics": ("prometheus_client", "tensorboard"),
+    "trackers": ("mlflow", "wandb"),
+}
+"""Modules by the extra in `pyproject.toml` that installs them."""
+
+
+class PackageMissing(ValueError):
+    """A feature needs a package that is not installed; the message names it, and the command that installs it."""
+
+
+def missing_package(module: str) -> str:
+    """What a feature needs that imports a module of `EXTRAS`; empty if it is installed. Imports nothing.
+
+    Returns:
+        The end of a sentence: `needs the package mcp: pip install 'troupe-rl[agents]'`.
+    """
+    try:
+        there = find_spec(module) is not None
+    except ImportError:
+        there = False
+    if there:
+        return ""
+    extra = next(extra for extra, modules in EXTRAS.items() if module in modules)
+    return f"needs the package {module.replace('_', '-')}: pip install 'troupe-rl[{extra}]'"
+
+
+def require_package(module: str, feature: str) -> None:
+    """Raise PackageMissing if a feature needs a module of `EXTRAS` that is not installed."""
+    if problem := missing_package(module):
+        raise PackageMissing(f"{feature} {problem}")
+
+
+def missing_package_for(error: ImportError) -> str:
+    """What an import that failed needs, in the form of `missing_package`; empty if it lacks no package of an extra."""
+    module = (error.name or "").partition(".")[0]
+    known = any(module in modules for modules in EXTRAS.values())
+    return missing_package(module) if known else ""
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """In the block Python collects no garbage.
+
+    While an import creates thousands of modules, collections take a third of the time and find almost nothing.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

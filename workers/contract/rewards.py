@@ -1,0 +1,62 @@
+"""Names, sums and comparisons of rewards. Processes of user code import this module, and not pydantic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+ENVIRONMENT_REWARD = "environment"
+"""Name of the reward component that the environment gives, the sum over an episode's turns."""
+
+JUDGE_REWARD = "judge"
+"""Name of the reward component that a language model gives."""
+
+NO_ANSWER = -1.0
+"""Number in a vote of a response that states no answer."""
+
+REWARD_FUNCTIONS = (
+    ENVIRONMENT_REWARD,
+    JUDGE_REWARD,
+    "exact_match",
+    "last_number",
+    "numeric",
+    "regex",
+    "length",
+    "overlong",
+    "reasoning_gym",
+    "letter_share",
+    "equations",
+    "python_tests",
+)
+"""Names of the built-in reward functions. `workers/rewards/loading.py` has each one's module."""
+
+STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
+"""Built-in reward functions that can return process rewards."""
+
+RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym", "python_tests")
+"""Built-in reward functions whose value is 1 if the response is right, and less if it is not."""
+
+
+TOLERANCE = 1e-9
+"""Largest difference of equal rewards: of numbers above 1, as a share of them."""
+
+
+def total(values: Iterable[float]) -> float:
+    """The sum of rewards, rounded once; not finite if one of them is not or if they are too large."""
+    given = tuple(values)
+    try:
+        return math.fsum(given)
+    except (OverflowError, ValueError):
+        return sum(given)
+
+
+def is_solved(value: float, solved_at: float) -> bool:
+    """Whether a reward is at least `solved_at`, to rounding."""
+    return value >= solved_at - TOLERANCE * max(1.0, abs(solved_at))
+
+
+def differ(values: Iterable[float]) -> bool:
+    """Whether some rewards are not all equal."""
+    given = tuple(values)
+    low, high = min(given, default=0.0), max(given, default=0.0)
+    return high - low > TOLERANCE * max(1.0, abs(low), abs(high))

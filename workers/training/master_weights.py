@@ -1,0 +1,90 @@
+"""The master weights: those that the optimizer changes, in float32, of which the model's are rounded.
+
+Under ZeRO each rank holds a part of them. The digest of a rank covers its own part, so that nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def master_weights(engine: Any, stage: int) -> list[torch.Tensor]:
+    """This rank's part of the weights, live, as the optimizer of DeepSpeed's `engine` has them."""
+    optimizer = engine.optimizer
+    if stage == 3:
+        return [partition.data for partition in optimizer.fp32_partitioned_groups_flat]
+    return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
+    """The parts of `master_weights` without the unwritten memory that ZeRO-3 appends to the last shares of a parameter.
+
+    (ZeRO-1 and ZeRO-2 append zeros.)
+    """
+    flats = master_weights(engine, stage)
+    if stage < 3:
+        yield from flats
+        return
+    for flat, parameters in zip(flats, engine.optimizer.fp16_groups, strict=True):
+        start = 0
+        for parameter in parameters:
+            width = parameter.ds_tensor.ds_numel
+            held = min(max(parameter.ds_numel - rank * width, 0), width)
+            yield flat[start : start + held]
+            start += width
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, whole tensor) of every parameter that trains. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        full = safe_get_full_fp32_param(parameter)
+        # Without ZeRO and in float32 the optimizer changes the parameter itself.
+        yield name, parameter.detach() if full is None else full.detach()
+
+
+class WeightSnapshot:
+    """This rank's part of the weights before a step. Collective: all ranks take and shorten it together.
+
+    Only the weights move: the optimizer's moments keep what they learnt from the step's gradients.
+    """
+
+    def __init__(self, engine: Any, stage: int) -> None:
+        """Copy the weights that DeepSpeed's `engine` has now.
+
+        Args:
+            engine: DeepSpeed's engine.
+            stage: Its ZeRO stage.
+        """
+        self._engine = engine
+        self._stage = stage
+        self._before = [master.detach().clone() for master in master_weights(self._engine, self._stage)]
+
+    @torch.no_grad()
+    def shorten(self, factor: float) -> None:
+        """Move the weights to before + `factor` * (now - before); 0 restores the weights of before bit for bit."""
+        for master, before in zip(master_weights(self._engine, self._stage), self._before, strict=True):
+            # Under a factor of 0 a weight that is not finite must not survive as 0 * inf.
+            master.copy_(torch.lerp(before, master, factor) if factor else before)
+        self._round()
+
+    def _round(self) -> None:
+        """Give the model the changed weights in its own precision, with the steps of DeepSpeed's optimizers."""
+        optimizer = self._engine.optimizer
+        if self._stage == 3:
+            for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            optimizer.checkpoint_event_epilogue()  # gathers the small parameters that every rank keeps whole
+        elif self._stage > 0:
+            optimizer.update_lp_params()
+        elif self._engine.bfloat16_enabled():
+            for masters, rounded in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+                for master, parameter in zip(masters, rounded, strict=True):
+                    parameter.data.copy_(master.data)
