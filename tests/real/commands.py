@@ -254,9 +254,9 @@ def kill_each(run: Run, *deaths: tuple[int, str]) -> None:
         run.wait_for_step(step + 1)
 
 
-def replayed(run: Path, step: int, *flags: str, code: int = 0) -> Command:
-    """A replay that ends with this exit code."""
-    command = Command(run.parent, troupe_command("replay", str(run), "--step", str(step), *flags))
+def replayed(run: Path, step: int, code: int = 0, root: Path = ROOT) -> Command:
+    """A replay with the code of a checkout that ends with this exit code."""
+    command = Command(run.parent, troupe_command("replay", str(run), "--step", str(step)), cwd=root)
     with running(command):
         assert command.wait() == code, command.output
     return command

@@ -1,7 +1,8 @@
-"""Plans of replays, comparisons with another version of the code, and comparisons of samples."""
+"""Plans of replays, and what the command says of one."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,24 +11,26 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 from tests.conftest import ROOT
+from troupe.orchestrator.cli import app
 from troupe.orchestrator.data.texts import TextPicks
-from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.insight.replay.against import (
-    StepThere,
-    difference,
-    own_root,
-    replay_there,
-    require_checkout,
-    write_result,
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.insight import replay as replays
+from troupe.orchestrator.insight.replay import (
+    Each,
+    Repeated,
+    ReplayOutcome,
+    plan_replay,
+    software_changes,
+    spec_of,
+    start_problem,
 )
-from troupe.orchestrator.insight.replay.plan import plan_replay, spec_of
-from troupe.orchestrator.insight.replay.repeat import Repeated, software_changes, start_problem
-from troupe.orchestrator.insight.replay.resample import compare_samples, first_difference, plan_resample
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
-from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import GroupOrigin
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.micro_batches import minibatches, plan_texts
@@ -58,6 +61,11 @@ def kept_step(step: int, **changes: Any) -> StepRecord:
         updates=({"policy/loss": 0.5, "policy/kl": math.nan},),
     )
     return kept.model_copy(update=changes)
+
+
+def table() -> pa.Table:
+    """A TRAIN table without rows."""
+    return TRAIN.empty_table()
 
 
 @pytest.fixture
@@ -193,9 +201,8 @@ def test_kept_texts_make_the_plans_of_the_run() -> None:
 
 
 def repeated(**changes: Any) -> Repeated:
-    weights = {"policy": {"embed": "1", "norm": "2", "head": "3"}, "critic": {"score": "4"}}
     updates = ({"policy/loss": 0.5, "policy/kl": math.nan},)
-    step = Repeated(7, {"policy": "a"}, {"policy": "a"}, updates, updates, 0.1, weights)
+    step = Repeated(7, {"policy": "a"}, {"policy": "a"}, updates, updates, 0.1)
     return replace(step, **changes)
 
 
@@ -216,145 +223,17 @@ def test_other_versions_and_other_first_weights_explain_a_difference() -> None:
     assert words.startswith("the policy of the checkpoint of step 2 differ")
 
 
-def test_the_first_parameter_that_differs_is_in_the_order_of_the_model() -> None:
-    there = StepThere(step=7, equal=True, weights={"policy": {"embed": "1", "norm": "0", "head": "0"}}, updates=[])
-    found = difference(repeated(weights={"policy": repeated().weights["policy"]}), there)
-    assert found is not None
-    assert (found.step, found.names, found.parameters) == (7, {"policy": ["norm", "head"]}, {"policy": 3})
-    same = StepThere(step=7, equal=True, weights={k: dict(v) for k, v in repeated().weights.items()}, updates=[])
-    assert difference(repeated(), same) is None
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_replay_is_printed_as_json(equal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def replay(run: Path, step: int, console: Console, each: Each, address: str | None) -> ReplayOutcome:
+        steps = (repeated(step=3), repeated(step=step, found={"policy": "a" if equal else "b"}))
+        for one in steps:
+            each(one)
+        return ReplayOutcome(steps, "", () if equal else ("torch 2.12 in the run, 2.13 here",))
 
-
-def test_only_a_checkout_with_the_command_is_compared(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no checkout of Troupe"):
-        require_checkout(tmp_path)
-    (tmp_path / "orchestrator").mkdir()
-    (tmp_path / "orchestrator" / "cli.py").write_text("")
-    with pytest.raises(UsageError, match="this version has no `troupe replay`"):
-        require_checkout(tmp_path)
-    assert require_checkout(ROOT) == ROOT == own_root()
-
-
-def test_a_checkout_is_found_through_links_and_parent_folders(tmp_path: Path) -> None:
-    """With `-m`, Python imports from the working folder without links and `..`."""
-    root = scripted_checkout(tmp_path, "")
-    (root / "orchestrator" / "commands").mkdir()
-    (root / "orchestrator" / "commands" / "replay.py").write_text("")
-    (tmp_path / "link").symlink_to(root)
-    for number, path in enumerate((tmp_path / "link", root / ".." / root.name)):
-        folder = tmp_path / f"result-{number}"
-        folder.mkdir()
-        found = replay_there(require_checkout(path), tmp_path, 7, folder, 30.0)
-        assert found.root == str(root)
-
-
-def scripted_checkout(tmp_path: Path, script: str) -> Path:
-    """A checkout whose command line is a script that says where it was imported from and what it was asked."""
-    write_result(tmp_path / "wanted.json", [repeated()])
-    package = tmp_path / "there" / "orchestrator"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "cli.py").write_text(
-        "import pathlib, sys, json\n"
-        "asked = dict(zip(sys.argv[3::2], sys.argv[4::2]))\n"
-        f"found = json.loads(pathlib.Path({str(tmp_path / 'wanted.json')!r}).read_text())\n"
-        "found['root'] = str(pathlib.Path(__file__).parent.parent)\n"
-        f"{script}\n"
-        "pathlib.Path(asked['--result']).write_text(json.dumps(found | {'added later': 1}))\n"
-    )
-    return package.parent
-
-
-def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
-    root = scripted_checkout(
-        tmp_path,
-        "if asked['--step'] == '3': sys.exit('no such step')\n"
-        "if asked['--step'] == '4': import time; time.sleep(60)\n"
-        "if asked['--step'] == '5': found['root'] = '/elsewhere'",
-    )
-
-    def there(step: int, timeout_s: float = 30.0):
-        folder = tmp_path / f"result-{step}"
-        folder.mkdir()
-        return replay_there(root, tmp_path, step, folder, timeout_s)
-
-    found = there(7)
-    assert found.steps[0].weights == repeated().weights and found.steps[0].equal
-    with pytest.raises(TroupeError, match=r"failed \(exit code 1\):\n  no such step"):
-        there(3)
-    with pytest.raises(TroupeError, match=r"took longer than 2 s"):
-        there(4, 2.0)
-    with pytest.raises(TroupeError, match=r"was to use .*, and used /elsewhere"):
-        there(5)
-
-
-def test_a_step_is_sampled_again_with_the_versions_that_sampled_it(tmp_path: Path, keep: Keep) -> None:
-    origins = [("a", 3, 3), ("b", 2, 2), ("c", 3, 3), ("d", 2, 3)]
-    groups = tuple(GroupOrigin(uid, row, 8, *versions) for row, (uid, *versions) in enumerate(origins))
-    for step in (1, 2, 3):
-        keep(step)
-    keep(4, groups=groups)
-    for step in (2, 3):
-        save(tmp_path, step)
-    plan = plan_resample(tmp_path, 4)
-    assert {version: [group.prompt_uid for group in found] for version, found in plan.groups.items()} == {
-        2: ["b"],
-        3: ["a", "c"],
-    }
-    assert plan.mixed == 1
-    assert plan.replay.checkpoint is not None and plan.replay.checkpoint.step == 2
-    assert [folder.kept.step for folder in plan.replay.folders] == [3]
-
-
-def test_offline_steps_and_mixed_groups_have_nothing_to_sample(tmp_path: Path, keep: Keep) -> None:
-    (planned,) = plan_runs(read_document(SPECS / "tiny-dpo.yaml"))
-    keep(1, planned.spec, groups=())
-    with pytest.raises(UsageError, match="trained on offline data: it has no samples"):
-        plan_resample(tmp_path, 1)
-    keep(2, groups=(GroupOrigin("a", 0, 8, 0, 1),))
-    with pytest.raises(UsageError, match=r"no group was sampled by one version of the weights alone \(1 were not\)"):
-        plan_resample(tmp_path, 2)
-
-
-def sample(uid: str, index: int, *tokens: int, logprob: float = -1.0) -> dict[str, Any]:
-    """A row of a TRAIN table."""
-    return {
-        "prompt_uid": uid,
-        "sample_index": index,
-        "attempt": 0,
-        "segment": 0,
-        "prompt_ids": [1, 2],
-        "reward": 0.0,
-        "response_ids": tokens,
-        "loss_mask": [True] * len(tokens),
-        "rollout_logprobs": [logprob] * len(tokens),
-        "advantages": [0.0] * len(tokens),
-    }
-
-
-def table(*rows: dict[str, Any]) -> pa.Table:
-    return pa.Table.from_pylist(list(rows), schema=TRAIN)
-
-
-def test_the_first_token_that_differs_is_named(tmp_path: Path, keep: Keep) -> None:
-    groups = (GroupOrigin("a", 0, 2, 0, 0), GroupOrigin("b", 1, 2, 0, 0), GroupOrigin("c", 2, 2, 0, 1))
-    keep(1, groups=groups)
-    plan = plan_resample(tmp_path, 1)
-    recorded = table(sample("a", 0, 5, 6, 7), sample("a", 1, 5, 6), sample("b", 0, 8), sample("c", 0, 1))
-    again = [table(sample("b", 0, 8)), table(sample("a", 0, 5, 9, 7, logprob=-1.25), sample("a", 1, 5, 6, 4))]
-    found = compare_samples(plan, recorded, again)
-    assert (found.samples, found.largest_gap, found.mixed, found.equal) == (3, 0.25, 1, False)
-    assert found.differences == (
-        "a sample 0, token 1 of the response: 6 (log-prob -1.000000) in the run, 9 (log-prob -1.250000) here",
-        "a sample 1, token 2 of the response: the end in the run, 4 (log-prob -1.000000) here",
-    )
-    assert found.lines()[0] == "step 1: 1 of 3 samples have the tokens of the run"
-    with pytest.raises(UsageError, match="the prompt of a is not that of the run"):
-        compare_samples(plan, recorded, [table(sample("a", 0, 5) | {"prompt_ids": [1]})])
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "position"), [([], [], None), ([1], [1], None), ([1], [2], 0), ([1, 2], [1], 1), ([], [1], 0)]
-)
-def test_sequences_differ_where_one_ends(first: list[int], second: list[int], position: int | None) -> None:
-    assert first_difference(first, second) == position
+    monkeypatch.setattr(replays, "replay", replay)
+    result = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "4", "--json"])
+    assert result.exit_code == (0 if equal else 1)
+    found = json.loads(result.stdout)
+    assert found["equal"] is equal and [step["equal"] for step in found["steps"]] == [True, equal]
+    assert found["steps"][1]["recorded"] == {"policy": "a"} and bool(found["software"]) is not equal
