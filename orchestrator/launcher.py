@@ -7,9 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from troupe.orchestrator.cluster.actors import RunActors
+from troupe.orchestrator.cluster.actors import RunActors, WorkerPlacements
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.placement import WorkerPlacements
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError

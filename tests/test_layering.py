@@ -404,7 +404,7 @@ def test_importing_the_worker_classes_imports_no_model_library() -> None:
 def test_the_driver_imports_no_model_library_to_start_workers() -> None:
     statement = (
         "from troupe.orchestrator.runs import session; from troupe.orchestrator.roles.table import ROLES;"
-        "from troupe.orchestrator.cluster.actor_class import actor_class;"
+        "from troupe.orchestrator.cluster.actors import actor_class;"
         "[actor_class(row.worker, row.protocol, concurrent=row.concurrent) for row in ROLES.values()]"
     )
     code = f"import sys; {statement}; print(*sorted({HEAVY - {'ray'}!r} & set(sys.modules)))"

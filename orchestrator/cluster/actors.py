@@ -1,25 +1,99 @@
-"""The actors of a run: which class and configuration the worker in each seat has."""
+"""The workers of a run as actors: the place that each has, its class and its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-from troupe.orchestrator.cluster.actor_class import actor_class
-from troupe.orchestrator.cluster.placement import WorkerPlacements
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.plan.memory import Sizes, shared_engine
+from troupe.orchestrator.plan.placement import Placement, Seat, place, place_one, role_sizes
+from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract import roles
 from troupe.workers.contract.config import RolloutConfig
+from troupe.workers.contract.imports import without_collections
 from troupe.workers.contract.messages import WorkerHealth
+from troupe.workers.isolation.lifetime import exit_with
+from troupe.workers.preload.forked_worker import serves
+
+_RAYLET = "RAY_RAYLET_PID"
+"""Ray's variable with the process that starts workers. Ray looks for its id, which a dead process keeps until it is
+reaped."""
+
+
+class WorkerPlacements(Mapping[str, tuple[Placement, Seat]]):
+    """The places of the workers of a spec, by worker name. A place is kept while its worker is replaced."""
+
+    def __init__(self, spec: RunSpec, cluster: Cluster) -> None:
+        """Reserves nothing."""
+        self._cluster = cluster
+        self._timeout_s = spec.schedule.start_timeout_s
+        self._sizes = {size.role: size for size in role_sizes(spec)}
+        self._placements: dict[str, tuple[Placement, Seat]] = {}
+
+    def __getitem__(self, name: str) -> tuple[Placement, Seat]:
+        return self._placements[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def roles(self) -> set[str]:
+        """The roles that have a place."""
+        return {seat.role for _, seat in self.values()}
+
+    def names(self, role: str) -> list[str]:
+        """Names of the workers of a role that have a place, in the order of their index."""
+        return [f"{role}-{index}" for index in sorted(s.index for _, s in self.values() if s.role == role)]
+
+    async def reserve(self, only: frozenset[str] | None = None) -> None:
+        """Reserves the resources of all workers of the spec, or of the sections of `roles` in `only`.
+
+        Raises:
+            DoesNotFit: The cluster has no room.
+        """
+        placements = [
+            placement
+            for placement in place(list(self._sizes.values()))
+            if only is None or any(section_of(seat.role) in only for seat in placement.seats)
+        ]
+        await self._cluster.reserve(placements, self._timeout_s)
+        for placement in placements:
+            self._take(placement, only)
+
+    async def add(self, name: str) -> None:
+        """Reserves the resources of one more worker, of a role whose workers are placed one by one.
+
+        Raises:
+            DoesNotFit: The cluster has no room.
+        """
+        role, index = name.rsplit("-", 1)
+        placement = place_one(self._sizes[role], int(index))
+        await self._cluster.reserve([placement], self._timeout_s)
+        self._take(placement)
+
+    def release(self, name: str) -> None:
+        """Releases the resources of a worker that has ended, if it has a place."""
+        if name in self._placements:
+            placement, _ = self._placements.pop(name)
+            self._cluster.release(placement.name)
+
+    def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
+        """Takes the places of a placement, or those of the sections in `only`."""
+        seats = [seat for seat in placement.seats if only is None or section_of(seat.role) in only]
+        self._placements |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}
 
 
 class RunActors:
-    """Creates the actor in a seat, and ends it. A replacement has the name of the worker that it replaces."""
+    """Creates the actor of a worker in its place, and ends it. A replacement has the name of the replaced worker."""
 
     def __init__(
         self,
@@ -48,7 +122,7 @@ class RunActors:
         self._workers: dict[str, ActorWorker[Any]] = {}
 
     def spawn(self, name: str) -> ActorWorker[Any]:
-        """Creates the worker of this name in its seat."""
+        """Creates the worker of this name in its place."""
         placement, seat = self._placements[name]
         row, settings = row_of(self._spec, seat.role), settings_of(self._spec, seat.role)
         own = self._classes.get(row.kind)
@@ -73,7 +147,7 @@ class RunActors:
 
     @contextmanager
     def killed_on_failure(self, name: str) -> Iterator[None]:
-        """Ends a worker that does not start inside the block, so that its seat is free for another one."""
+        """Ends a worker that does not start inside the block, so that its place is free for another one."""
         try:
             yield
         except BaseException:
@@ -104,3 +178,42 @@ class RunActors:
         # Ray's name of a GPU's type does not tell an A100 with 40 GB from one with 80.
         gpu = self.policy_gpu or self._cluster.gpu_memory()
         return shared_engine(spec, gpu, Sizes()) if gpu else None
+
+
+def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any]:
+    """A class of the same name that imports the worker class in the actor's process and forwards calls to it.
+
+    Args:
+        path: The worker class, as `module:Class`.
+        protocol: The methods that can be called.
+        concurrent: Whether the methods of the worker class are coroutines.
+    """
+    module, _, name = path.partition(":")
+
+    def create(self: Any, *args: Any) -> None:
+        serves()
+        if raylet := int(os.environ.get(_RAYLET, 0)):
+            exit_with(raylet)
+        with without_collections():
+            worker_class = getattr(importlib.import_module(module), name)
+        self.worker = worker_class(*args)
+
+    forward = _forward_coroutine if concurrent else _forward
+    methods = {method: forward(method) for method in dir(protocol) if not method.startswith("_")}
+    return type(name, (), {"__init__": create, "__module__": module, **methods})
+
+
+def _forward(method: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.worker, method)(*args, **kwargs)
+
+    call.__name__ = method
+    return call
+
+
+def _forward_coroutine(method: str) -> Callable[..., Any]:
+    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self.worker, method)(*args, **kwargs)
+
+    call.__name__ = method
+    return call

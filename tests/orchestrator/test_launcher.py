@@ -15,8 +15,7 @@ from tests.conftest import ROOT
 from tests.fakes import FakePolicy, fake_spec, fakes_of, policy_group, restart_fakes
 from tests.orchestrator.plan.test_worker_memory import spec_of
 from tests.orchestrator.training.test_recovery import RecoveringRun
-from troupe.orchestrator.cluster.actors import RunActors
-from troupe.orchestrator.cluster.placement import WorkerPlacements
+from troupe.orchestrator.cluster.actors import RunActors, WorkerPlacements
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised
 from troupe.orchestrator.launcher import WorkerLauncher

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from troupe.orchestrator.cluster.actor_class import actor_class
+from troupe.orchestrator.cluster.actors import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all, rare_collections
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.data.mixture import group_settings, prompt_order

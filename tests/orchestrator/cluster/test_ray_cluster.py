@@ -18,7 +18,7 @@ import pytest_asyncio
 import ray
 
 from tests.processes import command_line, descendants
-from troupe.orchestrator.cluster.actor_class import actor_class
+from troupe.orchestrator.cluster.actors import actor_class
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.errors import (
     ClusterUnreachable,
