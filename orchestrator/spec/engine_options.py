@@ -1,25 +1,16 @@
 """vLLM's own options of an engine (`roles.rollout.engine`, `roles.judge.engine`): which ones a spec may set.
 
-vLLM is not imported here, because that takes seconds: names and types are read from its source. The engine itself
-checks the values when it starts.
+Names and types are compared with the installed vLLM (`installed_vllm.py`), which checks the values when it starts.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.checks.machine import Finding
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, Device
-
-_CLASSES = ("EngineArgs", "AsyncEngineArgs")
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-"""Simple types of options, and their words in an error message."""
 
 _ONE_NODE = "an engine has the GPUs of tensor_parallel_size, on one node; set {role}.workers for more engines"
 _LORA = "Troupe sets it: set roles.policy.lora to train adapters"
@@ -182,27 +173,10 @@ def refused_options(role: str, options: Mapping[str, Any], device: Device) -> It
             yield f"roles.{role}.engine.{name}", why.format(role=f"roles.{role}", model=model, sampling=sampling)
 
 
-def unknown_options(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Options that the installed vLLM does not have, and values of another type; nothing if vLLM is not installed.
-
-    Args:
-        engines: The sections `engine`, by role.
-    """
-    known = _installed_options() if any(engines.values()) else {}
-    for role, options in engines.items():
-        for name, value in options.items() if known else ():
-            path = f"roles.{role}.engine.{name}"
-            if name not in known:
-                hint = nearest(name, known) or "see the engine arguments of vLLM"
-                yield path, f"the installed vLLM has no such engine option ({hint})"
-            elif expected := _mismatch(value, known[name]):
-                yield path, f"expected {expected}, got {value!r}"
-
-
 def engine_option(path: Sequence[str]) -> str:
-    """Where an option of vLLM that is written among the fields of an engine's role belongs; empty if it is none."""
+    """Where an option of vLLM that is written among the fields of an engine's role belongs; empty if unknown."""
     engine = len(path) == 3 and path[0] == "roles" and path[1] in ("rollout", "judge")
-    return "vLLM's own options are in 'engine'" if engine and path[2] in _installed_options() else ""
+    return "vLLM's own options are in 'engine'" if engine and path[2] in {*_ALWAYS, *_ROLLOUT, *_OF_POLICY} else ""
 
 
 def _refusal(name: str, role: str, device: Device) -> str:
@@ -215,31 +189,5 @@ def _refusal(name: str, role: str, device: Device) -> str:
         return "Troupe turns it off on the CPU, where vLLM cannot resume a request that has a seed"
     if name in _ALWAYS or role != "rollout" or name in _OF_POLICY:
         return _ALWAYS.get(name, "")
-    return _ROLLOUT.get(name, _UNTESTED if name in _installed_options() else "")
-
-
-def _mismatch(value: Any, annotation: str) -> str:
-    """What an option expects, if its type is a simple one and the value has another type; else empty."""
-    names = [part.strip() for part in annotation.split("|")]
-    if not set(names) <= {*_TYPES, "None"}:
-        return ""
-    given = "None" if value is None else type(value).__name__
-    fits = given in names or (given == "int" and "float" in names)
-    return "" if fits else " or ".join(_TYPES[name] for name in names if name in _TYPES)
-
-
-@cache
-def _installed_options() -> dict[str, str]:
-    """Name and annotation of every option of the installed vLLM's engines, from its source; empty without vLLM."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or package.origin is None:
-        return {}
-    source = Path(package.origin).parent / "engine" / "arg_utils.py"
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in _CLASSES]
-    fields = [node for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
-    return {
-        field.target.id: ast.unparse(field.annotation)
-        for field in fields
-        if isinstance(field.target, ast.Name) and not field.target.id.startswith("_")
-    }
+    hint = nearest(name, _OF_POLICY)
+    return _ROLLOUT.get(name, f"{_UNTESTED} ({hint})" if hint else _UNTESTED)

@@ -56,12 +56,17 @@ def example_text(name: str, models: Path | None = None) -> str:
 
 
 def models_folder() -> Path:
-    """Folder of the example models: TROUPE_MODELS, or `troupe/models` in the user's cache folder (XDG)."""
+    """Folder of the example models: TROUPE_MODELS, or `models` in the cache folder."""
     if given := os.environ.get(MODELS_VARIABLE):
         return Path(given).expanduser().absolute()
+    return cache_folder() / "models"
+
+
+def cache_folder() -> Path:
+    """The folder `troupe` in the user's cache folder (XDG)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # By the XDG specification, a relative path is as if it were not set.
-    return (cache if cache.is_absolute() else Path.home() / ".cache") / "troupe" / "models"
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "troupe"
 
 
 def _summary(text: str) -> str:

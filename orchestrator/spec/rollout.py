@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import KlPenalty
-from troupe.orchestrator.spec import engine_options
+from troupe.orchestrator.spec import installed_vllm
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.checks import machine as preflight
 from troupe.orchestrator.spec.checks.machine import DataSource, Finding
@@ -344,7 +344,11 @@ class RolloutSpec(RunSpec, frozen=True):
         engines = {"rollout": self.roles.rollout.engine}
         if self.roles.judge is not None:
             engines["judge"] = self.roles.judge.engine
-        options = engine_options.unknown_options(engines)
+        options = installed_vllm.unknown_options(engines)
+        parsers = {
+            f"roles.{environment_role(name)}.tool_parser": role.tool_parser
+            for name, role in self.roles.environments().items()
+        }
         lists = self.reward_functions().items()
         functions = [problem for path, one in lists for problem in preflight.unusable_functions(one, path)]
         environments = [
@@ -352,7 +356,8 @@ class RolloutSpec(RunSpec, frozen=True):
             for role, config in self.environment_configs().items()
             for problem in preflight.unusable_environment(config, f"roles.{role}")
         ]
-        return [*super().missing(), *options, *functions, *environments, *self._algorithm_problems()]
+        read = installed_vllm.unusable_parsers(parsers)
+        return [*super().missing(), *options, *read, *functions, *environments, *self._algorithm_problems()]
 
     def packages(self) -> Iterator[tuple[str, str]]:
         """(field, module) of features that need an extra, and of the comparison of answers in votes."""

@@ -23,7 +23,6 @@ from troupe.orchestrator.spec.sections import (
     SourceShare,
     TrainerRole,
 )
-from troupe.orchestrator.spec.tool_parsers import parser_problem
 from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
@@ -175,8 +174,6 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
         yield f"{path}.name", f"no environment '{role.name[:60]}' ({nearest(role.name, ENVIRONMENTS) or known})"
     if role.name == "tools" and role.tool_parser is None:
         yield f"{path}.tool_parser", "is required: it finds the tool calls in a turn (for SmolLM2 and Qwen: hermes)"
-    if role.tool_parser is not None and (problem := parser_problem(role.tool_parser)):
-        yield f"{path}.tool_parser", problem
     for field in ("gpus", "accelerator", "colocate_with"):
         if dict(role)[field]:
             yield f"{path}.{field}", "environments run on separate CPU cores; remove it"

@@ -391,22 +391,6 @@ CPU_CASES = [
         ("      - name: exact_match", "      - name: judge"),
     ),
     case(
-        "tool_parser_misspelt",
-        "14: roles.environment.tool_parser: vLLM has no tool parser 'hermess' (did you mean 'hermes'?)",
-        ("  reward:\n", "  environment: {name: retry, tool_parser: hermess}\n  reward:\n"),
-    ),
-    case(
-        "tool_parser_that_reads_no_text",
-        (
-            "14: roles.environment.tool_parser: vLLM's tool parser cohere_command3 does not read the text of a turn; "
-            "choose another one"
-        ),
-        (
-            "  reward:\n",
-            "  environment: {name: retry, tool_parser: cohere_command3}\n  reward:\n",
-        ),
-    ),
-    case(
         "judge_that_nobody_asks",
         "14: roles.judge: no reward function asks it: add the function `judge`, or remove the role",
         ("  reward:\n", "  judge: {model: {path: models/j}}\n  reward:\n"),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from troupe.orchestrator.spec import engine_options
+from troupe.orchestrator.spec import engine_options, installed_vllm
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import EngineConfig
+from troupe.workers.isolation.probe import ProbeFailed
 
 SPEC = """\
 name: options
@@ -30,6 +32,12 @@ data: {train: {kind: jsonl, path: train.jsonl}}
 GPU = ("roles.rollout.gpus=1", "roles.policy.gpus=1", "roles.judge.gpus=1")
 FIRST = "roles.rollout.engine"
 JUDGE = "roles.judge.engine"
+
+
+def installed_options() -> Mapping[str, tuple[str, ...]]:
+    offers = vars(installed_vllm)["_offers"]()
+    assert offers is not None
+    return offers.options
 
 
 def load(folder: Path, *overrides: str) -> RolloutSpec:
@@ -67,6 +75,7 @@ def test_options_reach_the_configurations_of_engine_and_judge(tmp_path: Path) ->
         (FIRST, "{enable_lora: true}", "set roles.policy.lora to train adapters"),
         (FIRST, "{enable_chunked_prefill: true}", "Troupe turns it off on the CPU"),
         (JUDGE, "{generation_config: vllm}", "set roles.judge"),
+        (FIRST, "{shceduling_policy: priority}", "than the one that is trained (did you mean 'scheduling_policy'?)"),
         (FIRST, "priority", f"{FIRST}: expected a section, got 'priority'"),
     ],
 )
@@ -104,19 +113,19 @@ def test_a_frozen_model_may_round_and_draft_and_a_gpu_may_cut_prompts(tmp_path: 
 def test_names_and_simple_types_are_those_of_the_installed_vllm(
     options: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
-    found = [f"{path}: {message}" for path, message in engine_options.unknown_options({"rollout": options})]
+    found = [f"{path}: {message}" for path, message in installed_vllm.unknown_options({"rollout": options})]
     assert len(found) == len(expected)
     for line, start in zip(found, expected, strict=True):
         assert line.startswith(f"{FIRST}.{start}")
 
 
 def test_the_files_check_of_a_spec_includes_its_options(tmp_path: Path) -> None:
-    spec = load(tmp_path, f"{FIRST}={{block_sise: 64}}")
-    assert f"{FIRST}.block_sise" in dict(spec.missing())
+    spec = load(tmp_path, f"{JUDGE}={{block_sise: 64}}")
+    assert f"{JUDGE}.block_sise" in dict(spec.missing())
 
 
 def test_every_refused_option_is_one_of_vllm_and_no_reason_is_left_open() -> None:
-    known = vars(engine_options)["_installed_options"]()
+    known = installed_options()
     refused = {*vars(engine_options)["_ALWAYS"], *vars(engine_options)["_ROLLOUT"]}
     own = vars(engine_options)["_OWN_FIELDS"]
     assert len(known) > 100
@@ -129,16 +138,51 @@ def test_every_refused_option_is_one_of_vllm_and_no_reason_is_left_open() -> Non
 
 def test_the_check_does_not_import_vllm() -> None:
     code = (
-        "import sys; from troupe.orchestrator.spec.engine_options import unknown_options;"
+        "import sys; from troupe.orchestrator.spec.installed_vllm import unknown_options;"
         "assert list(unknown_options({'rollout': {'block_sise': 1}}));"
         "assert not {'vllm', 'torch'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_an_answer_of_vllm_is_kept_by_version_and_asked_for_again_if_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(entry: str, *_: object) -> list[Any]:
+        asked.append(entry)
+        return [{"options": {"block_size": ["int"]}, "parsers": {"hermes": True}}]
+
+    monkeypatch.setattr(installed_vllm, "ask", ask)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fresh = vars(installed_vllm)["_offers"].__wrapped__
+    first = fresh()
+    (kept,) = (tmp_path / "troupe").iterdir()
+    assert kept.name.startswith("vllm") and kept.suffix == ".json"
+    assert fresh() == first and len(asked) == 1
+    kept.write_text('{"options": []}')
+    assert fresh() == first and len(asked) == 2
+
+
+@pytest.mark.parametrize("reply", [ProbeFailed("its process ended", []), [{"renamed": {}}]])
+def test_a_vllm_that_gives_no_answer_is_reported(
+    reply: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(*_: object) -> list[Any]:
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    monkeypatch.setattr(installed_vllm, "ask", ask)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert vars(installed_vllm)["_offers"].__wrapped__() is None
+    assert "does not tell its engine options and tool parsers, which stay unchecked" in caplog.text
+
+
 def test_a_policys_engine_takes_only_options_that_are_known_to_change_no_distribution(tmp_path: Path) -> None:
     """Also those of a later vLLM are refused until someone has looked at them; a judge's frozen model may have them."""
-    known = engine_options._installed_options()
+    known = installed_options()
     assert known.keys() >= engine_options._OF_POLICY
     free = {name for name in known if not [*engine_options.refused_options("rollout", {name: 1}, "cuda")]}
     assert free == engine_options._OF_POLICY

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.orchestrator.spec.test_engine_options import load
 from tests.real.call_forms import FORMS, OTHERS, READ_NO_TEXT
-from troupe.orchestrator.spec import tool_parsers
-from troupe.orchestrator.spec.tool_parsers import parser_problem
+from troupe.orchestrator.spec import installed_vllm
+
+PATH = "roles.environment.tool_parser"
+
+
+def parser_problem(name: str) -> str:
+    return dict(installed_vllm.unusable_parsers({PATH: name})).get(PATH, "")
 
 
 @pytest.mark.parametrize("name", sorted(FORMS.keys() | OTHERS))
@@ -21,5 +29,10 @@ def test_a_parser_that_reads_no_text_is_refused(name: str) -> None:
 
 def test_an_unknown_parser_is_refused_where_vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parser_problem("nothing").startswith("vLLM has no tool parser 'nothing' (apertus, cohere_command3, ")
-    monkeypatch.setattr(tool_parsers, "_parsers", dict)
+    monkeypatch.setattr(installed_vllm, "_offers", lambda: None)
     assert parser_problem("nothing") == ""
+
+
+def test_the_files_check_of_a_spec_includes_its_parsers(tmp_path: Path) -> None:
+    spec = load(tmp_path, "roles.environment={name: tools, args: {tools: [calculator]}, tool_parser: hermess}")
+    assert dict(spec.missing())[PATH] == "vLLM has no tool parser 'hermess' (did you mean 'hermes'?)"
