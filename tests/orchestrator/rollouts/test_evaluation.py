@@ -57,7 +57,11 @@ def test_each_set_is_evaluated_on_its_own_prompts() -> None:
     async def run() -> dict[str, int]:
         names = ("one", "two", "three")
         sets = {
-            n: {"kind": "jsonl", "path": n, "sampling": {"temperature": 1.0, "samples": i}}
+            n: {
+                "kind": "jsonl",
+                "path": n,
+                "sampling": {"temperature": i / 2, "samples": i, "top_p": 1 - i / 8, "top_k": i},
+            }
             for i, n in enumerate(names, 2)
         }
         spec = fake_spec(evaluation={}, data={"train": {"kind": "jsonl", "path": "train"}, "eval": sets})
@@ -67,15 +71,18 @@ def test_each_set_is_evaluated_on_its_own_prompts() -> None:
         ]
         rewards = RewardPool([FaultyWorker("reward-0", FakeReward())], 1.0)
         asked: list[tuple[str, Any, int]] = []
+        seeds: set[int] = set()
         inner = engine_sampler(fake_pool([FaultyEngine("rollout-0", random.Random(0))]))
 
         async def sample(request: GroupRequest, prompts: Any) -> Any:
-            asked.append((request.prompt_uid, prompts, request.samples))
+            asked.append((request.prompt_uid, prompts, i := request.samples))
+            assert (request.temperature, request.top_p, request.top_k) == (i / 2, 1 - i / 8, i)
+            seeds.add(request.seed)
             return await inner(request, prompts)
 
         results = await Evaluator(7, held_out, sample, rewards).results(0)
         expected = [(f"{n}-r{row}", n, size + 1) for size, n in enumerate(names, 1) for row in range(size)]
-        assert sorted(asked) == sorted(expected)
+        assert sorted(asked) == sorted(expected) and len(seeds) == 6
         return {name: result.prompts for name, result in results.items()}
 
     assert asyncio.run(run()) == {"one": 1, "two": 2, "three": 3}

@@ -31,7 +31,7 @@ from troupe.orchestrator.errors import BatchFailed, EnginesLost
 from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.sample_counts import replaced_counts, sample_counts
-from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.training.ledger import Ledger
@@ -422,6 +422,24 @@ def test_too_many_failed_rewards_stop_the_run_with_their_error() -> None:
     reward = FaultyReward({(f"e0-r{r}", i): "error: KeyError: 'x'" for r in range(100) for i in range(4)})
     with pytest.raises(BatchFailed, match="KeyError"):
         on_virtual_time(FakeRollouts(steps=1, reward=reward).train(1))
+
+
+def test_half_of_a_step_s_samples_may_fail_where_the_spec_allows_half() -> None:
+    failed = {(f"e0-r{row}", i): "error: KeyError: 'x'" for row in range(2) for i in range(4)}
+    failed |= {("e0-r2", i): "error: KeyError: 'x'" for i in range(2)}
+    on_virtual_time(FakeRollouts(steps=1, reward=FaultyReward(failed)).train(1))
+    with pytest.raises(BatchFailed, match="11 samples of this step failed"):
+        on_virtual_time(FakeRollouts(steps=1, reward=FaultyReward(failed | {("e0-r3", 0): "timeout"})).train(1))
+
+
+def test_samples_have_a_seed_by_the_run_and_the_prompt() -> None:
+    assert len({sampling_seed(seed, f"e0-r{row}") for seed in range(3) for row in range(3)}) == 9
+    rollouts = FakeRollouts(steps=1)
+    seeds: dict[str, int] = {}
+    for engine in rollouts.engines:
+        engine._seconds = lambda request: seeds.update({request.prompt_uid: request.seed}) or 0.0
+    on_virtual_time(rollouts.train(1))
+    assert seeds == {f"e0-r{row}": sampling_seed(fake_spec().seed, f"e0-r{row}") for row in range(5)}
 
 
 def test_groups_in_flight_at_a_checkpoint_are_rescheduled_on_resume() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,25 @@ def test_digest_mismatch_stops_the_run_and_names_the_engine() -> None:
 
     with pytest.raises(WeightsNotVerified, match=r"rollout-1 acknowledged version 1 digest other; .* digest d1"):
         on_virtual_time(run())
+
+
+class OneVersionBehind(FaultyEngine):
+    """Acknowledges the right digest under the version before."""
+
+    async def update_weights(self, update: WeightUpdate) -> WeightAck:
+        return replace(await super().update_weights(update), version=update.version - 1)
+
+
+def test_another_version_with_the_same_digest_stops_the_run_and_so_does_a_new_engine_s() -> None:
+    async def run(old: FaultyEngine, new: FaultyEngine) -> None:
+        sync = FileSync(policy_group(FakePolicy()), fake_pool([old]), 1.0)
+        await sync.push(1)
+        await sync.bring_up(Engine(FaultyWorker(new.name, new), "host"))
+
+    engines = OneVersionBehind("rollout-0", random.Random(0)), FaultyEngine("rollout-1", random.Random(1))
+    for order in (engines, engines[::-1]):
+        with pytest.raises(WeightsNotVerified, match="rollout-0 acknowledged version 0 digest d1; sent was version 1"):
+            on_virtual_time(run(*order))
 
 
 def test_thousands_of_updates_are_submitted_in_portions_between_which_other_tasks_run() -> None:

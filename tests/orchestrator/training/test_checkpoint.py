@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import os
 import random
 import signal
 import subprocess
@@ -63,6 +64,28 @@ def test_a_saved_checkpoint_is_loaded_unchanged(store: CheckpointStore) -> None:
     assert (found.path / "policy" / "rank1.safetensors").read_bytes() == bytes([10, 1]) * 500
     manifest = json.loads((found.path / MANIFEST).read_text())
     assert set(manifest["files"]) == {STATE, "policy/rank0.safetensors", "policy/rank1.safetensors"}
+
+
+def test_every_byte_is_on_disk_before_a_checkpoint_has_its_name(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, the folders that list them, the rename, and then the folder in which the name is."""
+    done: list[Path] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        assert {source, *source.rglob("*")} == set(done)
+        done[:] = [target]
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    save(store, 10)
+    assert done == [store.directory / "step-000010", store.directory]
 
 
 def test_another_number_of_workers_is_reported(store: CheckpointStore) -> None:

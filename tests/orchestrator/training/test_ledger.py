@@ -71,6 +71,15 @@ def test_the_ledger_balances_after_any_history_and_a_restart(history: list[tuple
     assert ledger.counts()["dropped"] == sum(how == "drop" for how in ended.values())
 
 
+@pytest.mark.parametrize("wrong", [{"dispatched": 3}, {"trained": 1}, {"dropped": {"refused": 1}}])
+def test_a_sample_that_is_nowhere_or_twice_is_found(wrong: dict[str, object]) -> None:
+    ledger = Ledger()
+    ledger.dispatch("e0-r1", 0, 2)
+    Ledger.restore(ledger.state()).check()
+    with pytest.raises(LedgerError, match="does not balance"):
+        Ledger.restore(ledger.state() | wrong).check()
+
+
 def test_samples_of_a_group_are_marked_together_or_not_at_all() -> None:
     """If one sample is already closed, repeated or unknown, none of the samples is marked."""
     ledger = Ledger()
