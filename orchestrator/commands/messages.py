@@ -28,7 +28,7 @@ def typer_error(error: typer.TyperException) -> str:
     command = "troupe" if context is None else context.command_path
     said = " ".join(error.format_message().split()).rstrip(".")
     if command == "troupe deploy" and said.startswith("No such option"):
-        said += "; --patch sets any other field of a manifest"
+        said += "; kustomize sets any other field of a manifest"
     if command == "troupe demo" and said.startswith("Got unexpected extra argument"):
         said += "; --spec chooses the example"
     return f"error: {said}; see `{command} --help`" if said else ""

@@ -70,9 +70,6 @@ class KubernetesFlags(Flags):
         int | None, _kubernetes(help="Size of /dev/shm of a worker pod, in GiB (default: from the plan).")
     ] = None
     stop_s: Annotated[int | None, _kubernetes(help="Seconds a stopped run has to save (default: 600).")] = None
-    patch: Annotated[
-        Path | None, _kubernetes(metavar="FILE", help="YAML that is merged over the manifest, for everything else.")
-    ] = None
 
 
 @dataclass(frozen=True)

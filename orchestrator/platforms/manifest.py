@@ -13,7 +13,6 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags
 from troupe.orchestrator.platforms.kubernetes.documents import manifests, notes, to_yaml, unmounted
 from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
-from troupe.orchestrator.platforms.kubernetes.patch import read_patches
 from troupe.orchestrator.platforms.kubernetes.pods import Limits
 from troupe.orchestrator.platforms.kubernetes.values import (
     Variable,
@@ -94,7 +93,6 @@ def _options(
         secret_variables=tuple(parse_secret_variable(text) for text in flags.secret_env or ()),
         limits=Limits(gpus=size.get("gpus_per_node", Limits.gpus), cpus=size.get("cpus_per_node", Limits.cpus)),
         gib_per_node=nodes.gib_per_node,
-        patch=read_patches(flags.patch) if flags.patch is not None else (),
         **{name: given[name] for name in same if name in given},
     )
 

@@ -168,7 +168,11 @@ COMMANDS = [
     ("deploy good.yaml --slurm --image x", USAGE, "--image: not available with --slurm"),
     ("deploy good.yaml --nodes 3", USAGE, "--nodes: requires --slurm"),
     ("deploy good.yaml --slurm --nodes 0", USAGE, "--nodes: must be between"),
-    ("deploy good.yaml --label a=b", USAGE, "; --patch sets any other field of a manifest; see `troupe deploy --help`"),
+    (
+        "deploy good.yaml --label a=b",
+        USAGE,
+        "; kustomize sets any other field of a manifest; see `troupe",
+    ),
     ("deploy good.yaml --pvc x", USAGE, "--pvc x: expected CLAIM:/FOLDER"),
     ("deploy good.yaml --env x", USAGE, "--env: expected NAME=VALUE"),
     ("deploy good.yaml --secret-env x", USAGE, "--secret-env: expected NAME=SECRET:KEY"),

@@ -1,4 +1,4 @@
-"""The YAML documents of a KubeRay deployment (`rayjob.yaml.j2`): the values of the template, and its patches."""
+"""The YAML documents of a KubeRay deployment (`rayjob.yaml.j2`): the values of the template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from troupe.orchestrator.plan.placement import ACCELERATOR
 from troupe.orchestrator.platforms.kubernetes.accelerators import node_affinity
 from troupe.orchestrator.platforms.kubernetes.memory import HEAD, HEAD_CPUS, memory, unplanned
 from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, LONGEST_S, SPEC_FOLDER, KubernetesOptions
-from troupe.orchestrator.platforms.kubernetes.patch import Document, apply_patches
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
@@ -27,6 +26,8 @@ from troupe.orchestrator.spec.derived.paths import path_fields
 
 USER = 1000
 """The images' user; also the group that owns mounted volumes."""
+
+Document = dict[str, Any]
 
 _FOLDER = files("troupe.orchestrator.platforms.kubernetes")
 _SPEC_FILE = "spec.yaml"
@@ -45,8 +46,7 @@ def manifests(sent: Document, runs: Sequence[PlannedRun], options: KubernetesOpt
         options: Settings outside the spec.
 
     Raises:
-        UsageError: /dev/shm does not fit into a pod's memory, the spec does not fit into a ConfigMap, or the patch does
-            not fit the manifest.
+        UsageError: /dev/shm does not fit into a pod's memory, or the spec does not fit into a ConfigMap.
     """
     specs = [run.spec for run in runs]
     groups = pod_groups(specs, options.limits)
@@ -72,7 +72,7 @@ def manifests(sent: Document, runs: Sequence[PlannedRun], options: KubernetesOpt
         nodes={group.name: _nodes(group) for group in groups},
         elastic=any(group.min_replicas < group.max_replicas for group in groups),
     )
-    return apply_patches(list(yaml.safe_load_all(text)), options.patch)
+    return list(yaml.safe_load_all(text))
 
 
 def notes(runs: Sequence[PlannedRun], options: KubernetesOptions) -> Iterator[str]:

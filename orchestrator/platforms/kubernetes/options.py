@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.kubernetes.pods import Limits
@@ -58,8 +57,6 @@ class KubernetesOptions:
     """Size of /dev/shm in worker pods, or None for the plan's."""
     stop_s: int = 600
     """Seconds that a stopped run has to save."""
-    patch: tuple[dict[str, Any], ...] = ()
-    """Documents that are merged over the manifest (`orchestrator/platforms/kubernetes/patch.py`)."""
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
@@ -113,7 +110,9 @@ def _variable_problems(options: KubernetesOptions) -> Iterator[str]:
     for flag, name in flags:
         if name in _RESERVED_VARIABLES:
             instead = "set it with --stop-s" if name == "RAY_JOB_STOP_WAIT_TIME_S" else "KubeRay sets this variable"
-            yield f"{flag} {name}: {instead}" + ("; name the Secret of a token by --patch" if "AUTH" in name else "")
+            yield f"{flag} {name}: {instead}" + (
+                "; name the Secret of a token with kustomize" if "AUTH" in name else ""
+            )
         if names.count(name) > 1:
             yield f"{flag} {name}: specified twice"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,12 +47,11 @@ CANARY = "hf_canary0123456789"
         ({"env": ["RAY_JOB_STOP_WAIT_TIME_S=9"]}, "--env RAY_JOB_STOP_WAIT_TIME_S: set it with --stop-s"),
         (
             {"secret_env": ["RAY_AUTH_TOKEN=a:b"]},
-            "--secret-env RAY_AUTH_TOKEN: KubeRay sets this variable; name the Secret of a token by --patch",
+            "--secret-env RAY_AUTH_TOKEN: KubeRay sets this variable; name the Secret of a token with kustomize",
         ),
         ({"pvc": ["a:/var/run/secrets/kubernetes.io"]}, "--pvc a:/var/run/secrets/kubernetes.io: the path is reserved"),
         ({"gpus_per_node": 0}, "--gpus-per-node: must be between 1 and 2147483647, got 0"),
         ({"stop_s": 0}, "--stop-s: must be between 1 and 2147483647, got 0"),
-        ({"patch": Path("/no/such/file")}, "--patch /no/such/file: No such file or directory"),
         ({"shm_gib": 0}, "--shm-gib: must be between 1 and 2147483647, got 0"),
         (
             {"shm_gib": 200, "gib_per_node": 100},
