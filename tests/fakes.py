@@ -62,7 +62,7 @@ from troupe.workers.contract.messages import (
     WorkerHealth,
 )
 from troupe.workers.contract.roles import EngineLink, EnvironmentLink, Reply
-from troupe.workers.data.step_record import write_tables
+from troupe.workers.data.kept_tables import write_tables
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Awaitable
 
-from troupe.workers.agents.interface import EnvironmentProcesses, SeatFailed, SeatProcess
+from troupe.workers.agents.interface import EnvironmentProcesses, EpisodeProcess, EpisodeProcessFailed
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
@@ -20,7 +20,7 @@ _WATCH_S = 0.5
 
 
 class EnvironmentWorker:
-    """Holds up to `episodes` episodes. Episodes of one worker wait only for a free seat.
+    """Holds up to `episodes` episodes. Episodes of one worker wait only for a free episode process.
 
     Every method names the episode by a key that the caller chose. An episode that no call names within
     `episode_timeout_s` ends: its engine may have died.
@@ -42,13 +42,13 @@ class EnvironmentWorker:
         self._name = name
         args = environment_with_opened_thoughts(config, policy).args
         self._processes = EnvironmentProcesses(config.name, args, config.memory_limit_mib, config.env)
-        self._free: list[SeatProcess] = []
-        self._taken: dict[str, SeatProcess] = {}
+        self._free: list[EpisodeProcess] = []
+        self._taken: dict[str, EpisodeProcess] = {}
         self._family = FamilyPeak()
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._places = asyncio.Semaphore(config.episodes)
         self._waiting: set[str] = set()
-        """Episodes that wait for a seat."""
+        """Episodes that wait for a process."""
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> WorkerHealth:
@@ -61,24 +61,24 @@ class EnvironmentWorker:
         return await self.health()
 
     async def begin(self, episode: str, row: Row) -> EpisodeReply:
-        """Start an episode once a seat is free; returns the first observation.
+        """Start an episode once a process is free; returns the first observation.
 
         Raises:
             EnvironmentGone: the worker can start no more episodes.
         """
         self._waiting.add(episode)
         try:
-            seat = await self._seat()
+            process = await self._free_process()
         finally:
             closed = episode not in self._waiting
             self._waiting.discard(episode)
-        self._taken[episode] = seat
+        self._taken[episode] = process
         loop = asyncio.get_running_loop()
         self._deadlines[episode] = loop.call_later(self._config.episode_timeout_s, self._abandon, episode)
         if closed:
             self._release(episode)
             raise EnvironmentGone(f"{self._name}: the episode {episode} was closed before it began")
-        return await self._settled(episode, seat.start(row, self._config.turn_timeout_s))
+        return await self._settled(episode, process.start(row, self._config.turn_timeout_s))
 
     async def step(self, episode: str, message: Message) -> EpisodeReply:
         """The environment's answer to a turn of the policy.
@@ -86,13 +86,13 @@ class EnvironmentWorker:
         Raises:
             EnvironmentGone: there is no such episode (any more).
         """
-        seat = self._taken.get(episode)
-        if seat is None:
+        process = self._taken.get(episode)
+        if process is None:
             raise EnvironmentGone(f"{self._name} has no episode {episode}")
-        return await self._settled(episode, seat.step(message, self._config.turn_timeout_s))
+        return await self._settled(episode, process.step(message, self._config.turn_timeout_s))
 
     async def end(self, episode: str) -> None:
-        """Close an episode that runs or waits for a seat; does nothing if there is none."""
+        """Close an episode that runs or waits for a process; does nothing if there is none."""
         self._waiting.discard(episode)
         self._release(episode)
 
@@ -115,8 +115,8 @@ class EnvironmentWorker:
         """
         if not self._processes.alive:
             raise WorkerGone(f"{self._name}: the process that loaded the environment has died")
-        seats = [seat.pid for seat in (*self._free, *self._taken.values())]
-        pids = [pid for pid in (self._processes.pid, *seats) if pid is not None]
+        episodes = [process.pid for process in (*self._free, *self._taken.values())]
+        pids = [pid for pid in (self._processes.pid, *episodes) if pid is not None]
         peak = Peak(self._family.read(pids))
         return WorkerHealth(self._name, socket.gethostname(), os.getpid(), 0, len(self._taken), peak=peak)
 
@@ -131,17 +131,17 @@ class EnvironmentWorker:
         """End all episodes and processes."""
         for deadline in self._deadlines.values():
             deadline.cancel()
-        for seat in (*self._free, *self._taken.values()):
-            seat.kill()
+        for process in (*self._free, *self._taken.values()):
+            process.kill()
         self._free, self._taken, self._deadlines = [], {}, {}
         self._processes.close()
 
-    async def _seat(self) -> SeatProcess:
-        """A seat, once one is free. Raises EnvironmentGone if no more episodes can start."""
+    async def _free_process(self) -> EpisodeProcess:
+        """An episode process, once one is free. Raises EnvironmentGone if no more episodes can start."""
         await self._places.acquire()
         try:
-            return self._free.pop() if self._free else await self._processes.seat()
-        except SeatFailed as error:
+            return self._free.pop() if self._free else await self._processes.fork()
+        except EpisodeProcessFailed as error:
             self._places.release()
             raise EnvironmentGone(f"{self._name}: {error}") from None
         except BaseException:
@@ -149,7 +149,7 @@ class EnvironmentWorker:
             raise
 
     async def _settled(self, episode: str, asking: Awaitable[EpisodeReply]) -> EpisodeReply:
-        """The reply of the episode's process; an episode that has failed or is done returns its seat."""
+        """The reply of the episode's process; the process of an episode that has failed or is done is free."""
         try:
             reply = await asking
         except BaseException:
@@ -164,23 +164,23 @@ class EnvironmentWorker:
         self._release(episode)
 
     def _release(self, episode: str) -> None:
-        """Take the episode's seat back: closed in the background and used again, unless it was killed."""
-        seat = self._taken.pop(episode, None)
-        if seat is None:
+        """Take the episode's process back: closed in the background and used again, unless it was killed."""
+        process = self._taken.pop(episode, None)
+        if process is None:
             return
         self._deadlines.pop(episode).cancel()
-        if not seat.alive:
+        if not process.alive:
             self._places.release()
             return
-        task = asyncio.ensure_future(self._close_episode(seat))
+        task = asyncio.ensure_future(self._close_episode(process))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _close_episode(self, seat: SeatProcess) -> None:
+    async def _close_episode(self, process: EpisodeProcess) -> None:
         try:
-            await seat.end(_CLOSE_TIMEOUT_S)
-            self._free.append(seat)
-        except SeatFailed:
+            await process.end(_CLOSE_TIMEOUT_S)
+            self._free.append(process)
+        except EpisodeProcessFailed:
             pass
         finally:
             self._places.release()

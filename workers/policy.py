@@ -12,8 +12,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from troupe.workers.algorithms.policy_batch import policy_tokens
-from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss
+from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss, policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import PolicyConfig
 from troupe.workers.contract.imports import resolve

@@ -32,12 +32,12 @@ from troupe.workers.contract.messages import (
     WorkerHealth,
 )
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, differ, total
-from troupe.workers.data.kept_groups import Kept, keep_groups, read_group
-from troupe.workers.data.response_text import response_text
+from troupe.workers.data.kept_tables import Kept, keep_groups, read_group
+from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
 from troupe.workers.data.turn_ends import without_end
+from troupe.workers.rewards.results import Step, token_counts
 from troupe.workers.rewards.runner import EnvironmentReward, RewardProcess, RewardResult, Sample
-from troupe.workers.rewards.steps import Step, token_counts
 from troupe.workers.rewards.thoughts import VOTES, with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import FamilyPeak
 from troupe.workers.telemetry.start_activity import Activity, announce
@@ -246,7 +246,7 @@ class RewardWorker:
         Args:
             rollouts: The group's ROLLOUTS table.
             rewards: Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's.
-            vote: Whether the summary records which samples give the same answer (`troupe.workers.rewards.votes`).
+            vote: Whether the summary records which samples give the same answer (`troupe.workers.rewards.numeric`).
 
         Raises:
             ValueError: it is not a rollouts table, or not of exactly one group and attempt.
@@ -298,7 +298,7 @@ class RewardWorker:
         return write_evaluation(path, step, tables)
 
     def keep_groups(self, folder: str, request: KeepRequest, *tables: pa.Table) -> tuple[Kept, ...]:
-        """Write groups for a later run (see `troupe.workers.data.kept_groups`)."""
+        """Write groups for a later run (see `troupe.workers.data.kept_tables`)."""
         return keep_groups(folder, request, tables)
 
     def read_group(self, folder: str, kept: KeptTable) -> tuple[int, pa.Table]:

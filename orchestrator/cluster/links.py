@@ -85,7 +85,7 @@ class ActorEnvironments:
         try:
             return worker, await self._call(worker, EnvironmentServer.begin, timeout_s, episode, row)
         except BaseException:
-            self.end(worker, episode)  # an abandoned call would still take a seat
+            self.end(worker, episode)  # an abandoned call would still take an episode process
             raise
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:

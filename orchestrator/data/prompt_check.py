@@ -21,7 +21,7 @@ COUNTED = 20_000
 """Most prompts of a section that are rendered to count unusable ones."""
 _COUNT_S = 20.0
 """Time for rendering prompts."""
-_ENTRY = "troupe.workers.data.prompt_probe:measure"
+_ENTRY = "troupe.workers.data.tokenizer_probe:measure"
 _TIMEOUT_S = 120.0
 _READ_AS_TEXT = "which are read as text; where they are meant as tokens, set model.allow_special: true"
 _UNNAMED = (

@@ -108,7 +108,7 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
         return engine
 
     async def end_episodes(engine: str) -> None:
-        """Ends the episodes of a lost engine, as other engines' episodes need the seats."""
+        """Ends the episodes of a lost engine, as other engines' episodes need their processes."""
 
         async def end(worker: WorkerHandle[roles.EnvironmentServer]) -> None:
             try:

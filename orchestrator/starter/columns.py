@@ -14,7 +14,7 @@ from troupe.orchestrator.starter.environments import needs_answer
 from troupe.orchestrator.starter.tables import GYM, Table, find_tables
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
-_TRIAL = "troupe.workers.rewards.trial:count_earned"
+_TRIAL = "troupe.workers.rewards.trials:count_earned"
 _MATHS = ("last_number", "numeric")
 _ANY = "exact_match"
 _OF_MATHS = re.compile(r"\d|\\[A-Za-z]")

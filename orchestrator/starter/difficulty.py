@@ -20,7 +20,7 @@ from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS, SAMPLES = 8, 8
 
-_TRIAL = "troupe.workers.rewards.difficulty:sample_levels"
+_TRIAL = "troupe.workers.rewards.trials:sample_levels"
 _LEVELS = 5
 _MOST_PARAMETERS = 2_000_000_000
 """Most parameters of a model that is tried without a GPU."""

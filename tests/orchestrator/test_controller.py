@@ -63,8 +63,8 @@ from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
+from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate

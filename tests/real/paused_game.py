@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.workers.agents.environments import Message, Observation
-from troupe.workers.agents.environments.guess_number import GuessNumber
+from troupe.workers.agents.environments.basic import GuessNumber
 
 PAUSE = "pause"
 """Turns wait as long as the folder has this file, and create the file that it names."""

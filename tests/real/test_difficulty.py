@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from troupe.workers.rewards import difficulty
+from troupe.workers.rewards import trials
 
 
 def test_harder_levels_are_tried_only_while_nearly_all_samples_are_right(
@@ -16,6 +16,6 @@ def test_harder_levels_are_tried_only_while_nearly_all_samples_are_right(
     levels = [{"max_digits": digits, "min_digits": 1} for digits in (1, 2, 3)]
     request = {"model": str(tiny_model), "task": "chain_sum", "levels": levels, "prompts": 2, "samples": 3}
     request |= {"max_tokens": 4, "enough": 1}
-    assert list(difficulty.sample_levels(request)) == [[0, 0]]
-    monkeypatch.setattr(difficulty, "_is_right", lambda *_: True)
-    assert list(difficulty.sample_levels(request)) == [[3, 3]] * 3
+    assert list(trials.sample_levels(request)) == [[0, 0]]
+    monkeypatch.setattr(trials, "_is_right", lambda *_: True)
+    assert list(trials.sample_levels(request)) == [[3, 3]] * 3

@@ -13,7 +13,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.real.call_forms import FORMS, OTHERS, READ_NO_TEXT, TOKENS, two_arguments
 from troupe.workers.agents.environments.tools import CUT, MALFORMED, Tools, unread_call
-from troupe.workers.agents.episodes.reader import MalformedCall, TurnReader
+from troupe.workers.agents.episodes.conversation import MalformedCall, TurnReader
 from troupe.workers.engine import tool_calls
 from troupe.workers.engine.tool_calls import tool_parser
 

@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from troupe.workers.agents.environments.processes import EnvironmentProcesses as EnvironmentProcesses
-    from troupe.workers.agents.environments.processes import SeatFailed as SeatFailed
-    from troupe.workers.agents.environments.processes import SeatProcess as SeatProcess
+    from troupe.workers.agents.environments.processes import EpisodeProcess as EpisodeProcess
+    from troupe.workers.agents.environments.processes import EpisodeProcessFailed as EpisodeProcessFailed
     from troupe.workers.agents.episodes.check import Rehearsal as Rehearsal
     from troupe.workers.agents.episodes.check import describe as describe
     from troupe.workers.agents.episodes.check import rehearse as rehearse
     from troupe.workers.agents.episodes.check import stretches as stretches
+    from troupe.workers.agents.episodes.conversation import MalformedCall as MalformedCall
+    from troupe.workers.agents.episodes.conversation import ParseCalls as ParseCalls
+    from troupe.workers.agents.episodes.conversation import TurnReader as TurnReader
+    from troupe.workers.agents.episodes.conversation import read_row as read_row
     from troupe.workers.agents.episodes.episode import EpisodeRunner as EpisodeRunner
     from troupe.workers.agents.episodes.episode import LongReader as LongReader
-    from troupe.workers.agents.episodes.episode import Played as Played
-    from troupe.workers.agents.episodes.reader import MalformedCall as MalformedCall
-    from troupe.workers.agents.episodes.reader import ParseCalls as ParseCalls
-    from troupe.workers.agents.episodes.reader import TurnReader as TurnReader
-    from troupe.workers.agents.episodes.reader import read_row as read_row
+    from troupe.workers.agents.episodes.turns import Played as Played
     from troupe.workers.agents.episodes.turns import SampledTurn as SampledTurn
     from troupe.workers.agents.episodes.turns import Segment as Segment
     from troupe.workers.agents.episodes.turns import TurnLimits as TurnLimits
-    from troupe.workers.agents.judges.judge_reward import JudgeReward as JudgeReward
-    from troupe.workers.agents.judges.rubric import judge_problem as judge_problem
+    from troupe.workers.agents.judges import JudgeReward as JudgeReward
+    from troupe.workers.agents.judges import judge_problem as judge_problem
     from troupe.workers.agents.sandbox.python_tests import python_tests as python_tests
     from troupe.workers.agents.sandbox.run import sandbox_problem as sandbox_problem
 
 _HOMES = {
-    **dict.fromkeys(("EnvironmentProcesses", "SeatFailed", "SeatProcess"), "environments.processes"),
+    **dict.fromkeys(("EnvironmentProcesses", "EpisodeProcessFailed", "EpisodeProcess"), "environments.processes"),
     **dict.fromkeys(("Rehearsal", "describe", "rehearse", "stretches"), "episodes.check"),
-    **dict.fromkeys(("EpisodeRunner", "LongReader", "Played"), "episodes.episode"),
-    **dict.fromkeys(("MalformedCall", "ParseCalls", "TurnReader", "read_row"), "episodes.reader"),
-    **dict.fromkeys(("SampledTurn", "Segment", "TurnLimits"), "episodes.turns"),
-    "JudgeReward": "judges.judge_reward",
-    "judge_problem": "judges.rubric",
+    **dict.fromkeys(("EpisodeRunner", "LongReader"), "episodes.episode"),
+    **dict.fromkeys(("MalformedCall", "ParseCalls", "TurnReader", "read_row"), "episodes.conversation"),
+    **dict.fromkeys(("Played", "SampledTurn", "Segment", "TurnLimits"), "episodes.turns"),
+    "JudgeReward": "judges",
+    "judge_problem": "judges",
     "python_tests": "sandbox.python_tests",
     "sandbox_problem": "sandbox.run",
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
+from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.contract.config import CustomConfig
 from troupe.workers.contract.imports import import_module
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.custom import (
     CustomAlgorithm,
     GroupRewards,
@@ -16,14 +17,10 @@ from troupe.workers.algorithms.custom import (
     custom_loss,
     load_custom,
 )
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.config import CustomConfig
 
 _LENGTHS = (3, 5, 1, 4, 2, 6)
-_GROUPS = (0, 0, 0, 1, 1, 1)
-_UNEQUAL = (0, 0, 0, 0, 1, 1)
 _LONE = ((0,), (0, 1, 2), (0, 0, 0, 0, 0, 1))
-_EMPTY_LENGTHS = (3, 0, 1, 4, 2, 0)
 _ARMS = 5
 _STEP = 1e-6
 _TOLERANCE = 1e-9
@@ -51,6 +48,15 @@ class Available:
     """Whether the run corrects for the sampler (`algorithm.importance`)."""
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """The samples of a batch."""
+
+    lengths: tuple[int, ...] = _LENGTHS
+    groups: tuple[int, ...] = (0, 0, 0, 1, 1, 1)
+    masked: tuple[bool, ...] = ()
+
+
 def check_custom(config: CustomConfig, seeds: int = 5, available: Available = Available()) -> list[Check]:
     """Every check that applies to the algorithm, each on `seeds` random batches; the first problem of each.
 
@@ -58,17 +64,17 @@ def check_custom(config: CustomConfig, seeds: int = 5, available: Available = Av
         CustomAlgorithmError: the algorithm cannot be loaded.
     """
     custom = load_custom(config)
-    checks: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = []
+    checks = dict[str, _Check]()
     if custom.advantage is not None:
-        checks += _ADVANTAGE_CHECKS
+        checks |= _ADVANTAGE_CHECKS
     if custom.loss is not None:
         left_out = {_finite_differences} if custom.stops_gradient else set()
         left_out |= set() if available.importance else {_loss_leaves_the_sampler}
-        checks += [check for check in _LOSS_CHECKS if check[1] not in left_out]
+        checks |= {name: check for name, check in _LOSS_CHECKS.items() if check not in left_out}
     if custom.keep_group is not None:
-        checks += _FILTER_CHECKS
+        checks["keep_group: answer"] = _filter_answers
     case = _TestedAlgorithm(config, custom, available)
-    return [_run(name, check, case, seeds) for name, check in checks]
+    return [_run(name, check, case, seeds) for name, check in checks.items()]
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,12 @@ class _TestedAlgorithm:
     custom: CustomAlgorithm
     available: Available
 
-    def batch(self, seed: int, lengths: tuple[int, ...] = _LENGTHS, groups: tuple[int, ...] = _GROUPS) -> SampledTokens:
+    def batch(self, seed: int, sizes: _Sizes = _Sizes()) -> SampledTokens:
         has = self.available
         absent = {name: None for name in ("old_logprobs", "ref_logprobs", "values") if not vars(has)[name]}
-        return replace(random_batch(seed, lengths, groups), **absent)
+        return replace(random_batch(seed, sizes), **absent)
 
-    def tokens(self, seed: int, drift: float = 0.3) -> LossTokens:
-        tokens = random_tokens(seed, drift)
+    def given(self, tokens: LossTokens) -> LossTokens:
         return tokens if self.available.ref_logprobs else replace(tokens, ref_logprobs=None)
 
     def advantages(self, batch: SampledTokens) -> torch.Tensor:
@@ -95,7 +100,11 @@ class _TestedAlgorithm:
         return custom_loss(self.config, tokens)
 
 
-def _run(name: str, check: Callable[[_TestedAlgorithm, int], str], case: _TestedAlgorithm, seeds: int) -> Check:
+_Check = Callable[[_TestedAlgorithm, int], str]
+"""From the algorithm and a seed to what is wrong; empty if nothing is."""
+
+
+def _run(name: str, check: _Check, case: _TestedAlgorithm, seeds: int) -> Check:
     for seed in range(seeds):
         try:
             problem = check(case, seed)
@@ -106,24 +115,28 @@ def _run(name: str, check: Callable[[_TestedAlgorithm, int], str], case: _Tested
     return Check(name)
 
 
-def random_batch(seed: int, lengths: tuple[int, ...] = _LENGTHS, groups: tuple[int, ...] = _GROUPS) -> SampledTokens:
+def random_batch(seed: int, sizes: _Sizes = _Sizes()) -> SampledTokens:
     """Samples with these lengths and groups, with rewards, log-probs and values."""
     generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
+    total = sum(sizes.lengths)
     old = -torch.rand(total, generator=generator, dtype=torch.double) * 4
     return SampledTokens(
-        rewards=torch.randn(len(lengths), generator=generator, dtype=torch.double),
-        groups=torch.tensor(groups),
-        lengths=torch.tensor(lengths),
+        rewards=torch.randn(len(sizes.lengths), generator=generator, dtype=torch.double),
+        groups=torch.tensor(sizes.groups),
+        lengths=torch.tensor(sizes.lengths),
         rollout_logprobs=old + 0.01 * torch.randn(total, generator=generator, dtype=torch.double),
         old_logprobs=old,
         ref_logprobs=old + 0.2 * torch.randn(total, generator=generator, dtype=torch.double),
         values=torch.randn(total, generator=generator, dtype=torch.double),
+        masked=torch.tensor(sizes.masked) if sizes.masked else None,
     )
 
 
 def random_tokens(seed: int, drift: float = 0.3) -> LossTokens:
-    """Six sequences with a quarter of their tokens masked, `drift` nats from the old policy."""
+    """Six sequences with a quarter of their tokens masked, `drift` nats from the old policy.
+
+    Masked tokens are 0, as the trainer passes them.
+    """
     generator = torch.Generator().manual_seed(seed)
     total = sum(_LENGTHS)
 
@@ -133,33 +146,15 @@ def random_tokens(seed: int, drift: float = 0.3) -> LossTokens:
     mask = torch.rand(total, generator=generator) > 0.25
     old = -noise(1.5).abs()
     sequence = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
-    tokens = LossTokens(
-        logprobs=old + noise(drift),
-        old_logprobs=old,
-        rollout_logprobs=old + noise(0.01),
-        ref_logprobs=old + noise(0.2),
-        advantages=noise(1.0)[sequence],
-        loss_mask=mask,
-        sequence=sequence,
-    )
-    return _with_zeros(tokens, mask)
-
-
-def _with_zeros(tokens: LossTokens, mask: torch.Tensor) -> LossTokens:
-    """As the trainer passes them: masked tokens are 0."""
-    columns = {name: value for name, value in _columns(tokens).items() if value.is_floating_point()}
-    return replace(tokens, **{name: torch.where(mask, value, 0.0) for name, value in columns.items()})
-
-
-def _columns(tokens: LossTokens) -> dict[str, torch.Tensor]:
-    values = {item.name: vars(tokens)[item.name] for item in fields(tokens)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _select(tokens: LossTokens, index: torch.Tensor) -> LossTokens:
-    """The tokens at `index`, their sequences numbered from 0."""
-    chosen = replace(tokens, **{name: value[index] for name, value in _columns(tokens).items()})
-    return replace(chosen, sequence=chosen.sequence.unique(return_inverse=True)[1])
+    columns = {
+        "logprobs": old + noise(drift),
+        "old_logprobs": old,
+        "rollout_logprobs": old + noise(0.01),
+        "ref_logprobs": old + noise(0.2),
+        "advantages": noise(1.0)[sequence],
+    }
+    masked = {name: torch.where(mask, value, 0.0) for name, value in columns.items()}
+    return LossTokens(**masked, loss_mask=mask, sequence=sequence)
 
 
 def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
@@ -170,55 +165,23 @@ def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float = _TOLERANCE) 
 # --- advantage ---
 
 
-def _advantages_are_finite(case: _TestedAlgorithm, seed: int) -> str:
-    return _not_finite(case, case.batch(seed))
-
-
-def _not_finite(case: _TestedAlgorithm, batch: SampledTokens) -> str:
+def _finite(case: _TestedAlgorithm, batch: SampledTokens, seed: int) -> str:
     finite = bool(torch.isfinite(case.advantages(batch)).all())
-    return "" if finite else f"not every advantage is finite, with {_sizes(batch)}"
+    return "" if finite else f"not every advantage is finite, with {_groups(batch)}"
 
 
-def _sizes(batch: SampledTokens) -> str:
+def _finite_if_equal(case: _TestedAlgorithm, batch: SampledTokens, seed: int) -> str:
+    result = case.advantages(replace(batch, rewards=torch.ones_like(batch.rewards)))
+    finite = bool(torch.isfinite(result).all())
+    return "" if finite else f"not finite where all rewards of a group are equal, with {_groups(batch)}"
+
+
+def _groups(batch: SampledTokens) -> str:
     """The sizes of the groups, as text."""
     return f"groups of {', '.join(map(str, batch.groups.bincount().tolist()))}"
 
 
-def _advantages_of_equal_rewards(case: _TestedAlgorithm, seed: int) -> str:
-    return _not_finite_if_equal(case, case.batch(seed))
-
-
-def _not_finite_if_equal(case: _TestedAlgorithm, batch: SampledTokens) -> str:
-    result = case.advantages(replace(batch, rewards=torch.ones_like(batch.rewards)))
-    finite = bool(torch.isfinite(result).all())
-    return "" if finite else f"not finite where all rewards of a group are equal, with {_sizes(batch)}"
-
-
-def _advantages_of_unequal_groups(case: _TestedAlgorithm, seed: int) -> str:
-    """A sample without a reward is dropped, and its group is smaller than the others."""
-    batch = case.batch(seed, groups=_UNEQUAL)
-    return _not_finite(case, batch) or _not_finite_if_equal(case, batch) or _order_matters(case, batch, seed)
-
-
-def _advantages_of_lone_samples(case: _TestedAlgorithm, seed: int) -> str:
-    """All others of the group were dropped, or it has one sample."""
-    for groups in _LONE:
-        batch = case.batch(seed, _LENGTHS[: len(groups)], groups)
-        if problem := _not_finite(case, batch) or _not_finite_if_equal(case, batch):
-            return problem
-    return ""
-
-
-def _advantages_without_loss(case: _TestedAlgorithm, seed: int) -> str:
-    """Samples that are masked, and samples without a token of the policy, are in the statistics of their group."""
-    batch = case.batch(seed, _EMPTY_LENGTHS)
-    batch = replace(batch, masked=torch.tensor([False, True, False, False, True, False]))
-    problem = _not_finite(case, batch) or _order_matters(case, batch, seed)
-    return f"{problem}, some samples masked or without tokens" if problem else ""
-
-
-def _advantages_repeat(case: _TestedAlgorithm, seed: int) -> str:
-    batch = case.batch(seed)
+def _repeatable(case: _TestedAlgorithm, batch: SampledTokens, seed: int) -> str:
     before = batch.rewards.clone()
     first, second = case.advantages(batch), case.advantages(batch)
     if not torch.equal(before, batch.rewards):
@@ -226,11 +189,7 @@ def _advantages_repeat(case: _TestedAlgorithm, seed: int) -> str:
     return "" if torch.equal(first, second) else "two calls with the same batch differ"
 
 
-def _advantages_permute(case: _TestedAlgorithm, seed: int) -> str:
-    return _order_matters(case, case.batch(seed), seed)
-
-
-def _order_matters(case: _TestedAlgorithm, batch: SampledTokens, seed: int) -> str:
+def _any_order(case: _TestedAlgorithm, batch: SampledTokens, seed: int) -> str:
     order = torch.randperm(len(batch.lengths), generator=torch.Generator().manual_seed(seed))
     starts = batch.lengths.cumsum(0) - batch.lengths
     index = torch.cat([torch.arange(int(starts[row]), int(starts[row] + batch.lengths[row])) for row in order.tolist()])
@@ -242,21 +201,60 @@ def _order_matters(case: _TestedAlgorithm, batch: SampledTokens, seed: int) -> s
     return "depends on the order of the samples" if _far(case.advantages(moved), expected) else ""
 
 
+_Property = Callable[[_TestedAlgorithm, SampledTokens, int], str]
+
+
+def _advantages(*properties: _Property, of: Sequence[_Sizes] = (_Sizes(),)) -> _Check:
+    """The check that the advantages of random batches of these sizes have all the properties."""
+
+    def check(case: _TestedAlgorithm, seed: int) -> str:
+        for sizes in of:
+            batch = case.batch(seed, sizes)
+            if problem := next(filter(None, (wrong(case, batch, seed) for wrong in properties)), ""):
+                return f"{problem}, some samples masked or without tokens" if sizes.masked else problem
+        return ""
+
+    return check
+
+
+_ADVANTAGE_CHECKS: dict[str, _Check] = {
+    "advantage: finite": _advantages(_finite),
+    "advantage: equal rewards": _advantages(_finite_if_equal),
+    "advantage: repeatable": _advantages(_repeatable),
+    "advantage: order of samples": _advantages(_any_order),
+    # A sample without a reward is dropped, and its group is smaller than the others.
+    "advantage: unequal groups": _advantages(
+        *(_finite, _finite_if_equal, _any_order), of=[_Sizes(groups=(0, 0, 0, 0, 1, 1))]
+    ),
+    # All others of the group were dropped, or it has one sample.
+    "advantage: lone samples": _advantages(
+        *(_finite, _finite_if_equal), of=[_Sizes(_LENGTHS[: len(groups)], groups) for groups in _LONE]
+    ),
+    # Samples that are masked, and samples without a token of the policy, are in the statistics of their group.
+    "advantage: samples without loss": _advantages(
+        *(_finite, _any_order), of=[_Sizes((3, 0, 1, 4, 2, 0), masked=(False, True, False, False, True, False))]
+    ),
+}
+
+
 # --- loss ---
 
 
 def _loss_is_finite(case: _TestedAlgorithm, seed: int) -> str:
     for drift, what in ((0.3, "near the old policy"), (30.0, "30 nats from the old policy")):
-        tokens = case.tokens(seed, drift)
-        gradient = _gradient(case, tokens)
+        gradient = _gradient(case, case.given(random_tokens(seed, drift)))
         if not bool(torch.isfinite(gradient).all()):
             return f"the gradient is not finite {what}"
     return ""
 
 
+def _total(case: _TestedAlgorithm, tokens: LossTokens, logprobs: torch.Tensor) -> torch.Tensor:
+    return torch.where(tokens.loss_mask, case.loss(replace(tokens, logprobs=logprobs)).loss, 0.0).sum()
+
+
 def _gradient(case: _TestedAlgorithm, tokens: LossTokens) -> torch.Tensor:
     point = tokens.logprobs.detach().clone().requires_grad_()
-    loss = torch.where(tokens.loss_mask, case.loss(replace(tokens, logprobs=point)).loss, 0.0).sum()
+    loss = _total(case, tokens, point)
     if not bool(torch.isfinite(loss)):
         raise ValueError(f"the loss is {float(loss)}")
     if not loss.requires_grad:
@@ -265,18 +263,13 @@ def _gradient(case: _TestedAlgorithm, tokens: LossTokens) -> torch.Tensor:
 
 
 def _finite_differences(case: _TestedAlgorithm, seed: int) -> str:
-    tokens = case.tokens(seed)
+    tokens = case.given(random_tokens(seed))
     gradient = _gradient(case, tokens)
-
-    def total(logprobs: torch.Tensor) -> float:
-        result = case.loss(replace(tokens, logprobs=logprobs)).loss
-        return float(torch.where(tokens.loss_mask, result, 0.0).sum())
-
     scale = max(1.0, float(gradient.abs().max()))
     for number in tokens.loss_mask.nonzero().flatten().tolist():
         step = torch.zeros_like(tokens.logprobs)
         step[number] = _STEP
-        above, here, below = (total(tokens.logprobs + sign * step) for sign in (1, 0, -1))
+        above, here, below = (float(_total(case, tokens, tokens.logprobs + sign * step)) for sign in (1, 0, -1))
         right, left = (above - here) / _STEP, (here - below) / _STEP
         slope = float(gradient[number])
         # At a kink (a clip bound) the slope of one side is right too.
@@ -288,35 +281,37 @@ def _finite_differences(case: _TestedAlgorithm, seed: int) -> str:
     return ""
 
 
+def _differs(case: _TestedAlgorithm, tokens: LossTokens, index: torch.Tensor) -> bool:
+    """Whether tokens have another loss when they are a micro-batch alone, in this order."""
+    columns = {name: value[index] for name, value in vars(tokens).items() if value is not None}
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(columns["sequence"].tolist()))}
+    columns["sequence"] = torch.tensor([numbers[row] for row in columns["sequence"].tolist()])
+    mask = columns["loss_mask"]
+    return _far(case.loss(replace(tokens, **columns)).loss[mask], case.loss(tokens).loss[index][mask])
+
+
+def _in_rows(tokens: LossTokens, rows: Sequence[int]) -> torch.Tensor:
+    """Where the tokens of these sequences are, in this order."""
+    return torch.cat([(tokens.sequence == row).nonzero().flatten() for row in rows])
+
+
 def _loss_permutes(case: _TestedAlgorithm, seed: int) -> str:
-    tokens = case.tokens(seed)
+    tokens = case.given(random_tokens(seed))
     order = torch.randperm(len(_LENGTHS), generator=torch.Generator().manual_seed(seed)).tolist()
-    index = torch.cat([(tokens.sequence == row).nonzero().flatten() for row in order])
-    moved = replace(tokens, **{name: value[index] for name, value in _columns(tokens).items()})
-    moved = replace(moved, sequence=torch.repeat_interleave(torch.arange(len(order)), torch.tensor(_LENGTHS)[order]))
-    expected = case.loss(tokens).loss[index]
-    mask = moved.loss_mask
-    return "depends on the order of the sequences" if _far(case.loss(moved).loss[mask], expected[mask]) else ""
+    return "depends on the order of the sequences" if _differs(case, tokens, _in_rows(tokens, order)) else ""
 
 
 def _loss_splits(case: _TestedAlgorithm, seed: int) -> str:
-    tokens = case.tokens(seed)
-    whole = case.loss(tokens).loss
-    for rows in ((0, 1, 2), (3, 4), (5,)):
-        index = torch.cat([(tokens.sequence == row).nonzero().flatten() for row in rows])
-        mask = tokens.loss_mask[index]
-        part = case.loss(_select(tokens, index)).loss
-        if _far(part[mask], whole[index][mask]):
-            return "a token's loss depends on the other sequences of its micro-batch: the split would change the update"
+    tokens = case.given(random_tokens(seed))
+    if any(_differs(case, tokens, _in_rows(tokens, rows)) for rows in ((0, 1, 2), (3, 4), (5,))):
+        return "a token's loss depends on the other sequences of its micro-batch: the split would change the update"
     return ""
 
 
 def _loss_ignores_masked(case: _TestedAlgorithm, seed: int) -> str:
-    tokens = case.tokens(seed)
-    kept = _select(tokens, tokens.loss_mask.nonzero().flatten())
-    expected = case.loss(kept).loss
-    got = case.loss(tokens).loss[tokens.loss_mask]
-    return "a token's loss depends on masked tokens" if _far(got, expected) else ""
+    tokens = case.given(random_tokens(seed))
+    unmasked = tokens.loss_mask.nonzero().flatten()
+    return "a token's loss depends on masked tokens" if _differs(case, tokens, unmasked) else ""
 
 
 def _loss_leaves_the_sampler(case: _TestedAlgorithm, seed: int) -> str:
@@ -326,11 +321,8 @@ def _loss_leaves_the_sampler(case: _TestedAlgorithm, seed: int) -> str:
     over the sampler that over pi_old. A loss that corrects for the sampler too has another expected gradient.
     """
     for drift in (0.0, 0.3):
-        on_policy = _bandit(seed, drift, gap=0.0)
-        if not case.available.ref_logprobs:
-            on_policy = replace(on_policy, ref_logprobs=None)
-        known = _bandit_gradient(case, on_policy)
-        found = _bandit_gradient(case, replace(on_policy, rollout_logprobs=_bandit(seed, drift, 0.7).rollout_logprobs))
+        on_policy, off_policy = (case.given(_bandit(seed, drift, gap)) for gap in (0.0, 0.7))
+        known, found = _bandit_gradient(case, on_policy), _bandit_gradient(case, off_policy)
         if _far(found, known):
             cosine = float(torch.nn.functional.cosine_similarity(found, known, dim=0))
             return (
@@ -364,6 +356,16 @@ def _bandit_gradient(case: _TestedAlgorithm, arms: LossTokens) -> torch.Tensor:
     return expected - arms.logprobs.exp() * expected.sum()
 
 
+_LOSS_CHECKS: dict[str, _Check] = {
+    "loss: finite": _loss_is_finite,
+    "loss: finite differences": _finite_differences,
+    "loss: order of sequences": _loss_permutes,
+    "loss: split into micro-batches": _loss_splits,
+    "loss: masked tokens": _loss_ignores_masked,
+    "loss: corrected once": _loss_leaves_the_sampler,
+}
+
+
 # --- keep_group ---
 
 
@@ -380,23 +382,3 @@ def _filter_answers(case: _TestedAlgorithm, seed: int) -> str:
         if keep(GroupRewards(turned, {"reward": turned})) != answer:
             return "keep_group depends on the order of the samples"
     return ""
-
-
-_ADVANTAGE_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [
-    ("advantage: finite", _advantages_are_finite),
-    ("advantage: equal rewards", _advantages_of_equal_rewards),
-    ("advantage: repeatable", _advantages_repeat),
-    ("advantage: order of samples", _advantages_permute),
-    ("advantage: unequal groups", _advantages_of_unequal_groups),
-    ("advantage: lone samples", _advantages_of_lone_samples),
-    ("advantage: samples without loss", _advantages_without_loss),
-]
-_LOSS_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [
-    ("loss: finite", _loss_is_finite),
-    ("loss: finite differences", _finite_differences),
-    ("loss: order of sequences", _loss_permutes),
-    ("loss: split into micro-batches", _loss_splits),
-    ("loss: masked tokens", _loss_ignores_masked),
-    ("loss: corrected once", _loss_leaves_the_sampler),
-]
-_FILTER_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [("keep_group: answer", _filter_answers)]

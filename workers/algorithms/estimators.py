@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from troupe.workers.algorithms.advantages import (
+    SampledTokens,
     best_of_group,
     explained_variance,
     gae,
@@ -26,7 +27,6 @@ from troupe.workers.algorithms.advantages import (
     whiten,
 )
 from troupe.workers.algorithms.custom import custom_advantages
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, adapted_coef
 from troupe.workers.contract.config import STEP_ESTIMATORS, AdvantageConfig
 

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 
 from troupe.workers.algorithms.custom import LossTokens, TokenLoss, custom_loss
 from troupe.workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.messages import RankPlan
+from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 MAX_LOG_RATIO = 20.0
 """Above this `exp` continues as its tangent: an outlier gives a large number instead of infinity, and a gradient of the
@@ -240,6 +242,51 @@ class PolicyTokens:
         numbers = ("logprobs", "entropy", "rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs")
         present = {name: value for name in numbers if (value := getattr(self, name)) is not None}
         return replace(self, **{name: _masked(value, self.loss_mask) for name, value in present.items()})
+
+
+def policy_tokens(
+    table: TokenTable,
+    micro_batch: TokenBatch,
+    plan: RankPlan,
+    config: PolicyLossConfig,
+    max_tokens: int,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+) -> PolicyTokens:
+    """Inputs of `policy_loss` for one micro-batch.
+
+    The unit of aggregations, and of ratios and weights of a sequence, is the sample: an episode whose history was
+    rewritten has several rows and counts once.
+
+    Args:
+        table: The TRAIN table that the micro-batch was cut from.
+        micro_batch: Rows of the table; with `config.needs_whole_samples` all rows with loss of each sample.
+        plan: The rank's plan of the update, which has the totals over all ranks.
+        config: The loss.
+        max_tokens: Longest response.
+        logprobs: [T]: log-probs of the response tokens under the policy, with gradient.
+        entropy: [T].
+
+    Raises:
+        ValueError: the table has no rollout_logprobs or no advantages.
+    """
+    rollout_logprobs, advantages = (table.floats(name, micro_batch) for name in ("rollout_logprobs", "advantages"))
+    if rollout_logprobs is None or advantages is None:
+        raise ValueError("a policy batch needs the columns rollout_logprobs and advantages")
+    mask = micro_batch.loss_mask
+    sample, sample_tokens = table.samples(micro_batch)
+    totals = plan.total_loss_tokens, plan.total_sequences
+    return PolicyTokens(
+        logprobs=logprobs,
+        entropy=entropy,
+        rollout_logprobs=rollout_logprobs,
+        advantages=advantages,
+        weights=token_weights(mask, sample_tokens, config.aggregation, *totals, max_tokens),
+        loss_mask=mask,
+        sequence=sample,
+        old_logprobs=table.floats("old_logprobs", micro_batch),
+        ref_logprobs=table.floats("ref_logprobs", micro_batch),
+    )
 
 
 Surrogate = Callable[[torch.Tensor, torch.Tensor, PolicyTokens, PolicyLossConfig], TokenLoss]

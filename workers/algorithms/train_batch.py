@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.algorithms.policy_loss import kl_penalty
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import (

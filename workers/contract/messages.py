@@ -307,7 +307,7 @@ class FinishedSamples:
 
 @dataclass(frozen=True)
 class KeepRequest:
-    """Request to write groups that a later run takes over (`troupe.workers.data.kept_groups`)."""
+    """Request to write groups that a later run takes over (`troupe.workers.data.kept_tables`)."""
 
     part: int
     """Number of the files that this request writes."""

@@ -147,7 +147,7 @@ class EnvironmentServer(Watched, Protocol):
         ...
 
     def end_all(self, caller: str) -> Reply[int]:
-        """Closes all episodes of a caller that is gone, also the ones waiting for a seat; returns how many."""
+        """Closes all episodes of a caller that is gone, also the ones waiting for a process; returns how many."""
         ...
 
 

@@ -21,8 +21,7 @@ from troupe.workers.contract.messages import RankPlan, TrainRow, identities
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from troupe.workers.data.chat import PromptRefused, encode_prompt
-from troupe.workers.data.control_tokens import MARK
-from troupe.workers.data.plain_text import as_text, restored, text_ids
+from troupe.workers.data.plain_text import MARK, as_text, restored, text_ids
 from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.ragged import ragged

@@ -11,13 +11,15 @@ in it. If they differ, the texts between them are tokenized apart, in parts that
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from troupe.workers.data.control_tokens import MARK, unmarked_control_tokens
+from troupe.workers.contract.text import is_thought_tag
 
 if TYPE_CHECKING:
     from transformers import AddedToken, PreTrainedTokenizerBase
@@ -28,6 +30,25 @@ CUT = "\ufdd0"
 """Stands inside the text of a special token that is none: a noncharacter of Unicode, which no text has."""
 _ANCHORS = ("\n", "x", "0")
 """Texts before which a text is tokenized that follows another: some tokenizers put a space before a first text."""
+MARK = "\ufdd1"
+"""Stands for a text, or behind one, to see what a template writes behind it; templates do not trim it."""
+CONFIGS = ("generation_config.json", "config.json")
+"""Files of a model's folder that may name tokens at which sampling stops; the first one that exists, as in vLLM."""
+_MOST = 1 << 31
+"""Ids of tokens are below. Some configurations have -1 for no token."""
+_CONVERSATIONS = (
+    ("user",),
+    ("system", "user"),
+    ("user", "assistant"),
+    ("user", "assistant", "user"),
+    ("user", "assistant", "tool"),
+)
+"""Roles of conversations that are rendered; a template refuses unknown ones."""
+_OF_A_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+_OF_A_TURN = re.compile(rf"{_OF_A_THOUGHT.pattern}|tool|call|func|arg", re.IGNORECASE)
+"""Tags inside a turn, which data and environments write as well: they stay tokens, unless nothing else opens one."""
+_MARKUP = re.compile(r"\S*[^\w\s]\S*")
+"""Line breaks, spaces and plain words may be added tokens, too; a template has them for other reasons."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +66,10 @@ class _Special:
     """By their text, tokens that have an id and are more than the tokenizer's mark of unknown text."""
     ids: Mapping[int, str]
     """Their texts by their ids."""
+    tags: frozenset[int]
+    """Ids of the tokens marked as special that begin or end a thought."""
+    hidden: frozenset[int]
+    """Ids of the other tokens that are marked as special."""
 
 
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, _Special] = WeakKeyDictionary()
@@ -54,7 +79,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Finds the texts of special tokens, the longest first; without any, nothing.
 
     They are the tokens that are marked as special, and others that the chat template writes around turns or that the
-    model's folder names as ends (`troupe.workers.data.control_tokens`).
+    model's folder names as ends (`unmarked_control_tokens`).
     """
     return _special(tokenizer).pattern
 
@@ -63,8 +88,10 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
     state = (tokenizer.chat_template, tokenizer.name_or_path, len(tokenizer))
     known = _known.get(tokenizer)
     if known is None or known.state != state:
-        marked = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        all_texts = {*marked, *tokenizer.all_special_tokens, *unmarked_control_tokens(tokenizer)} - {""}
+        added = {one: token.content for one, token in tokenizer.added_tokens_decoder.items() if token.special}
+        marked = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        tags = frozenset(one for one, content in marked.items() if is_thought_tag(str(content)))
+        all_texts = {*added.values(), *marked.values(), *unmarked_control_tokens(tokenizer)} - {""}
         texts = sorted(all_texts, key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
@@ -74,8 +101,16 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
             if token.content in all_texts and (one != tokenizer.unk_token_id or one == tokenizer.eos_token_id)
         }
         ids = {one: token.content for one, token in tokenizer.added_tokens_decoder.items() if token.content in tokens}
-        known = _Special(state, pattern, beginnings, max(map(len, texts), default=0), tokens, ids)
-        _known[tokenizer] = known
+        known = _known[tokenizer] = _Special(
+            state=state,
+            pattern=pattern,
+            beginnings=beginnings,
+            longest=max(map(len, texts), default=0),
+            tokens=tokens,
+            ids=ids,
+            tags=tags,
+            hidden=frozenset(marked) - tags,
+        )
     return known
 
 
@@ -199,3 +234,72 @@ def _following(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         if ids[: len(before)] == before:
             return ids[len(before) :]
     return _alone(tokenizer, text)
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of sampled tokens without special tokens, but with the tags of thoughts, as reward functions read it.
+
+    Some models have special tokens for these tags. Without them the numbers of a thought would be the answer's, and a
+    thought that was cut would be an answer.
+    """
+    special = _special(tokenizer)
+    if special.tags.isdisjoint(ids):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    return str(tokenizer.decode([token for token in ids if token not in special.hidden], skip_special_tokens=False))
+
+
+def unmarked_control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Added tokens that the template writes around turns or that end a sequence, and that are not marked as special.
+
+    DeepSeek's `<｜User｜>` is such a token.
+    """
+    decoder = tokenizer.added_tokens_decoder
+    unmarked = {token.content for token in decoder.values() if not token.special} - {""}
+    ends = {decoder[one].content for one in configured_ends(Path(tokenizer.name_or_path)) if one in decoder}
+    if not unmarked:
+        return set()
+    found = _finds(unmarked)
+    marked = _finds({token.content for token in decoder.values() if token.special} | ends)
+    around, opening = set[str](), set[str]()
+    for rendering, last in _renderings(tokenizer):
+        around |= {text for text in found.findall(rendering) if _MARKUP.fullmatch(text) and not _OF_A_TURN.search(text)}
+        behind = rendering.rpartition(MARK)[2]
+        inner = set(filter(_MARKUP.fullmatch, found.findall(behind)))
+        if last == "tool" and not marked.search(behind) and all(map(_OF_A_TURN.search, inner)):
+            # Only a tag of the tool's result marks that the assistant speaks from here (DeepSeek).
+            opening |= {text for text in inner if not _OF_A_THOUGHT.search(text)}
+    return around | opening | (ends & unmarked)
+
+
+def _finds(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of the texts, the longest first; without any, nothing."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def configured_ends(folder: Path) -> list[int]:
+    """The ids that a model's folder names as ends of a sequence."""
+    for name in CONFIGS:
+        if (folder / name).is_file():
+            try:
+                found: Any = json.loads((folder / name).read_bytes())
+            except ValueError:
+                return []  # an export replaces such a file, and names the template's end in it
+            return _ids(found) if isinstance(found, Mapping) else []
+    return []
+
+
+def _ids(config: Mapping[str, Any]) -> list[int]:
+    text = config.get("text_config")
+    found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
+    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int and 0 <= one < _MOST]
+
+
+def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterable[tuple[str, str]]:
+    """(what the template writes around texts, role of the last message), of all conversations that it accepts."""
+    for roles in _CONVERSATIONS:
+        messages = [{"role": role, "content": MARK} for role in roles]
+        try:
+            opened = roles[-1] != "assistant"
+            yield str(tokenizer.apply_chat_template(messages, add_generation_prompt=opened, tokenize=False)), roles[-1]
+        except Exception:  # a chat template can raise anything
+            continue

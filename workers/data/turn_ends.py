@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from troupe.workers.contract.config import ModelConfig
-from troupe.workers.data.control_tokens import CONFIGS, MARK, configured_ends
-from troupe.workers.data.plain_text import special_tokens
+from troupe.workers.data.plain_text import CONFIGS, MARK, configured_ends, special_tokens
 from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, load_tokenizer, render_as_text
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from troupe.workers.contract.messages import (
     GroupRequest,
     SampleSummary,
 )
-from troupe.workers.data.response_text import response_text
+from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.turn_ends import without_end
 from troupe.workers.engine.kept_tokens import kept_tokens
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from troupe.workers.rewards.steps import Step, Steps
+from troupe.workers.rewards.results import Step, Steps
 
 _LONGEST = 200
 """Longest chain of equations that is parsed, in characters; limits the numbers, the nesting and the time."""

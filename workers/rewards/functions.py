@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, Literal, overload
 
 from troupe.workers.rewards.answer_text import answer_part, plain
-from troupe.workers.rewards.steps import Steps
+from troupe.workers.rewards.results import Steps
 
 # A minus directly after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
 _NUMBER = re.compile(

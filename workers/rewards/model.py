@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from troupe.workers.contract.config import Device, ModelConfig
 from troupe.workers.data.examples import encode_conversation
-from troupe.workers.data.response_text import response_text
+from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
 from troupe.workers.data.turn_ends import padding_besides, turn_ends
 from troupe.workers.models.adapter_files import PREFIX, add_adapter, read_adapter

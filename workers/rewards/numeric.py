@@ -1,4 +1,12 @@
-"""Mathematical equality, by math-verify."""
+"""Mathematical equality, by math-verify: of a response and the right answers, and among the responses of a group.
+
+`answer_classes` finds the samples of a group that give the same answer, for the vote of all of them (maj@k). The answer
+of a sample is what the last <answer> tags of the visible response (the part behind its thought) hold. It is a
+mathematical one if a right answer of the prompt is: it has a digit or a LaTeX command, and math-verify parses it.
+Then it is the last box of that text, else the expression that `numeric` would read in it, and two are the same if
+math-verify finds them equal, in the order of the samples. Otherwise it is the content of the last box, else all of the
+text, and two are the same if they are equal but for case, white space and a final full stop.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +19,7 @@ from unicodedata import normalize
 
 from math_verify import parse, verify
 
+from troupe.workers.contract.rewards import NO_ANSWER
 from troupe.workers.rewards.answer_text import answer_part, last_box, plain
 from troupe.workers.rewards.functions import right_answers
 
@@ -24,6 +33,8 @@ _BORDERS = re.compile(rf"(?<=[{_CJK}])(?=[-+$\\(]?[0-9])|(?<=[0-9])(?=[{_CJK}])"
 _EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3}|_{1,3})(?=\S)([^*`\n]{1,500}?)(?<=\S)\1(?![\w*`])")
 _COLON = re.compile(r"(?<=[^\W\d])(\s*:\**)(?=[^\s/*])")
 _BRACKETS = re.compile(r"(?<![\w\\)])[(\[]\s*(-?[0-9][0-9.,/]*)\s*[)\]](?!\s*[\w(])")
+_MATHEMATICAL = re.compile(r"[0-9\\]")
+"""math-verify would read a word as a product of its letters."""
 
 
 def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thought: bool = False) -> float:
@@ -152,3 +163,52 @@ def _expressions(text: str, tagged: bool) -> Iterator[Any]:
     yield found
     if all(isinstance(one, str) for one in found):
         yield parse(_BRACKETS.sub(r" \1 ", prose), parsing_timeout=0)
+
+
+def answer_classes(
+    responses: list[str], answers: list[str], metadata: list[dict[str, Any]], *, opens_thought: bool = False
+) -> list[float]:
+    """Number of the answer of each response; the same number: the same answer; `NO_ANSWER`: it has none.
+
+    Args:
+        responses: Responses to one prompt.
+        answers: The right answer, for each of them.
+        metadata: Metadata of the prompt, for each of them.
+        opens_thought: Whether the chat template opens the thought of a response.
+    """
+    parts = [answer_part(response, opens_thought=opens_thought) for response in responses]
+    if any(map(_is_mathematical, right_answers(answers[0], metadata[0]))):
+        return _mathematical(parts)
+    return _textual([text for text, _ in parts])
+
+
+def _is_mathematical(answer: str) -> bool:
+    return _MATHEMATICAL.search(answer) is not None and bool(parsed_answer(answer))
+
+
+def _textual(texts: list[str]) -> list[float]:
+    numbers: dict[str, float] = {}
+    found = []
+    for text in texts:
+        box, _ = last_box(text)
+        form = " ".join(plain(text if box is None else box).casefold().split()).removesuffix(".").rstrip()
+        found.append(numbers.setdefault(form, float(len(numbers))) if form else NO_ANSWER)
+    return found
+
+
+def _mathematical(parts: list[tuple[str, bool]]) -> list[float]:
+    classes: list[Any] = []
+    known: dict[tuple[str, bool], float] = {}
+    for part in parts:
+        if part in known:
+            continue
+        expression = stated(*part)
+        if expression is None:
+            known[part] = NO_ANSWER
+            continue
+        equal = (number for number, first in enumerate(classes) if same(first, expression))
+        number = next(equal, len(classes))
+        if number == len(classes):
+            classes.append(expression)
+        known[part] = float(number)
+    return [known[part] for part in parts]

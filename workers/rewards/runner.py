@@ -16,7 +16,7 @@ from troupe.workers.contract.rewards import total
 from troupe.workers.isolation.child import LOAD_TIMEOUT_S, MAX_REPLY, Child, InvalidReply
 from troupe.workers.isolation.descendants import used_bytes
 from troupe.workers.rewards.loading import RewardFunctionError
-from troupe.workers.rewards.steps import Step, checked_steps
+from troupe.workers.rewards.results import Step, checked_steps
 
 logger = logging.getLogger(__name__)
 

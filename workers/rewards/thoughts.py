@@ -11,7 +11,7 @@ from troupe.workers.rewards.answer_text import has_thought, in_thought
 
 OPENS_THOUGHT = "opens_thought"
 """Argument of the reward functions that have to know."""
-VOTES = "troupe.workers.rewards.votes:answer_classes"
+VOTES = "troupe.workers.rewards.numeric:answer_classes"
 """Function that finds the samples of a group that give the same answer."""
 _FUNCTIONS = ("last_number", "numeric", "python_tests", "reasoning_gym", VOTES)
 _ENVIRONMENTS = {"retry": "last_number", "tools": None}

@@ -26,7 +26,7 @@ from troupe.workers.contract.messages import (
     WorkerHealth,
 )
 from troupe.workers.contract.offline_config import OfflineConfig
-from troupe.workers.data.step_record import picked, write_tables
+from troupe.workers.data.kept_tables import picked, write_tables
 from troupe.workers.models.capabilities import adapt, use_liger
 from troupe.workers.models.modeling import ModelModule, score_plan
 from troupe.workers.models.sequence_parallel import SequenceGroup

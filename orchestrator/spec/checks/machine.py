@@ -54,7 +54,7 @@ _DEFAULT_LABELS = 2
 """transformers leaves a classifier's labels out of its config.json if there are two."""
 LOAD_TIMEOUT_S = 120.0
 """Longest import of the modules of all reward functions."""
-_ENVIRONMENT = "troupe.workers.agents.environments.loading:find_problem"
+_ENVIRONMENT = "troupe.workers.agents.environments.base:find_problem"
 _FUNCTIONS = "troupe.workers.rewards.loading:find_problems"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.custom import CustomAlgorithm, GroupRewards, LossTokens, TokenLoss
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 
 NUMBER = 3
 

@@ -28,8 +28,8 @@ from troupe.orchestrator.algorithms.section import (
 )
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
 

@@ -14,7 +14,7 @@ from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_pr
 from troupe.orchestrator.data.summary import read_pools
 from troupe.orchestrator.spec.base import PromptRoom
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.workers.data.prompt_probe import measure
+from troupe.workers.data.tokenizer_probe import measure
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ from troupe.orchestrator.training.micro_batches import minibatches, plan_texts
 from troupe.orchestrator.training.state import PenaltyState
 from troupe.orchestrator.training.step_record import REPLAY, STEP, StepRecord, folder_of, packed_texts, read_step
 from troupe.workers.contract.messages import KEPT_BATCH, TRAIN, KeptFile, TrainRow
-from troupe.workers.data.step_record import write_tables
+from troupe.workers.data.kept_tables import write_tables
 
 SPECS = ROOT / "deploy" / "specs"
 Keep = Callable[..., None]

@@ -11,8 +11,8 @@ from tests.workers.algorithms.rollout_loops import LOOPS, Batch, Sample
 from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, kl_penalty, policy_loss
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.workers.algorithms import policy_loss as losses
+from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.advantage_state import AdvantageState
 
 LENGTHS = (4, 2, 5, 3, 1, 6, 3, 2)

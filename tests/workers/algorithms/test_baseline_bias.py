@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, policy_loss
-from troupe.workers.algorithms.advantages import group_advantages, leave_one_out_advantages
+from troupe.workers.algorithms.advantages import SampledTokens, group_advantages, leave_one_out_advantages
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.algorithms.policy_loss import token_weights
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
 

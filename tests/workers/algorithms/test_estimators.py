@@ -27,6 +27,7 @@ from troupe.orchestrator.training.alarm import signs
 from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.algorithms.advantages import (
     STD_EPS,
+    SampledTokens,
     best_of_group,
     leave_one_out_advantages,
     n_step_advantages,
@@ -34,7 +35,6 @@ from troupe.workers.algorithms.advantages import (
     returns_to_go,
 )
 from troupe.workers.algorithms.estimators import estimate, steered_kl_coef
-from troupe.workers.algorithms.sampled_tokens import SampledTokens
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, SourceMoments
 from troupe.workers.contract.config import AdvantageConfig

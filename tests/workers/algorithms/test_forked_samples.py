@@ -18,7 +18,7 @@ from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, p
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.training.micro_batches import minibatches, plan_update, sample_rows
 from troupe.workers.algorithms import policy_loss as losses
-from troupe.workers.algorithms.policy_batch import policy_tokens
+from troupe.workers.algorithms.policy_loss import policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import PolicyLossConfig
 from troupe.workers.contract.messages import PrepareRequest, RankPlan, TrainSummary

@@ -21,8 +21,7 @@ from tests.workers.algorithms.test_train_batch import Key, reward_table, rollout
 from tests.workers.models.test_modeling import SIZES
 from troupe.orchestrator.training.micro_batches import minibatches, plan_update
 from troupe.workers.algorithms.advantages import STD_EPS
-from troupe.workers.algorithms.policy_batch import policy_tokens
-from troupe.workers.algorithms.policy_loss import policy_loss
+from troupe.workers.algorithms.policy_loss import policy_loss, policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
 from troupe.workers.contract.messages import TRAIN, PrepareRequest, RankPlan, TrainSummary

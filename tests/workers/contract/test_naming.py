@@ -14,8 +14,8 @@ import troupe.environments
 import troupe.rewards
 import troupe.sandbox
 from tests.conftest import ROOT
-from troupe.workers.agents.environments.loading import EnvironmentLoadError
-from troupe.workers.agents.environments.loading import load as load_environment
+from troupe.workers.agents.environments.base import EnvironmentLoadError
+from troupe.workers.agents.environments.base import load as load_environment
 from troupe.workers.algorithms.custom import CustomAlgorithmError, load_custom
 from troupe.workers.contract.config import CustomConfig
 from troupe.workers.rewards.loading import RewardFunctionError

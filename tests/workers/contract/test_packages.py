@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from troupe.workers.agents.environments import loading as environments
+from troupe.workers.agents.environments import base as environments
 from troupe.workers.contract.imports import (
     EXTRAS,
     PackageMissing,

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS, KeepRequest, token_scores
-from troupe.workers.data.kept_groups import keep_groups, read_group
+from troupe.workers.data.kept_tables import keep_groups, read_group
 
 
 def rollouts(uid: str, attempt: int = 0, samples: int = 2, tokens: int = 3) -> pa.Table:

@@ -13,8 +13,7 @@ from transformers import AddedToken
 
 from tests.tokenizers import new_tokenizer
 from tests.workers.agents.episodes.real_templates import REAL, real_tokenizer
-from troupe.workers.agents.episodes.conversation import Conversation
-from troupe.workers.agents.episodes.reader import TurnReader
+from troupe.workers.agents.episodes.conversation import Conversation, TurnReader
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import TEXTS
 from troupe.workers.data.chat import encode_prompt

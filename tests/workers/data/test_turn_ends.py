@@ -13,8 +13,7 @@ from transformers import AddedToken, AutoTokenizer, GenerationConfig
 
 from tests.tokenizers import new_tokenizer
 from troupe.workers.agents.episodes.check import _random, _scripted
-from troupe.workers.agents.episodes.conversation import Conversation
-from troupe.workers.agents.episodes.reader import TurnReader
+from troupe.workers.agents.episodes.conversation import Conversation, TurnReader
 from troupe.workers.agents.episodes.turns import TurnLimits
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, StructuredConfig
 from troupe.workers.contract.messages import GroupRequest

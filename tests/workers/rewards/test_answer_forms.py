@@ -11,7 +11,7 @@ import yaml
 from transformers import AddedToken
 
 from tests.tokenizers import new_tokenizer
-from troupe.workers.data.response_text import response_text
+from troupe.workers.data.plain_text import response_text
 from troupe.workers.rewards.functions import last_number, regex
 from troupe.workers.rewards.gym import reasoning_gym
 from troupe.workers.rewards.numeric import numeric

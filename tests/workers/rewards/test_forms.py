@@ -25,7 +25,7 @@ FAR_OFF = 120.0  # seconds: no test but those of timeouts may depend on how busy
 
 FORMS = '''
 import asyncio, json, os, sys, time
-from troupe.workers.rewards.steps import Steps
+from troupe.workers.rewards.results import Steps
 
 waiting = []
 calls = 0

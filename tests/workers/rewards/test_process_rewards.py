@@ -24,8 +24,8 @@ from troupe.workers.contract.messages import ROLLOUTS, GroupSummary, PrepareRequ
 from troupe.workers.reward import RewardWorker, reward_spans
 from troupe.workers.rewards.equations import equations, evaluate
 from troupe.workers.rewards.functions import letter_share
+from troupe.workers.rewards.results import Steps, checked_steps, token_counts
 from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
-from troupe.workers.rewards.steps import Steps, checked_steps, token_counts
 
 FAR_OFF = 120.0  # seconds: no test depends on how busy the machine is
 TABLES = (FakeTable("rollouts", ("p0",)), FakeTable("rewards", ("p0",)))
@@ -184,7 +184,7 @@ def test_invalid_steps_are_refused(rewards: list[object], why: str) -> None:
 
 BEHAVIOURS = """
 import os
-from troupe.workers.rewards.steps import Steps
+from troupe.workers.rewards.results import Steps
 
 def behave(response, answer, metadata):
     word, _, rest = response.partition(" ")

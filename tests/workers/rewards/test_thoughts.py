@@ -13,8 +13,8 @@ from transformers import AddedToken
 
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.roles.table import ROLES
-from troupe.workers.agents.environments import loading
-from troupe.workers.agents.episodes.reader import TurnReader
+from troupe.workers.agents.environments import base
+from troupe.workers.agents.episodes.conversation import TurnReader
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.contract.environments import Row
 from troupe.workers.contract.imports import import_attribute
@@ -55,7 +55,7 @@ def test_every_function_that_has_to_know_is_told(name: str, thinking: ModelConfi
 )
 def test_an_environment_does_not_reward_a_cut_thought(name: str, args: dict[str, Any], thinking: ModelConfig) -> None:
     async def reward(response: str, args: dict[str, Any], finish_reason: str = "stop") -> float | None:
-        environment: Any = loading.load(name, args)()
+        environment: Any = base.load(name, args)()
         begun = environment.start(ROW)
         await begun if inspect.isawaitable(begun) else begun
         ended = await environment.step({"role": "assistant", "content": response, "finish_reason": finish_reason})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from troupe.workers.contract.rewards import NO_ANSWER
-from troupe.workers.rewards.votes import answer_classes
+from troupe.workers.rewards.numeric import answer_classes
 
 NONE = int(NO_ANSWER)
 

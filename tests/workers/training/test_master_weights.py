@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS
-from troupe.workers.data.step_record import picked, write_tables
+from troupe.workers.data.kept_tables import picked, write_tables
 from troupe.workers.models.digests import checksums, tensors_digest
 from troupe.workers.training.master_weights import own_part
 

@@ -16,73 +16,24 @@ import json
 import os
 import secrets
 import signal
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
 
 from troupe.workers.agents.environments.base import Environment
-from troupe.workers.agents.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
-from troupe.workers.agents.environments.chat_options import check_options
-from troupe.workers.contract.environments import Message, Observation, Row, read_stop, read_tools
+from troupe.workers.agents.environments.chat_protocol import MODEL_NAME, Choice, completion, plain, read_request
+from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.contract.imports import import_attribute, locate, require_package
-from troupe.workers.rewards.steps import as_number
+from troupe.workers.rewards.results import as_number
 
 HOST = "127.0.0.1"
 BASE_URL, API_KEY, MODEL = "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"
 """Environment variables that a command reads; `MODEL` is any name, for there is one model."""
-MODEL_NAME = "policy"
 ROW_VARIABLE = "TROUPE_ROW"
 """Environment variable of a command: the row, as JSON."""
-MAX_CHOICES = 16
 _SHUTDOWN_S = 0.5
-_NOT_TOLD = ("finish_reason", "usage", "unread_call", "logprobs")
-"""Fields of a turn that do not belong to the message of a response."""
-
-
-@dataclass
-class Choice:
-    """One response that a request waits for."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None
-    stop: tuple[str, ...]
-    max_tokens: int | None
-    schema: dict[str, Any] | None
-    """JSON schema of the response."""
-    logprobs: bool
-    """Whether the response has the log-probs of its tokens."""
-    forced: bool | str
-    """Whether the response must be calls of tools, or the name of the tool that it must call."""
-    one_call: bool
-    """Whether the agent takes at most one call of a tool from the response."""
-    answer: asyncio.Future[Message] = field(repr=False)
-
-    @property
-    def observation(self) -> Observation:
-        """The request as a separate conversation."""
-        return Observation(
-            self.messages,
-            tools=self.tools,
-            restart=True,
-            stop=self.stop,
-            max_tokens=self.max_tokens,
-            structured=None if self.schema is None else {"json_schema": self.schema},
-            refusable=True,
-            logprobs=self.logprobs,
-        )
-
-    def read(self, message: Message, prefix: str) -> Message:
-        """The response with the calls that the request forced, whose names begin with a prefix, or with its first."""
-        calls = message.get("tool_calls") or ()
-        if self.one_call and len(calls) > 1:
-            return message | {"tool_calls": calls[:1]}
-        if not self.forced or calls or message.get("finish_reason") == "length":
-            return message
-        calls = forced_calls(message["content"], self.forced, prefix)
-        return message | {"content": "", "tool_calls": calls} if calls else message
 
 
 @dataclass(eq=False)
@@ -307,115 +258,6 @@ def _load(name: str) -> Any:
     if not callable(function):
         raise ValueError(f"{name}: not a function, got {type(function).__name__}")
     return function
-
-
-def read_request(body: Any) -> list[Choice]:
-    """The responses that a request asks for. Raises ValueError, TypeError or KeyError for what is not supported."""
-    if not isinstance(body, dict):
-        raise TypeError("the request is not a JSON object")
-    check_options(body)
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise ValueError("messages: expected a list of messages")
-    messages = [plain(message) for message in given]
-    stop = body.get("stop") or ()
-    stops = read_stop([stop] if isinstance(stop, str) else stop)
-    longest = body.get("max_completion_tokens") or body.get("max_tokens") or None
-    if longest is not None and (not isinstance(longest, int) or longest < 1):
-        raise ValueError(f"max_tokens: expected a whole number above 0, got {longest!r:.40}")
-    count = int(body.get("n") or 1)
-    if not 1 <= count <= MAX_CHOICES:
-        raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
-    tools, tool_choice = body.get("tools") or [], body.get("tool_choice") or "auto"
-    read_tools(tools)
-    forced = forced_tool(tools, tool_choice)
-    one_call = body.get("parallel_tool_calls") is False
-    schema = forced_schema(tools, forced, one_call) if forced else response_schema(body.get("response_format"))
-    offered = tools if tools and tool_choice != "none" else None
-    loop = asyncio.get_running_loop()
-    return [
-        Choice(
-            messages=messages,
-            tools=offered,
-            stop=stops,
-            max_tokens=longest,
-            schema=schema,
-            logprobs=body.get("logprobs") is True,
-            forced=forced,
-            one_call=one_call,
-            answer=loop.create_future(),
-        )
-        for _ in range(count)
-    ]
-
-
-def plain(message: Any) -> Message:
-    """A message with the fields that a chat template reads, so that equal messages compare equal."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise TypeError("messages: expected objects with a role")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) for part in content):
-            raise TypeError("messages: content: expected text or a list of objects with a type")
-        if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
-            raise ValueError(f"messages: content of type {wrong[0]} is not supported, only text")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str | None):
-        raise TypeError("messages: content: expected text or a list of objects with a type")
-    if message.get("function_call"):
-        raise ValueError("messages: function_call is not supported, only tool_calls, which have replaced it")
-    result: Message = {"role": message["role"], "content": content or ""}
-    calls = message.get("tool_calls")
-    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise TypeError("messages: tool_calls: expected a list of objects")
-    for name in ("tool_call_id", "name"):
-        if not isinstance(message.get(name), str | None):
-            raise TypeError(f"messages: {name}: expected text")
-    return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
-
-
-def completion(messages: Sequence[Message]) -> dict[str, Any]:
-    """The body of a response."""
-    choices = [
-        {
-            "index": number,
-            "message": {**_told(message), "content": message["content"] or None},
-            "finish_reason": "tool_calls" if message.get("tool_calls") else message.get("finish_reason", "stop"),
-            "logprobs": _logprobs(message.get("logprobs")),
-        }
-        for number, message in enumerate(messages)
-    ]
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL_NAME,
-        "choices": choices,
-        "usage": _usage([message["usage"] for message in messages if "usage" in message]),
-    }
-
-
-def _told(message: Message) -> Message:
-    """The fields of a turn that belong to the message."""
-    return {name: value for name, value in message.items() if name not in _NOT_TOLD}
-
-
-def _logprobs(tokens: Sequence[Sequence[Any]] | None) -> dict[str, Any] | None:
-    """The log-probs of a choice, or None if not requested."""
-    if tokens is None:
-        return None
-    content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
-        for text, value in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Tokens of a request: its prompt once, and all responses."""
-    prompt = max((count["prompt_tokens"] for count in counts), default=0)
-    completion = sum(count["completion_tokens"] for count in counts)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamResponse:

@@ -1,11 +1,25 @@
-"""The class that an environment implements."""
+"""The class that an environment implements, and the loading of one by name."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
 
 from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.imports import NameProblem, import_attribute, locate
+
+SHIPPED = {
+    "agent": "troupe.workers.agents.environments.agent:Agent",
+    "guess_number": "troupe.workers.agents.environments.basic:GuessNumber",
+    "openenv": "troupe.workers.agents.environments.openenv:OpenEnv",
+    "retry": "troupe.workers.agents.environments.basic:Retry",
+    "single_turn": "troupe.workers.agents.environments.basic:SingleTurn",
+    "tools": "troupe.workers.agents.environments.tools:Tools",
+    "verifiers": "troupe.workers.agents.environments.verifiers:Verifiers",
+}
+METHODS = ("start", "step", "close")
 
 
 class Environment(ABC):
@@ -33,3 +47,59 @@ class Environment(ABC):
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027  most environments hold nothing
         """Free what the episode holds. Called once at the end of every episode, unless its process was killed."""
+
+
+class EnvironmentLoadError(ValueError):
+    """An environment cannot be used: unknown, not importable, not an environment, or not with these arguments."""
+
+
+class EnvironmentArgumentsError(EnvironmentLoadError):
+    """An environment does not take its arguments."""
+
+
+def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Import an environment and check that it can be created with its arguments.
+
+    Args:
+        name: A built-in name, or `package.module:Class`. The class needs the methods `start`, `step` and `close`; it
+            need not derive from `Environment`.
+        args: Keyword arguments of the class.
+
+    Returns:
+        A function that creates the environment of one episode.
+
+    Raises:
+        EnvironmentLoadError: the import fails, or there is no such class, or it is not an environment.
+        EnvironmentArgumentsError: it does not take the arguments, or refuses them with a ValueError or TypeError.
+    """
+    try:
+        place = locate(name, SHIPPED, "environment", "package.module:Class")
+        found = import_attribute(name, *place)
+    except NameProblem as error:
+        raise EnvironmentLoadError(str(error)) from error
+    if not inspect.isclass(found):
+        raise EnvironmentLoadError(f"{name}: not a class, got {type(found).__name__}")
+    if missing := [method for method in METHODS if not callable(inspect.getattr_static(found, method, None))]:
+        raise EnvironmentLoadError(f"{name}: has no method {', '.join(missing)}")
+    try:
+        found(**args)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentArgumentsError(f"{name}: {error}") from error
+    kind: Any = found
+    return lambda: kind(**args)
+
+
+def find_problem(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is wrong with an environment (`name`, `args`).
+
+    Yields:
+        (field, message), once: `name` or `args`; both empty without a problem.
+    """
+    try:
+        load(environment["name"], environment["args"])
+    except EnvironmentArgumentsError as error:
+        yield "args", str(error)
+    except EnvironmentLoadError as error:
+        yield "name", str(error)
+    else:
+        yield "", ""

@@ -1,13 +1,13 @@
 """The processes that environments run in, controlled by `troupe.workers.agents.environments.processes`.
 
-The first process loads the environment's class and then only forks: one process for each seat, in which one episode
-runs at a time. A seat that hangs or dies is killed alone, and its successor needs no import.
+The loading process imports the environment's class and then only forks episode processes, in each of which one episode
+runs at a time. One that hangs or dies is killed alone, and its successor needs no import.
 
 The loading process gets ``{"name", "args", "memory_limit_mib"}`` as one line of JSON over its socket, and answers
-``{"ready": true, "pid", "threads"}`` (names of threads that the import started, which a seat lacks) or
-``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a socket for a new seat. A seat
-gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or ``{"failure"}``, one line of JSON
-each.
+``{"ready": true, "pid", "threads"}`` (names of threads that the import started, which forks lack) or
+``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a socket for a new episode
+process, which gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or ``{"failure"}``, one
+line of JSON each.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from troupe.workers.agents.environments.base import Environment
-from troupe.workers.agents.environments.loading import EnvironmentLoadError, load
+from troupe.workers.agents.environments.base import Environment, EnvironmentLoadError, load
 from troupe.workers.contract.environments import Row, read_observation
 from troupe.workers.isolation.descendants import MARK
 from troupe.workers.isolation.inside import connection, limit_memory
@@ -40,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(control: str, owner_pipe: str) -> None:
-    """Load the environment and fork a seat for every request, until the socket closes.
+    """Load the environment and fork an episode process for every request, until the socket closes.
 
     The arguments are the ones of `troupe.workers.isolation.child.Child`.
     """
@@ -51,7 +50,7 @@ def main(control: str, owner_pipe: str) -> None:
         except EnvironmentLoadError as error:
             parent.sendall(json.dumps({"failure": str(error)}).encode() + b"\n")
             return
-        # The kernel reaps the seats. Not before: the import would learn no exit code of a process that it runs.
+        # The kernel reaps the forks. Not before: the import would learn no exit code of a process that it runs.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
         parent.sendall(json.dumps({"ready": True, "pid": os.getpid(), "threads": threads}).encode() + b"\n")
@@ -59,12 +58,12 @@ def main(control: str, owner_pipe: str) -> None:
             data, descriptors, _, _ = socket.recv_fds(parent, 1, 1)
             if not data:
                 return
-            seat = socket.socket(fileno=descriptors[0])
+            requests = socket.socket(fileno=descriptors[0])
             if os.fork() == 0:
                 parent.close()
                 os.close(int(owner_pipe))
-                _become_seat(seat, create, order["memory_limit_mib"])
-            seat.close()
+                _become_episode_process(requests, create, order["memory_limit_mib"])
+            requests.close()
 
 
 def _read_line(connection: socket.socket) -> bytes:
@@ -77,13 +76,15 @@ def _read_line(connection: socket.socket) -> bytes:
     return line
 
 
-def _become_seat(connection: socket.socket, create: Callable[[], Environment], memory_limit_mib: int) -> None:
+def _become_episode_process(
+    connection: socket.socket, create: Callable[[], Environment], memory_limit_mib: int
+) -> None:
     """Serve episodes in this forked process; does not return."""
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a seat does not outlive the loading process
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # does not outlive the loading process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()  # processes that user code starts end with the seat's group
+        os.setsid()  # processes that user code starts end with this group
         os.environ[MARK] += f".{os.getpid()}"  # identifies processes that leave the group
         write_stacks_on_signal()
         limit_memory(memory_limit_mib)
@@ -99,7 +100,7 @@ def _become_seat(connection: socket.socket, create: Callable[[], Environment], m
 
 
 def _seed(seed: int) -> None:
-    """Seed what user code may take random numbers from: all seats have the state of the process they are forks of."""
+    """Seed what user code may take random numbers from: all forks have the same state."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)

@@ -1,9 +1,11 @@
-"""Typed Python functions as tools: their JSON schema from signature and docstring, and calls of them."""
+"""Typed Python functions as tools: their JSON schema from signature and docstring, and the built-in ones."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +13,25 @@ from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
-from troupe.workers.agents.sandbox.run import SandboxError, check_sandbox
+from troupe.workers.agents.expressions import BINARY, evaluate
+from troupe.workers.agents.sandbox.run import SandboxError, SandboxLimits, SandboxResult, check_sandbox, run_python
 from troupe.workers.contract.config import first_problem
 from troupe.workers.contract.imports import import_attribute, locate
 
 SHIPPED = {
-    "calculator": "troupe.workers.agents.environments.calculator:calculator",
-    "python": "troupe.workers.agents.environments.python_tool:python",
+    "calculator": "troupe.workers.agents.environments.functions:calculator",
+    "python": "troupe.workers.agents.environments.functions:python",
 }
 RUN_MODEL_CODE = ("python",)
 """Built-in tools that run code that a model wrote, in a sandbox."""
+LIMITS = SandboxLimits(timeout_s=10.0, output_kib=64)
+"""What the code of one call may use."""
+LONGEST_ANSWER = 4000
+"""Characters of an answer: it becomes a part of the conversation."""
+_TRACEBACK_LINES = 8
+_LONGEST_EXPRESSION = 200
+_LARGEST, _LARGEST_EXPONENT = 10**50, 100
+"""Bounds of the calculator."""
 _ARGUMENT = re.compile(r"^ {4,8}(\w+)(?: \([^)]*\))?: (.*)$")
 
 
@@ -121,3 +132,76 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
         elif current and line.strip():
             arguments[current] += " " + line.strip()
     return " ".join(head.split()), arguments
+
+
+def calculator(expression: str) -> str:
+    """Calculate the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / // % ** and parentheses, such as 12 * (3 + 4).
+    """
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise ValueError(f"longer than {_LONGEST_EXPRESSION} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError("not an arithmetic expression") from None
+    for node in ast.walk(tree.body):
+        match node:
+            case ast.Constant(int() | float() as number) if not isinstance(number, bool):
+                _bounded(number)
+            case _ if not isinstance(node, (ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub, *BINARY)):
+                raise ValueError("not an arithmetic expression")
+    value = evaluate(tree.body, _calculate)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
+
+
+def _calculate(op: ast.operator, left: float, right: float) -> float:
+    if isinstance(op, ast.Pow) and abs(right) > _LARGEST_EXPONENT:
+        raise ValueError("the exponent is too large")
+    return _bounded(BINARY[type(op)](left, right))
+
+
+def _bounded(value: float) -> float:
+    if isinstance(value, complex) or not math.isfinite(value) or abs(value) > _LARGEST:
+        raise ValueError("the result is too large, or no real number")
+    return value
+
+
+def python(code: str) -> str:
+    """Run a Python program and return what it prints. Nothing is kept from one call to the next.
+
+    Args:
+        code: The program. It has the standard library, no network and no files, and must print its results.
+
+    Returns:
+        What the program printed; if it failed, also the end of its error message.
+    """
+    return describe_result(run_python(code, limits=LIMITS))
+
+
+def describe_result(result: SandboxResult, longest: int = LONGEST_ANSWER) -> str:
+    """A result as a tool answers it, in at most `longest` characters: the start of the output and the whole error."""
+    error = _describe_error(result, longest // 2)
+    output = result.stdout.rstrip()
+    room = longest - len(error) - 1
+    if result.stdout_discarded or len(output) > room:
+        note = f"\n[output cut: {len(result.stdout) + result.stdout_discarded} characters]"
+        output = output[: max(0, room - len(note))] + note
+    return "\n".join(part for part in (output, error) if part) or "[no output: print the result]"
+
+
+def _describe_error(result: SandboxResult, longest: int) -> str:
+    """Why a program failed, in at most `longest` characters; empty if it did not fail."""
+    if result.ok:
+        return ""
+    lines = result.stderr.strip().splitlines()[-_TRACEBACK_LINES:]
+    if result.timed_out:
+        lines = [f"[stopped after {LIMITS.timeout_s:g} seconds]"]
+    elif result.out_of_memory:
+        lines.append(f"[out of memory: the limit is {LIMITS.memory_mib} MiB]")
+    elif result.signal is not None:
+        lines.append(f"[ended by signal {result.signal}]")
+    elif not lines:
+        lines = [f"[exit code {result.exit_code}]"]
+    return "\n".join(lines)[-longest:]

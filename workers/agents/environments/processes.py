@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 MAX_REPLY = 2**24
 """Longest reply of an environment, in bytes."""
-_SEAT_TIMEOUT_S = 30.0
+_FORK_TIMEOUT_S = 30.0
 _ENTRY = "troupe.workers.agents.environments.child:main"
 
 
-class SeatFailed(Exception):
+class EpisodeProcessFailed(Exception):
     """The process of an episode hung, died or replied nonsense; it has been killed. The message is the reason."""
 
 
-class SeatProcess:
+class EpisodeProcess:
     """One process, in which one episode runs at a time."""
 
     def __init__(
@@ -67,7 +67,7 @@ class SeatProcess:
         return await self._observe("step", timeout_s, message=message)
 
     async def end(self, timeout_s: float) -> None:
-        """Close the episode. Raises SeatFailed."""
+        """Close the episode. Raises EpisodeProcessFailed."""
         await self._ask({"op": "close"}, timeout_s)
 
     async def _observe(self, op: str, timeout_s: float, **fields: Any) -> EpisodeReply:
@@ -77,7 +77,7 @@ class SeatProcess:
             if "failure" in reply:
                 return failed(f"{op}: {reply['failure']}")
             return EpisodeReply(read_observation(reply.get("observation")))
-        except SeatFailed as error:
+        except EpisodeProcessFailed as error:
             return failed(f"{op}: {error}")
         except (TypeError, ValueError) as error:  # user code can write to the connection
             self.kill()
@@ -87,7 +87,7 @@ class SeatProcess:
         """The reply to a request.
 
         Raises:
-            SeatFailed: There is no reply.
+            EpisodeProcessFailed: There is no reply.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -96,22 +96,22 @@ class SeatProcess:
             reply = json.loads(line) if line else None
         except TimeoutError:
             self.kill()
-            raise SeatFailed(f"timeout after {timeout_s:g} s{self._hint}") from None
+            raise EpisodeProcessFailed(f"timeout after {timeout_s:g} s{self._hint}") from None
         except (ValueError, RecursionError, OSError) as error:
             self.kill()
-            raise SeatFailed(f"error: {error}") from None
+            raise EpisodeProcessFailed(f"error: {error}") from None
         except BaseException:
             self.kill()  # no caller waits for the reply, which would be taken for that to the next request
             raise
         if reply is None:
             self.kill()
-            raise SeatFailed("its process died")
+            raise EpisodeProcessFailed("its process died")
         if not isinstance(reply, dict):
             self.kill()
-            raise SeatFailed("error: its process replied something other than a JSON object")
+            raise EpisodeProcessFailed("error: its process replied something other than a JSON object")
         if reply.get("last"):
             self.kill()
-            raise SeatFailed(str(reply["failure"]))
+            raise EpisodeProcessFailed(str(reply["failure"]))
         return reply
 
     def kill(self) -> None:
@@ -124,7 +124,7 @@ class SeatProcess:
 
 
 class EnvironmentProcesses:
-    """The loading process of one environment, and the seats that it forks."""
+    """The loading process of one environment, and the episode processes that it forks."""
 
     def __init__(self, name: str, args: Mapping[str, Any], memory_limit_mib: int, env: Collection[str] = ()) -> None:
         """`env`: names of variables with secrets that the environment may read."""
@@ -168,34 +168,34 @@ class EnvironmentProcesses:
         except (EOFError, OSError):
             return {}
 
-    async def seat(self) -> SeatProcess:
+    async def fork(self) -> EpisodeProcess:
         """Fork a process for one episode after another.
 
         Raises:
-            SeatFailed: the loading process has died, or cannot fork.
+            EpisodeProcessFailed: the loading process has died, or cannot fork.
         """
         child = self._child
         ours, theirs = socket.socketpair()
         try:
             if child is None:
-                raise SeatFailed("the environment's processes are closed")
+                raise EpisodeProcessFailed("the environment's processes are closed")
             socket.send_fds(child.connection, [b"+"], [theirs.fileno()])
         except OSError as error:
             ours.close()
-            raise SeatFailed(f"the process that loads the environment has died: {error}") from None
+            raise EpisodeProcessFailed(f"the process that loads the environment has died: {error}") from None
         finally:
             theirs.close()
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPLY)
         try:
-            async with asyncio.timeout(_SEAT_TIMEOUT_S):
+            async with asyncio.timeout(_FORK_TIMEOUT_S):
                 line = await reader.readline()
-            return SeatProcess(reader, writer, int(json.loads(line)["pid"]), child.mark, self._hint)
+            return EpisodeProcess(reader, writer, int(json.loads(line)["pid"]), child.mark, self._hint)
         except (TimeoutError, ValueError, OSError) as error:
             writer.close()
-            raise SeatFailed(f"no process could be started for the episode: {error or 'no answer'}") from None
+            raise EpisodeProcessFailed(f"no process could be started for the episode: {error or 'no answer'}") from None
 
     def close(self) -> None:
-        """End the loading process; its seats end with it."""
+        """End the loading process; its forks end with it."""
         child, self._child = self._child, None
         if child is not None:
             child.close()

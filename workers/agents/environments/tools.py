@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from troupe.workers.agents.environments.base import Environment
+from troupe.workers.agents.environments.basic import RewardFunction
 from troupe.workers.agents.environments.functions import Tool, ToolCallError, load_tools
 from troupe.workers.agents.environments.mcp_servers import McpServer, read_config, server_of
-from troupe.workers.agents.environments.reward_environment import RewardFunction
 from troupe.workers.contract.environments import CALL_MARKERS, Message, Observation, Row, cut
 
 MALFORMED = "The tool call could not be read. Write it as JSON with a name and arguments."

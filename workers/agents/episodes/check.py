@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.agents.environments.processes import EnvironmentProcesses, SeatProcess
-from troupe.workers.agents.episodes.episode import EpisodeRunner, Played, SampleTurn
-from troupe.workers.agents.episodes.reader import ParseCalls, TurnReader
-from troupe.workers.agents.episodes.turns import SampledTurn
+from troupe.workers.agents.environments.processes import EnvironmentProcesses, EpisodeProcess
+from troupe.workers.agents.episodes.conversation import ParseCalls, TurnReader
+from troupe.workers.agents.episodes.episode import EpisodeRunner, SampleTurn
+from troupe.workers.agents.episodes.turns import Played, SampledTurn
 from troupe.workers.contract.config import EnvironmentConfig, StructuredConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.data.turn_ends import turn_ends
@@ -34,19 +34,19 @@ class Rehearsal:
     """Parser of tool calls."""
 
 
-class _OneSeat:
+class _OneProcess:
     """The link to one environment process."""
 
-    def __init__(self, seat: SeatProcess, timeout_s: float) -> None:
-        self._seat, self._timeout_s = seat, timeout_s
+    def __init__(self, process: EpisodeProcess, timeout_s: float) -> None:
+        self._process, self._timeout_s = process, timeout_s
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
         """Starts an episode."""
-        return "", await self._seat.start(row, self._timeout_s)
+        return "", await self._process.start(row, self._timeout_s)
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
         """The answer to a turn."""
-        return await self._seat.step(message, self._timeout_s)
+        return await self._process.step(message, self._timeout_s)
 
     def end(self, worker: str, episode: str) -> None:
         """Nothing: the process ends with the check."""
@@ -63,7 +63,7 @@ async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str
 
     Raises:
         ValueError: the environment cannot be loaded.
-        SeatFailed: its process does not start.
+        EpisodeProcessFailed: its process does not start.
     """
     config = rehearsal.config
     processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib, config.env)
@@ -73,7 +73,7 @@ async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str
     try:
         with ThreadPoolExecutor(1) as tokenizing:
             for number, row in enumerate(rows):
-                link = _OneSeat(await processes.seat(), config.turn_timeout_s)
+                link = _OneProcess(await processes.fork(), config.turn_timeout_s)
                 sizes = (rehearsal.max_tokens, rehearsal.max_model_len)
                 runner = EpisodeRunner(config, *sizes, reader, tokenizing, lambda link=link: link)
                 turns = _scripted(rehearsal.tokenizer, said) if said else _random(rehearsal.tokenizer, rng)

@@ -1,4 +1,4 @@
-"""What an engine returns for one turn, and the rows that turns become. Plain data, without vLLM and tokenizers."""
+"""What an engine returns for one turn, and the rows and the episode that turns become. Plain data, without vLLM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from troupe.workers.contract.config import StructuredConfig
+from troupe.workers.contract.environments import OK, Message
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,41 @@ class Segment:
     def tokens(self) -> int:
         """Prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class Played:
+    """A finished episode."""
+
+    segments: list[Segment]
+    finish_reason: str = "stop"
+    """`stop`: the environment ended it; `length`: out of tokens; `max_turns`."""
+    status: str = OK
+    response: str = ""
+    """Text of the last turn."""
+    messages: list[Message] = field(default_factory=list)
+    """The whole conversation."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens of all segments' responses up to the turn that is rewarded, reward)."""
+    turns: list[SampledTurn] = field(default_factory=list)
+    prompt_tokens: int = 0
+    """Tokens of the prompts of all turns."""
+    environment_s: float = 0.0
+    cut_observations: int = 0
+    restarts: int = 0
+    info: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens of all segments after their prompts."""
+        return sum(len(segment.response_ids) for segment in self.segments)
+
+    def insert(self, segment: Segment) -> None:
+        """Put a finished row before the last one, which continues; rewards of the last one keep their tokens."""
+        if not self.segments:
+            self.segments.append(segment)
+            return
+        start = self.response_tokens - len(self.segments[-1].response_ids)
+        grown = len(segment.response_ids)
+        self.rewards = [(end + grown if end > start else end, reward) for end, reward in self.rewards]
+        self.segments.insert(-1, segment)

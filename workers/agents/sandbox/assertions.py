@@ -8,66 +8,15 @@ from __future__ import annotations
 
 import ast
 import builtins
-import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Is: operator.eq,
-    ast.IsNot: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-}
-"""`is` compares as `==`: an identity does not survive the way out of the sandbox."""
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.Not: operator.not_,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Invert: operator.invert,
-}
-_LOCAL: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "round": round,
-    "len": len,
-    "sum": sum,
-    "min": min,
-    "max": max,
-    "sorted": sorted,
-    "set": set,
-    "list": list,
-    "tuple": tuple,
-    "str": str,
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "all": all,
-    "any": any,
-    "isclose": math.isclose,
-    "math.isclose": math.isclose,
-    "frozenset": frozenset,
-    "dict": dict,
-}
-"""Functions that are evaluated here, on results and expected results."""
+from troupe.workers.agents.expressions import BINARY, FUNCTIONS, evaluate
+
 _ITERATES = frozenset({"sum", "min", "max", "sorted", "set", "list", "tuple", "all", "any", "frozenset", "dict"})
-"""Functions that take any iterable. What a call returns to them leaves the sandbox as a list if it is no data
-itself."""
+"""Those of `FUNCTIONS` that take any iterable. What a call returns to them leaves the sandbox as a list if it is no
+data itself."""
 ITEMS = "_items"
 """Function of the sandbox that makes that list; its second argument: whether the value must have a length."""
 _RESULT = "\0result"
@@ -86,7 +35,7 @@ class Assertion:
     def holds(self, results: Sequence[Any]) -> bool:
         """Whether the assertion holds with these results of its calls; False if they cannot even be compared."""
         try:
-            return bool(_evaluate(self._test, results))
+            return bool(evaluate(self._test, _compute, {_RESULT + str(at): one for at, one in enumerate(results)}))
         except Exception:
             return False
 
@@ -209,7 +158,7 @@ class _Splitter:
                 return ast.Dict([part(key) for key in keys if key], [part(value) for value in values])
             case ast.UnaryOp(op, operand):
                 return ast.UnaryOp(op, part(operand, isinstance(op, ast.Not)))
-            case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
+            case ast.BinOp(left, op, right) if type(op) in BINARY:
                 return ast.BinOp(part(left), op, part(right))
             case ast.BoolOp(op, values):
                 return ast.BoolOp(op, [part(value, truth=True) for value in values])
@@ -217,7 +166,7 @@ class _Splitter:
                 return self._split_comparison(node, calls)
             case ast.Subscript(value, ast.Constant() | ast.UnaryOp() as index):
                 return ast.Subscript(part(value), part(index), ast.Load())
-            case ast.Call(func, args, keywords) if (name := ast.unparse(func)) in _LOCAL:
+            case ast.Call(func, args, keywords) if (name := ast.unparse(func)) in FUNCTIONS:
                 named = [ast.keyword(one.arg, part(one.value)) for one in keywords]
                 if name in _ITERATES or name == "len":
                     given = [self._split_iterable(argument, calls, sized=name == "len") for argument in args]
@@ -231,7 +180,7 @@ class _Splitter:
     def _split_iterable(self, node: ast.expr, calls: list[str], *, sized: bool = False) -> ast.expr:
         """As `_split`, of an expression whose items count: a call may return an iterator or a view."""
         match node:
-            case ast.Call(func) if ast.unparse(func) not in _LOCAL and self._is_tested(func):
+            case ast.Call(func) if ast.unparse(func) not in FUNCTIONS and self._is_tested(func):
                 return self._call(f"{ITEMS}({ast.unparse(node)}, {sized})", calls)
         return self._split(node, calls)
 
@@ -265,42 +214,6 @@ class _Splitter:
         return False
 
 
-def _evaluate(node: ast.expr, results: Sequence[Any]) -> Any:
-    """The value of an expression that `_Splitter` returned."""
-
-    def value(child: ast.expr) -> Any:
-        return _evaluate(child, results)
-
-    match node:
-        case ast.Constant(constant):
-            return constant
-        case ast.Name(name):
-            return results[int(name.removeprefix(_RESULT))]
-        case ast.List(items):
-            return [value(item) for item in items]
-        case ast.Tuple(items):
-            return tuple(value(item) for item in items)
-        case ast.Set(items):
-            return {value(item) for item in items}
-        case ast.Dict(keys, values):
-            return {value(key): value(item) for key, item in zip(keys, values, strict=True) if key}
-        case ast.UnaryOp(op, operand):
-            return _UNARY[type(op)](value(operand))
-        case ast.BinOp(left, op, right):
-            return _compute(op, value(left), value(right))
-        case ast.BoolOp(op, values):
-            return (all if isinstance(op, ast.And) else any)(value(item) for item in values)
-        case ast.Compare(left, ops, comparators):
-            sides = [value(side) for side in (left, *comparators)]
-            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, sides, sides[1:], strict=False))
-        case ast.Subscript(container, index):
-            return value(container)[value(index)]
-        case ast.Call(func, args, keywords):
-            named = {one.arg: value(one.value) for one in keywords if one.arg}
-            return _LOCAL[ast.unparse(func)](*map(value, args), **named)
-    raise ValueError(f"cannot evaluate {ast.unparse(node)[:80]}")
-
-
 def _compute(op: ast.operator, left: Any, right: Any) -> Any:
     """Arithmetic on numbers; nothing that makes large data of small."""
     if not all(isinstance(one, (int, float, complex)) for one in (left, right)):
@@ -309,4 +222,4 @@ def _compute(op: ast.operator, left: Any, right: Any) -> Any:
         raise ValueError("arithmetic on something other than numbers")
     if isinstance(op, ast.Pow) and (abs(right) > _LARGEST_POWER or abs(left) > _LARGEST_POWER):
         raise ValueError("a power that is too large")
-    return _ARITHMETIC[type(op)](left, right)
+    return BINARY[type(op)](left, right)

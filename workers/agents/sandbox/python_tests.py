@@ -17,8 +17,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from troupe.workers.agents.sandbox.assertions import ITEMS, Assertions, parse_assertions
-from troupe.workers.agents.sandbox.limits import SandboxLimits
-from troupe.workers.agents.sandbox.run import SandboxStarter, run_python
+from troupe.workers.agents.sandbox.run import SandboxLimits, SandboxStarter, run_python
 from troupe.workers.rewards.answer_text import visible
 
 Style = Literal["auto", "stdin", "function"]

@@ -30,10 +30,10 @@ async def play(control: str, ready: Path) -> None:
     """As an environment worker does."""
     processes = EnvironmentProcesses("stalling_user_code:Stalling", {"control": control}, memory_limit_mib=1024)
     await processes.start()
-    seat = await processes.seat()
-    await seat.start(Row(({"role": "user", "content": "?"},), "", {}, 1), _LONG_S)
+    process = await processes.fork()
+    await process.start(Row(({"role": "user", "content": "?"},), "", {}, 1), _LONG_S)
     ready.touch()
-    await seat.step({"role": "assistant", "content": "five"}, _LONG_S)
+    await process.step({"role": "assistant", "content": "five"}, _LONG_S)
 
 
 if __name__ == "__main__":

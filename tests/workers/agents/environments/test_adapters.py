@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from troupe.workers.agents.environments.loading import EnvironmentArgumentsError, load
+from troupe.workers.agents.environments.base import EnvironmentArgumentsError, load
 from troupe.workers.agents.environments.openenv import OpenEnv
 from troupe.workers.agents.environments.processes import EnvironmentProcesses
 from troupe.workers.agents.environments.tools import MALFORMED
@@ -41,16 +41,16 @@ def play(name: str, args: dict[str, Any], turns: Sequence[str | Message], row: R
         processes = EnvironmentProcesses(name, args, 1024)
         await processes.start()
         try:
-            seat = await processes.seat()
-            played = Played(await seat.start(row, 20.0))
+            process = await processes.fork()
+            played = Played(await process.start(row, 20.0))
             for turn in turns:
                 if played.last.observation.done:
                     break
                 played.asked.append(played.last.observation)
                 message = {"role": "assistant", **({"content": turn} if isinstance(turn, str) else turn)}
-                played.last = await seat.step(message, 10.0)
-            if seat.alive:
-                await seat.end(10.0)
+                played.last = await process.step(message, 10.0)
+            if process.alive:
+                await process.end(10.0)
             return played
         finally:
             processes.close()

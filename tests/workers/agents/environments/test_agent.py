@@ -14,8 +14,7 @@ import pytest
 
 from tests.workers.agents.environments.agents import ADD
 from tests.workers.agents.environments.started import bound, started
-from troupe.workers.agents.environments.agent import Choice, plain, read_request
-from troupe.workers.agents.environments.chat_forms import forced_calls, forced_schema
+from troupe.workers.agents.environments.chat_protocol import Choice, forced_calls, forced_schema, plain, read_request
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.environment import EnvironmentWorker

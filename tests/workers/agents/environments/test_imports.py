@@ -20,9 +20,9 @@ def started(name: str, seeds: list[int], timeout_s: float = 60.0) -> list[Episod
         processes = EnvironmentProcesses(f"{HERE}:{name}", {}, 4096)
         try:
             await processes.start()
-            seats = [await processes.seat() for _ in seeds]
+            forks = [await processes.fork() for _ in seeds]
             rows = [Row(messages=({"role": "user", "content": "hello"},), seed=seed) for seed in seeds]
-            return [await seat.start(row, timeout_s) for seat, row in zip(seats, rows, strict=True)]
+            return [await process.start(row, timeout_s) for process, row in zip(forks, rows, strict=True)]
         finally:
             processes.close()
 
@@ -30,7 +30,7 @@ def started(name: str, seeds: list[int], timeout_s: float = 60.0) -> list[Episod
 
 
 def test_random_numbers_of_an_episode_follow_from_its_seed() -> None:
-    """All seats are forks of one process: without a seed they would draw the same numbers from NumPy."""
+    """All are forks of one process: without a seed they would draw the same numbers from NumPy."""
     first, second, again, large = (reply.observation.info for reply in started("Draws", [1, 2, 1, 2**63 + 5]))
     for name in ("random", "numpy"):
         assert first[name] == again[name]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import descendants
 from tests.workers.agents.environments.started import bound, started
-from troupe.workers.agents.environments.loading import EnvironmentArgumentsError, load
+from troupe.workers.agents.environments.base import EnvironmentArgumentsError, load
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.environment import EnvironmentWorker
@@ -93,7 +93,7 @@ def test_every_episode_has_a_server_of_its_own() -> None:
             assert results(await worker.step(episode, call(("remember", {"word": episode})))) == [episode]
             last = await worker.step(episode, {"role": "assistant", "content": "done"})
             assert last.status == "ok" and last.observation.done
-        await worker.begin("c", ROW)  # the seat is free: the episode before has been closed
+        await worker.begin("c", ROW)  # the process is free: the episode before has been closed
         assert len(servers()) == 1
 
     play(test)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
+from troupe.workers.agents.environments.basic import GuessNumber, Retry
 from troupe.workers.agents.environments.functions import ToolCallError, function_schema, function_tool, load_tools
-from troupe.workers.agents.environments.guess_number import GuessNumber
-from troupe.workers.agents.environments.retry import Retry
 from troupe.workers.agents.environments.tools import MALFORMED, Tools
 from troupe.workers.contract.environments import Message, Observation, Row
 

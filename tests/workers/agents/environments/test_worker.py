@@ -78,7 +78,7 @@ def test_an_episode_waits_for_a_free_place() -> None:
 
 
 def test_the_episodes_of_a_lost_engine_give_their_seats_back() -> None:
-    """Those that wait for a seat do not take one; those of another engine stay."""
+    """Those that wait for a process do not take one; those of another engine stay."""
 
     async def test(worker: EnvironmentWorker) -> None:
         await worker.begin("rollout-1/p0/0", ROW)

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from troupe.workers.agents.episodes.conversation import Added, Conversation, ConversationError
-from troupe.workers.agents.episodes.episode import RESTARTS, EpisodeRunner, Played
-from troupe.workers.agents.episodes.turns import SampledTurn
+from troupe.workers.agents.episodes.episode import RESTARTS, EpisodeRunner
+from troupe.workers.agents.episodes.turns import Played, SampledTurn
 from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
 from troupe.workers.contract.environments import (
     EnvironmentGone,

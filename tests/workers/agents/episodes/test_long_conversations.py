@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.workers.agents.episodes.test_conversation import tokenizer_of
 from tests.workers.agents.episodes.test_episode import Script, reply
-from troupe.workers.agents.episodes.episode import EpisodeRunner, LongReader, Played, SampleTurn
-from troupe.workers.agents.episodes.reader import TurnReader
-from troupe.workers.agents.episodes.turns import SampledTurn
+from troupe.workers.agents.episodes.conversation import TurnReader
+from troupe.workers.agents.episodes.episode import EpisodeRunner, LongReader, SampleTurn
+from troupe.workers.agents.episodes.turns import Played, SampledTurn
 from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import Message, Row
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from troupe.workers.agents.episodes.observed_text import cut_observation
+from troupe.workers.agents.episodes.episode import cut_observation
 
 LONGEST = 200
 MARK = "\n[... cut]"

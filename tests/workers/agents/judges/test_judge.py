@@ -14,9 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.agents.judges.judge_endpoint import endpoint, error
-from troupe.workers.agents.judges.http_judge import HttpJudge, read_completion
-from troupe.workers.agents.judges.judge_reward import JudgeReward
-from troupe.workers.agents.judges.rubric import HttpJudgeConfig, JudgeArgs, JudgeError, read_args
+from troupe.workers.agents.judges import (
+    HttpJudge,
+    HttpJudgeConfig,
+    JudgeArgs,
+    JudgeError,
+    JudgeReward,
+    read_args,
+    read_completion,
+)
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer

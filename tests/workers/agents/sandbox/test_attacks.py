@@ -24,8 +24,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.workers.agents.sandbox.conftest import Marked
-from troupe.workers.agents.sandbox.limits import SandboxLimits, SandboxResult
-from troupe.workers.agents.sandbox.run import run_python
+from troupe.workers.agents.sandbox.run import SandboxLimits, SandboxResult, run_python
 
 SECRET = "hf_this_is_a_secret_of_the_test"
 SMALL = SandboxLimits(timeout_s=5.0, memory_mib=128, disk_mib=8, processes=8)
@@ -159,7 +158,7 @@ def test_killing_every_process_it_can_see_ends_only_the_program(bystander: subpr
 def test_the_sandbox_ends_with_the_process_that_started_it(marked: Marked) -> None:
     caller = f"""
 from troupe.workers.agents.sandbox.run import run_python
-from troupe.workers.agents.sandbox.limits import SandboxLimits
+from troupe.workers.agents.sandbox.run import SandboxLimits
 run_python({marked.prefix!r} + "import time; time.sleep(60)", limits=SandboxLimits(timeout_s=60))
 """
     with subprocess.Popen([sys.executable, "-c", caller], cwd=ROOT) as process:
@@ -628,7 +627,7 @@ def test_the_rest_of_the_machine_still_works_after_the_attacks() -> None:
 
 NORMAL_USER = """
 import json, os, subprocess, sys
-from troupe.workers.agents.sandbox.limits import SandboxLimits
+from troupe.workers.agents.sandbox.run import SandboxLimits
 from troupe.workers.agents.sandbox.run import check_sandbox, run_python
 check_sandbox()
 sleeper = subprocess.Popen(["sleep", "60"])

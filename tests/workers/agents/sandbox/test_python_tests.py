@@ -11,9 +11,8 @@ import pytest
 
 from troupe.workers.agents.sandbox import python_tests as module
 from troupe.workers.agents.sandbox.assertions import parse_assertions
-from troupe.workers.agents.sandbox.limits import SandboxLimits, SandboxResult
 from troupe.workers.agents.sandbox.python_tests import extract_code, python_tests, same_output
-from troupe.workers.agents.sandbox.run import SandboxStarter
+from troupe.workers.agents.sandbox.run import SandboxLimits, SandboxResult, SandboxStarter
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.rewards.runner import RewardProcess, Sample
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from troupe.workers.agents.environments import python_tool
-from troupe.workers.agents.environments.python_tool import LONGEST_ANSWER, describe_result, python
-from troupe.workers.agents.sandbox.limits import SandboxLimits, SandboxResult
+from troupe.workers.agents.environments import functions
+from troupe.workers.agents.environments.functions import LONGEST_ANSWER, describe_result, python
+from troupe.workers.agents.sandbox.run import SandboxLimits, SandboxResult
 
 
 def test_the_answer_is_what_the_program_prints() -> None:
@@ -47,7 +47,7 @@ def test_calls_share_nothing() -> None:
     ],
 )
 def test_the_answer_says_why_a_program_ended(code: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_tool, "LIMITS", SandboxLimits(timeout_s=0.5 if "while" in code else 30.0))
+    monkeypatch.setattr(functions, "LIMITS", SandboxLimits(timeout_s=0.5 if "while" in code else 30.0))
     assert python(code) == answer
 
 

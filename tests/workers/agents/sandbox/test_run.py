@@ -15,9 +15,9 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.workers.agents.sandbox import run, seccomp
-from troupe.workers.agents.sandbox.limits import SandboxLimits
 from troupe.workers.agents.sandbox.run import (
     SandboxError,
+    SandboxLimits,
     SandboxStarter,
     SandboxUnavailable,
     _explain,
@@ -213,7 +213,7 @@ def limited(code: str, memory_mib: int) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-c",
-        f"from troupe.workers.agents.sandbox.run import *\nfrom troupe.workers.agents.sandbox.limits import *\n{code}",
+        f"from troupe.workers.agents.sandbox.run import *\n{code}",
     ]
     return subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, timeout=60)
 

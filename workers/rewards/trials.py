@@ -1,22 +1,40 @@
-"""Tries levels of generated tasks on a model, so that a first run has something to learn; runs in a child process."""
+"""Tries built-in reward functions and levels of tasks before a first run; runs in child processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import reasoning_gym
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from troupe.workers.contract.rewards import is_solved
-from troupe.workers.data.response_text import response_text
-from troupe.workers.models.attention import choose_attention
 from troupe.workers.rewards.answer_text import in_thought
-from troupe.workers.rewards.gym import reasoning_gym as score
+from troupe.workers.rewards.loading import load
 
 _SEED = 20_011
 """Seed of the tried tasks, which differ from the run's."""
+
+
+def count_earned(request: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """How many right answers earn 1 from each of several functions, up to the first that gives nearly all 1.
+
+    Args:
+        request: `functions` by name, `answers` (the right ones of each prompt), and `enough`, a part of them.
+    """
+    answers = request["answers"]
+    for name in request["functions"]:
+        function = load(name, {})
+        earned = sum(_earns(function, right) for right in answers)
+        yield name, earned
+        if earned >= request["enough"] * len(answers):
+            return
+
+
+def _earns(function: Callable[..., Any], right: Sequence[str]) -> bool:
+    """Whether the first right answer, as the data have it or in a box, earns 1."""
+    metadata = {"right_answers": list(right)} if len(right) > 1 else {}
+    try:
+        return any(is_solved(function(text, right[0], metadata), 1.0) for text in (right[0], f"\\boxed{{{right[0]}}}"))
+    except (ValueError, IndexError):  # it does not read answers of this form, or there is none
+        return False
 
 
 def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
@@ -29,6 +47,13 @@ def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
 
     Harder levels are tried only while nearly all samples are right.
     """
+    import reasoning_gym
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from troupe.workers.data.plain_text import response_text
+    from troupe.workers.models.attention import choose_attention
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(request["model"], padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -72,5 +97,7 @@ def _prompt(tokenizer: Any, question: str) -> str:
 
 
 def _is_right(text: str, entry: dict[str, Any], task: str, opens_thought: bool) -> bool:
-    value = score(text, entry["answer"], {"recipe": task, "entry": entry}, opens_thought=opens_thought)
+    from troupe.workers.rewards.gym import reasoning_gym
+
+    value = reasoning_gym(text, entry["answer"], {"recipe": task, "entry": entry}, opens_thought=opens_thought)
     return is_solved(value, 1.0)

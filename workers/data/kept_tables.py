@@ -1,24 +1,29 @@
-"""Groups that a checkpoint keeps, so that a resumed run does not sample them again.
+"""Tables in files: the groups that a checkpoint keeps, and what the updates of a step need (`troupe replay`).
 
-A part has one Parquet file for each kind of table (rollouts, rewards, token scores), with a row group for each group.
-The tables go from the object store to the files here: the controller sees neither.
+Kept groups are not sampled again by a resumed run. A part has one Parquet file for each kind of table (rollouts,
+rewards, token scores), with a row group for each group. The tables go from the object store to the files here: the
+controller sees neither.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,
     SEGMENT,
     KeepRequest,
+    KeptFile,
     KeptTable,
     identities,
     kind_of,
@@ -110,3 +115,46 @@ def _rows_by_group(request: KeepRequest, tables: Sequence[pa.Table]) -> Mapping[
             if key in numbers:
                 found[key][kind] = table.take(pa.array(numbers[key].values(), pa.int64()))
     return found
+
+
+def write_tables(folder: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, KeptFile]:
+    """Write each table to `folder`/NAME as an Arrow stream; returns size and digest of the files by name.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    return {name: _write(Path(folder) / name, table) for name, table in tables.items()}
+
+
+def picked(table: pa.Table, rows: Sequence[int]) -> pa.Table:
+    """These rows of a table, in this order."""
+    return table.take(pa.array(rows, pa.int64()))
+
+
+def _write(path: Path, table: pa.Table) -> KeptFile:
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with path.open("wb") as file, _Hashing(file) as sink:
+        with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+        return KeptFile(sink.size, sink.state.hexdigest())
+
+
+class _Hashing(io.RawIOBase):
+    """Passes bytes on to a file and hashes them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.state = xxhash.xxh3_128()
+        self.size = 0
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.state.update(view)
+        self.size += view.nbytes
+        return view.nbytes

@@ -1,8 +1,9 @@
-"""Renders prompts with a model's chat template, without the model: what no prompt survives is found before a run."""
+"""Questions about a tokenizer, answered in a separate process: the lengths of prompts, and the texts of tokens."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,14 @@ from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.imports import without_collections
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import as_text, special_tokens
-from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.tokenizer import load_chat_tokenizer, load_tokenizer
 from troupe.workers.data.turn_ends import turn_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SPACE = "\u2581"
+"""What SentencePiece writes for a space before a word."""
 
 
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
@@ -34,10 +38,7 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     Raises:
         ValueError: the tokenizer cannot be loaded or has no chat template.
     """
-    model = ModelConfig.model_validate(request["model"])
-    if not model.trust_remote_code:
-        # transformers then works without torch, whose import takes two thirds of the time. Run this in its own process.
-        sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]: this is how an import is blocked
+    model = _model_without_torch(request)
     with without_collections():
         tokenizer = load_chat_tokenizer(model)
     yield turn_ends(tokenizer).unnamed
@@ -57,3 +58,37 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
 def _has_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     found = special_tokens(tokenizer).search(text)
     return found is not None and as_text(tokenizer, value := json.loads(text)) != value
+
+
+def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The text of every token, as one list. A token that is part of a character gives U+FFFD.
+
+    Args:
+        request: `model`, a ModelConfig as a dictionary, and `ids`.
+
+    Raises:
+        ValueError: the tokenizer cannot be loaded.
+    """
+    # A report makes no network requests. The variable is read when the tokenizer's library is imported.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    tokenizer: Any = load_tokenizer(_model_without_torch(request))
+    yield [_text(tokenizer, token) for token in request["ids"]]
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    try:
+        text = str(tokenizer.decode([token]))
+        piece = tokenizer.convert_ids_to_tokens(token)
+    except (IndexError, KeyError, OverflowError):
+        return f"<{token}>"  # a row of the embedding that the tokenizer does not know
+    if isinstance(piece, str) and piece.startswith(_SPACE) and not text.startswith(" "):
+        return f" {text}"
+    return text or f"<{token}>"
+
+
+def _model_without_torch(request: Mapping[str, Any]) -> ModelConfig:
+    """The model of a request. Blocks the import of torch in this process, which takes two thirds of the time."""
+    model = ModelConfig.model_validate(request["model"])
+    if not model.trust_remote_code:
+        sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]: this is how an import is blocked
+    return model

@@ -1,20 +1,26 @@
-"""Builds a judge's question and reads its score."""
+"""A judge: the question that it is asked, the score in its answer, and the reward component that asks it."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+import os
 import re
+import sqlite3
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from troupe.workers.contract.config import Frozen, first_problem
+from troupe.workers.contract.config import Frozen, RewardFunctionConfig, first_problem
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.imports import PackageMissing, require_package
-from troupe.workers.contract.text import has_credentials
+from troupe.workers.contract.judges import Judge, JudgeAnswer, whole_words
+from troupe.workers.contract.text import has_credentials, one_line, valid_text
 from troupe.workers.rewards.answer_text import plain, visible
+from troupe.workers.rewards.runner import RewardResult, Sample
 
 FIELDS = ("prompt", "response", "answer")
 """What a template can contain."""
@@ -32,6 +38,11 @@ _CONTINUED = re.compile(
 )
 """What follows a number that is no score alone: the end of a range, the rest of a sum or of a fraction. Other numbers
 may follow in brackets, behind the end of a sentence and behind words."""
+_SHOWN_BYTES = 500
+"""Bytes of a body in a failure."""
+_SHOWN = 200
+"""Characters of an answer in a status."""
+_BUSY_S = 30.0
 
 
 class JudgeError(ValueError):
@@ -226,3 +237,186 @@ def _turn(turn: Message) -> str:
     called = [f"[calls {call.get('name')} with {call.get('arguments')}]" for call in calls]
     content = str(turn["content"])
     return f"{turn['role']}: " + "\n".join([content, *called] if content else called)
+
+
+class HttpJudge:
+    """Asks an endpoint. A request that cannot be answered is a failure of its sample alone."""
+
+    def __init__(self, config: HttpJudgeConfig) -> None:
+        """Raises JudgeError if the key's variable is not set."""
+        self._config = config
+        self.name = f"{config.url} {config.model} {config.temperature} {config.max_tokens}"
+        self._key = os.environ.get(config.api_key_variable, "") if config.api_key_variable else "none"
+        if not self._key:
+            raise JudgeError(f"the environment variable {config.api_key_variable} is not set")
+
+    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
+        """One answer to each question."""
+        return asyncio.run(self._ask(questions, timeout_s))
+
+    async def _ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
+        from openai import AsyncOpenAI, OpenAIError
+
+        config = self._config
+        places = asyncio.Semaphore(config.concurrency)
+        options: dict[str, Any] = {} if config.temperature is None else {"temperature": config.temperature}
+        client: Any = AsyncOpenAI(base_url=config.url, api_key=self._key, max_retries=config.retries, timeout=timeout_s)
+
+        async def one(question: list[Message]) -> JudgeAnswer:
+            try:
+                async with asyncio.timeout(timeout_s), places:
+                    # What the endpoint sent, unread: the client accepts whatever is JSON, and text that is not.
+                    response = await client.chat.completions.with_raw_response.create(
+                        model=config.model, messages=question, max_tokens=config.max_tokens, **options
+                    )
+            except TimeoutError:
+                return JudgeAnswer(failure=f"timeout after {timeout_s:g} s")
+            except (OpenAIError, UnicodeError) as error:  # half a character cannot be sent
+                return JudgeAnswer(failure=one_line(f"{type(error).__name__}: {error}"))
+            return read_completion(response.content)
+
+        async with client:
+            return list(await asyncio.gather(*map(one, questions)))
+
+
+def read_completion(body: bytes) -> JudgeAnswer:
+    """The text of the first choice in the body of a response, or what the body is instead.
+
+    Of an answer that was cut at `max_tokens`, the last word is left out.
+    """
+    said = body[:_SHOWN_BYTES].decode("utf-8", "replace")
+    try:
+        completion = json.loads(body)
+    except (ValueError, RecursionError):
+        return JudgeAnswer(failure="the endpoint's answer is not JSON", said=said)
+    match completion:
+        case {"choices": [{"message": {"content": str() as text}}, *_]}:
+            pass
+        case {"choices": [{"message": {"content": list() as parts}}, *_]}:
+            text = "".join(_text_of(part) for part in parts)
+        case {"choices": []} | {"choices": [{"message": {"content": None}}, *_]}:
+            text = ""
+        case _:
+            return JudgeAnswer(failure="the endpoint's answer is not a chat completion", said=said)
+    match completion:
+        case {"choices": [{"finish_reason": "length"}, *_]}:
+            text = whole_words(text)
+    if valid_text(text) != text:
+        return JudgeAnswer(failure="an answer that is not valid text", said=text)
+    return JudgeAnswer(text) if text.strip() else JudgeAnswer(failure="an empty answer", said=said)
+
+
+def _text_of(part: Any) -> str:
+    """The text of a part of a message; empty for a part of another type."""
+    match part:
+        case {"type": "text", "text": str() as text}:
+            return text
+        case _:
+            return ""
+
+
+class AnswerCache:
+    """Answers by question, in an SQLite file that several workers and runs can share."""
+
+    def __init__(self, path: str = "") -> None:
+        """`path`: the file, which is created for its owner only; in memory if empty. Raises OSError."""
+        try:
+            if path:  # SQLite gives its journals the mode of the file
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            # Groups are scored on a separate thread, one after another.
+            self._database = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, check_same_thread=False)
+            with self._database:
+                self._database.execute("CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT)")
+        except (sqlite3.Error, OSError) as error:
+            raise OSError(f"the cache of judges' answers {path} cannot be opened: {error}") from error
+
+    def find(self, questions: Iterable[str]) -> dict[str, str]:
+        """The answers that are known, by question."""
+        found = {}
+        for question in questions:
+            row = self._database.execute("SELECT answer FROM answers WHERE question = ?", (question,)).fetchone()
+            if row is not None:
+                found[question] = row[0]
+        return found
+
+    def add(self, answers: Mapping[str, str]) -> None:
+        """Keeps answers; existing ones stay."""
+        with self._database:
+            self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", answers.items())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+
+def question_key(judge: str, question: Sequence[Message]) -> str:
+    """Name of a question to a judge: equal for equal questions."""
+    return hashlib.sha256(json.dumps([judge, *question], sort_keys=True).encode()).hexdigest()
+
+
+class JudgeReward:
+    """Scores of a judge, from 0 to 1. An outage, a spent budget and an answer without a score are statuses."""
+
+    def __init__(self, config: RewardFunctionConfig) -> None:
+        self.config = config
+        self._args = read_args(config.args)
+        self._judge: Judge | None = None
+        self._cache: AnswerCache | None = None
+        self._asked = 0
+
+    def start(self) -> None:
+        """Open the cache and the endpoint.
+
+        Raises:
+            JudgeError: the key of the endpoint is not set.
+            OSError: the cache cannot be opened.
+        """
+        self._cache = AnswerCache(self._args.cache)
+        if self._args.endpoint is not None:
+            self._judge = HttpJudge(self._args.endpoint)
+
+    def connect(self, judge: Judge) -> None:
+        """Ask the role `judge` from now on, unless the arguments name an endpoint."""
+        if self._args.endpoint is None:
+            self._judge = judge
+
+    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """One outcome per sample. Equal questions are asked once. Raises JudgeGone."""
+        if self._judge is None or self._cache is None:
+            return [_failed("no judge is connected")] * len(samples)
+        conversations = [self._args.question(s.messages, s.response, s.answer, s.conversation) for s in samples]
+        keys = [question_key(self._judge.name, conversation) for conversation in conversations]
+        known = self._cache.find(keys)
+        new = {key: question for key, question in zip(keys, conversations, strict=True) if key not in known}
+        answers = {key: JudgeAnswer(text) for key, text in known.items()} | self._ask(self._judge, new)
+        self._cache.add({key: answers[key].text for key in new if not answers[key].failure})
+        return [self._outcome(answers[key]) for key in keys]
+
+    def close(self) -> None:
+        """Close the cache."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+
+    def _ask(self, judge: Judge, questions: dict[str, list[dict[str, object]]]) -> dict[str, JudgeAnswer]:
+        """Answers by key, as far as the budget reaches."""
+        budget = self._args.max_requests
+        left = len(questions) if budget is None else max(0, budget - self._asked)
+        asked = dict(list(questions.items())[:left])
+        self._asked += len(asked)
+        answers = judge.ask(list(asked.values()), self.config.timeout_s) if asked else []
+        spent = JudgeAnswer(failure=f"the budget of {budget} questions of this worker is used up")
+        return dict.fromkeys(questions, spent) | dict(zip(asked, answers, strict=True))
+
+    def _outcome(self, answer: JudgeAnswer) -> RewardResult:
+        if answer.failure:
+            return _failed(answer.failure, answer.said[:_SHOWN])
+        try:
+            return RewardResult(self._args.reward(answer.text))
+        except JudgeError as error:
+            return _failed(str(error), answer.text[-_SHOWN:])
+
+
+def _failed(reason: str, said: str = "") -> RewardResult:
+    """A failure for a reason; what the judge `said` differs between failures of the same cause."""
+    return RewardResult(None, f"judge: {reason}" + (f": {said!r}" if said else ""), cause=f"judge: {reason}")

@@ -1,0 +1,292 @@
+"""The chat-completions protocol: what a request of an agent may ask for, and the body of a response.
+
+An option that would change a response is honoured or refused, not ignored: an agent would be trained on responses that
+it did not ask for. The exceptions are the temperature and its kin, which clients always send: the spec decides them.
+
+A request can force the form of a response: calls of tools, or JSON. A form is a JSON schema: vLLM's structured outputs
+permit only its tokens. Calls that a request forces are plain JSON, as in vLLM's own server, whatever form the chat
+template has for calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from troupe.workers.contract.environments import Message, Observation, read_stop, read_tools
+
+MODEL_NAME = "policy"
+MAX_CHOICES = 16
+_NOT_TOLD = ("finish_reason", "usage", "unread_call", "logprobs")
+"""Fields of a turn that do not belong to the message of a response."""
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+_HONOURED = {
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
+    *("max_tokens", "max_completion_tokens", "stop", "n", "logprobs", "stream"),
+}
+_WITHOUT_EFFECT = {
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options"),
+    *("prediction", "prompt_cache_key", "prompt_cache_retention"),
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+}
+"""Options that a response does not depend on, and options of the distribution, which the spec sets (`sampling`)."""
+_DISTRIBUTION = "it would change the distribution that is trained"
+_FORM = "use response_format, or sampling.structured in the spec"
+_FUNCTIONS = "use tools and tool_choice, which have replaced it"
+_REFUSED = {
+    "top_logprobs": "only the log-prob of the sampled token is known",
+    "logit_bias": _DISTRIBUTION,
+    "presence_penalty": _DISTRIBUTION,
+    "frequency_penalty": _DISTRIBUTION,
+    "repetition_penalty": _DISTRIBUTION,
+    "best_of": "every sampled response is trained: use n, and choose in the agent",
+    "functions": _FUNCTIONS,
+    "function_call": _FUNCTIONS,
+    "guided_json": _FORM,
+    "guided_regex": _FORM,
+    "guided_choice": _FORM,
+    "guided_grammar": _FORM,
+    "structured_outputs": _FORM,
+    "chat_template": "the template is the spec's: model.chat_template",
+}
+_NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "function_call": "none", "modalities": ["text"]}
+"""Values that ask for nothing, besides empty ones."""
+
+
+def check_options(body: Mapping[str, Any]) -> None:
+    """Refuse a request with an option that the endpoint does not honour. Raises ValueError."""
+    for name, value in body.items():
+        if name in _HONOURED or name in _WITHOUT_EFFECT or not value or value == _NEUTRAL.get(name):
+            continue
+        raise ValueError(f"{name:.60}: {_REFUSED.get(name, 'the endpoint has no such option')}")
+    for name in ("parallel_tool_calls", "logprobs", "stream"):
+        if not isinstance(body.get(name), bool | None):
+            raise ValueError(f"{name}: expected true or false, got {body[name]!r:.40}")
+
+
+def forced_tool(tools: Sequence[Mapping[str, Any]], choice: Any) -> bool | str:
+    """Whether `tool_choice` forces a call, or the name of the tool that it forces. Raises ValueError."""
+    names = [tool["function"]["name"] for tool in tools]
+    match choice:
+        case "auto" | "none":
+            return False
+        case "required" if names:
+            return True
+        case {"type": "function", "function": {"name": str() as name}} if name in names:
+            return name
+        case "required" | {"type": "function"}:
+            raise ValueError(f"tool_choice: the request has no such tool; it has: {', '.join(names) or 'none'}")
+        case _:
+            raise ValueError(f"tool_choice: expected auto, none, required or a function, got {choice!r:.60}")
+
+
+def forced_schema(tools: Sequence[Mapping[str, Any]], forced: bool | str, one_call: bool = False) -> dict[str, Any]:
+    """JSON schema of a response that calls one named tool, as its arguments, or any tools, as a list of calls.
+
+    Args:
+        tools: Tools of the request.
+        forced: Name of the tool; True: any tools.
+        one_call: The list has one call.
+    """
+    functions = [tool["function"] for tool in tools]
+    definitions: dict[str, Any] = {}
+    calls = []
+    for function in functions:
+        parameters = dict(function.get("parameters") or _NO_ARGUMENTS)
+        if function["name"] == forced:
+            return parameters
+        definitions |= parameters.pop("$defs", {})  # references begin at the top of a schema
+        properties = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
+        calls.append({"type": "object", "properties": properties, "required": list(properties)})
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    schema |= {"maxItems": 1} if one_call else {}
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def forced_calls(text: str, forced: bool | str, prefix: str) -> list[dict[str, Any]]:
+    """The calls in a response of that form; none if it has another."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    found = [{"name": forced, "parameters": value}] if isinstance(forced, str) else value
+    calls = []
+    for number, call in enumerate(found if isinstance(found, list) else ()):
+        match call:
+            case {"name": str() as name, "parameters": dict() as arguments}:
+                function = {"name": name, "arguments": json.dumps(arguments)}
+                calls.append({"id": f"{prefix}_{number}", "type": "function", "function": function})
+            case _:
+                return []
+    return calls
+
+
+def response_schema(response_format: Any) -> dict[str, Any] | None:
+    """JSON schema of `response_format`, or None for any text. Raises ValueError."""
+    match response_format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return schema
+        case _:
+            shown = f"got {response_format!r:.60}"
+            raise ValueError(f"response_format: expected text, json_object or json_schema with a schema, {shown}")
+
+
+@dataclass
+class Choice:
+    """One response that a request waits for."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    schema: dict[str, Any] | None
+    """JSON schema of the response."""
+    logprobs: bool
+    """Whether the response has the log-probs of its tokens."""
+    forced: bool | str
+    """Whether the response must be calls of tools, or the name of the tool that it must call."""
+    one_call: bool
+    """Whether the agent takes at most one call of a tool from the response."""
+    answer: asyncio.Future[Message] = field(repr=False)
+
+    @property
+    def observation(self) -> Observation:
+        """The request as a separate conversation."""
+        return Observation(
+            self.messages,
+            tools=self.tools,
+            restart=True,
+            stop=self.stop,
+            max_tokens=self.max_tokens,
+            structured=None if self.schema is None else {"json_schema": self.schema},
+            refusable=True,
+            logprobs=self.logprobs,
+        )
+
+    def read(self, message: Message, prefix: str) -> Message:
+        """The response with the calls that the request forced, whose names begin with a prefix, or with its first."""
+        calls = message.get("tool_calls") or ()
+        if self.one_call and len(calls) > 1:
+            return message | {"tool_calls": calls[:1]}
+        if not self.forced or calls or message.get("finish_reason") == "length":
+            return message
+        calls = forced_calls(message["content"], self.forced, prefix)
+        return message | {"content": "", "tool_calls": calls} if calls else message
+
+
+def read_request(body: Any) -> list[Choice]:
+    """The responses that a request asks for. Raises ValueError, TypeError or KeyError for what is not supported."""
+    if not isinstance(body, dict):
+        raise TypeError("the request is not a JSON object")
+    check_options(body)
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise ValueError("messages: expected a list of messages")
+    messages = [plain(message) for message in given]
+    stop = body.get("stop") or ()
+    stops = read_stop([stop] if isinstance(stop, str) else stop)
+    longest = body.get("max_completion_tokens") or body.get("max_tokens") or None
+    if longest is not None and (not isinstance(longest, int) or longest < 1):
+        raise ValueError(f"max_tokens: expected a whole number above 0, got {longest!r:.40}")
+    count = int(body.get("n") or 1)
+    if not 1 <= count <= MAX_CHOICES:
+        raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
+    tools, tool_choice = body.get("tools") or [], body.get("tool_choice") or "auto"
+    read_tools(tools)
+    forced = forced_tool(tools, tool_choice)
+    one_call = body.get("parallel_tool_calls") is False
+    schema = forced_schema(tools, forced, one_call) if forced else response_schema(body.get("response_format"))
+    offered = tools if tools and tool_choice != "none" else None
+    loop = asyncio.get_running_loop()
+    return [
+        Choice(
+            messages=messages,
+            tools=offered,
+            stop=stops,
+            max_tokens=longest,
+            schema=schema,
+            logprobs=body.get("logprobs") is True,
+            forced=forced,
+            one_call=one_call,
+            answer=loop.create_future(),
+        )
+        for _ in range(count)
+    ]
+
+
+def plain(message: Any) -> Message:
+    """A message with the fields that a chat template reads, so that equal messages compare equal."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise TypeError("messages: expected objects with a role")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) for part in content):
+            raise TypeError("messages: content: expected text or a list of objects with a type")
+        if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
+            raise ValueError(f"messages: content of type {wrong[0]} is not supported, only text")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str | None):
+        raise TypeError("messages: content: expected text or a list of objects with a type")
+    if message.get("function_call"):
+        raise ValueError("messages: function_call is not supported, only tool_calls, which have replaced it")
+    result: Message = {"role": message["role"], "content": content or ""}
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise TypeError("messages: tool_calls: expected a list of objects")
+    for name in ("tool_call_id", "name"):
+        if not isinstance(message.get(name), str | None):
+            raise TypeError(f"messages: {name}: expected text")
+    return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
+
+
+def completion(messages: Sequence[Message]) -> dict[str, Any]:
+    """The body of a response."""
+    choices = [
+        {
+            "index": number,
+            "message": {**_told(message), "content": message["content"] or None},
+            "finish_reason": "tool_calls" if message.get("tool_calls") else message.get("finish_reason", "stop"),
+            "logprobs": _logprobs(message.get("logprobs")),
+        }
+        for number, message in enumerate(messages)
+    ]
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL_NAME,
+        "choices": choices,
+        "usage": _usage([message["usage"] for message in messages if "usage" in message]),
+    }
+
+
+def _told(message: Message) -> Message:
+    """The fields of a turn that belong to the message."""
+    return {name: value for name, value in message.items() if name not in _NOT_TOLD}
+
+
+def _logprobs(tokens: Sequence[Sequence[Any]] | None) -> dict[str, Any] | None:
+    """The log-probs of a choice, or None if not requested."""
+    if tokens is None:
+        return None
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for text, value in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Tokens of a request: its prompt once, and all responses."""
+    prompt = max((count["prompt_tokens"] for count in counts), default=0)
+    completion = sum(count["completion_tokens"] for count in counts)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,1 +1,0 @@
-"""Rewards that a language model gives: by the role `judge` or by an endpoint."""
