@@ -56,7 +56,7 @@ class MeasuredEpisodeRollout(RolloutWorker):
 
     async def forget_prompts(self) -> None:
         """Empty the prefix cache: contenders share the engine and the prompts."""
-        if not await self._open_engine().reset_prefix_cache():
+        if not await self.engine.require_open().reset_prefix_cache():
             raise RuntimeError("the engine kept its prefix cache")
 
     async def without_episodes(self, request: GroupRequest, prompts: Any) -> tuple[GroupSummary, Any]:
@@ -67,14 +67,15 @@ class MeasuredEpisodeRollout(RolloutWorker):
         """Sample episodes with nothing around the engine; the number of tokens sampled and of those cached."""
         from vllm.inputs.engine import tokens_input
 
-        engine = self._open_engine()
+        engine, numbers = self.engine.require_open(), itertools.count()
 
         async def episode(index: int) -> tuple[int, int]:
             ids, sampled, cached = list(prompt_ids), 0, 0
             for turn in range(turns):
-                params = self._sampling_params(replace(request, seed=request.seed + turn), index)
+                params = self.generation.sampling_params(replace(request, seed=request.seed + turn), index)
                 final: Any = None
-                async for output in engine.generate(tokens_input(list(ids)), params, f"bare/{next(self._serial)}"):
+                name = f"bare/{request.prompt_uid}/{next(numbers)}"
+                async for output in engine.generate(tokens_input(list(ids)), params, name):
                     final = output
                 own = list(final.outputs[0].token_ids)
                 ids += [*own, *between]

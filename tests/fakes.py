@@ -286,7 +286,7 @@ class FakeEngine:
         """Has no version to change."""
         return False
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Rests."""
 
     async def wake(self) -> None:

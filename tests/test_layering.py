@@ -80,6 +80,7 @@ OWNERS = {
         "workers.weights.vllm_adapter",
         "workers.weights.cpu_kernels",
         "workers.weights.reload",
+        "workers.weights.receiver",
     ),
 }
 HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "datasets", "pandas"}

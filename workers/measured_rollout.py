@@ -30,11 +30,11 @@ class MeasuredRollout(RolloutWorker):
     def __init__(self, config: RolloutConfig, name: str) -> None:
         super().__init__(config, name)
         self._meter = EngineMeter()
-        self._stat_loggers = [lambda config, index: self._meter]
+        self.stat_loggers.append(lambda config, index: self._meter)
 
-    def _engine_args(self) -> AsyncEngineArgs:
+    def engine_args(self) -> AsyncEngineArgs:
         """Arguments of a run's engine, which also reports its iterations in detail and times its weight updates."""
-        arguments = super()._engine_args()
+        arguments = super().engine_args()
         arguments.worker_extension_cls = _EXTENSION
         arguments.enable_logging_iteration_details = True
         return arguments
@@ -42,15 +42,17 @@ class MeasuredRollout(RolloutWorker):
     async def use_sampling(self, sampling: SamplingConfig) -> None:
         """Sample with these settings from now on. Raises ValueError if vLLM cannot read their form."""
         check_structured(sampling.structured)
-        self._config = self._config.model_copy(update={"sampling": sampling})
+        self.generation.config = self.generation.config.model_copy(update={"sampling": sampling})
 
     async def read_meter(self) -> EngineReading:
         """Work of the engine since the last reading."""
-        return self._meter.read(self._name)
+        return self._meter.read(self.engine.name)
 
     async def read_update(self) -> UpdateParts:
         """Time of the engine's slowest process for weight updates since the last reading, by part."""
-        parts: list[dict[str, float]] = await self._call(self._open_engine().collective_rpc("troupe_update_parts"))
+        parts: list[dict[str, float]] = await self.engine.call(
+            self.engine.require_open().collective_rpc("troupe_update_parts")
+        )
         slowest = max(parts, key=lambda one: sum(one.values()))
         return UpdateParts(slowest.get("verify", 0.0), slowest.get("load", 0.0))
 
@@ -63,18 +65,18 @@ class MeasuredRollout(RolloutWorker):
             requests: The groups.
             prompts: The whole PROMPTS pool.
         """
-        engine = self._open_engine()
+        engine = self.engine.require_open()
         jobs: list[tuple[list[int], SamplingParams]] = []
         for request in requests:
             messages = prompts.slice(request.row, 1).column("messages").to_pylist()[0]
             try:
-                prompt_ids = await self._encode(messages, request.max_tokens)
+                prompt_ids = await self.generation.encode(messages, request.max_tokens)
             except PromptRefused:
                 continue
-            jobs += [(prompt_ids, self._sampling_params(request, index)) for index in range(request.samples)]
+            jobs += [(prompt_ids, self.generation.sampling_params(request, index)) for index in range(request.samples)]
         started = time.monotonic()
         lengths = await asyncio.gather(
-            *(_sample(engine, f"bare/{number}/{next(self._serial)}", *job) for number, job in enumerate(jobs))
+            *(_sample(engine, f"bare/{started}/{number}", *job) for number, job in enumerate(jobs))
         )
         return BareBatch(time.monotonic() - started, len(lengths), sum(lengths))
 

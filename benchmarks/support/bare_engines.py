@@ -53,10 +53,11 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
 
 def sampling_params(worker: RolloutWorker, group: Group, greedy: bool = False) -> list[SamplingParams]:
     """The product's sampling parameters for each sample of a group; `worker` does not need to be started."""
-    if worker._tokenizer is None:  # it says which tokens end a response
-        worker._tokenizer = load_chat_tokenizer(worker._config.model)
+    generation = worker.generation
+    if generation.tokenizer is None:  # it says which tokens end a response
+        generation.tokenizer = load_chat_tokenizer(worker.config.model)
     request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
-    return [worker._sampling_params(request, index) for index in range(group.samples)]
+    return [generation.sampling_params(request, index) for index in range(group.samples)]
 
 
 def generate_all(llm: LLM, worker: RolloutWorker, groups: Sequence[Group], greedy: bool = False) -> list[RequestOutput]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,8 +19,7 @@ from troupe.workers.rollout import RolloutWorker
 from troupe.workers.telemetry.timing import Parts
 from troupe.workers.weights import file as weight_file
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
+T = TypeVar("T")
 
 _EXTENSION = "benchmarks.support.weight_sync_extension.MeasuredExtension"
 
@@ -72,6 +72,8 @@ class MeasuredSyncRollout(RolloutWorker):
     def __init__(self, config: RolloutConfig, name: str) -> None:
         super().__init__(config, name)
         self._parts = Parts()
+        vars(self.engine)["pause"] = self._timed("pause", self.engine.pause)
+        vars(self.memory)["resume"] = self._timed("resume", self.memory.resume)
         settings._EXTENSION = _EXTENSION
 
     async def update_weights(self, update: WeightUpdate) -> Any:
@@ -81,33 +83,36 @@ class MeasuredSyncRollout(RolloutWorker):
 
     async def parts(self) -> dict[str, float]:
         """Seconds by part since the last call, of this worker and of its engine process, which must be a single one."""
-        (inside,) = await self._call(self._open_engine().collective_rpc("troupe_update_parts"))
+        (inside,) = await self.engine.call(self.engine.require_open().collective_rpc("troupe_update_parts"))
         return self._parts.read() | inside
 
     async def hold(self, update: WeightUpdate) -> None:
         """Have the engine's processes copy a published version into their own memory, but not into the model."""
-        await self._call(self._open_engine().collective_rpc("hold", args=(asdict(update),)))
+        await self.engine.call(self.engine.require_open().collective_rpc("hold", args=(asdict(update),)))
 
     async def apply_held(self) -> float:
         """Load the held weights and reset the prefix cache; returns the seconds of the slowest process."""
-        engine = await self._pause()
-        seconds: list[float] = await self._call(engine.collective_rpc("apply_held"))
-        await self._resume(self._version)
+        engine = await self.engine.pause()
+        seconds: list[float] = await self.engine.call(engine.collective_rpc("apply_held"))
+        await self._resume()
         return max(seconds)
 
     async def reload_from(self, folder: str) -> None:
         """Reload a Hugging Face folder in place with vLLM's own `reload_weights`."""
         with self._parts.timed("closed"):
-            engine = await self._pause()
+            engine = await self.engine.pause()
             with self._parts.timed("load"):
-                await self._call(engine.collective_rpc("reload_weights", kwargs={"weights_path": folder}))
-                await self._call(engine.collective_rpc("repack_heads"))
-            await self._resume(self._version)
+                await self.engine.call(engine.collective_rpc("reload_weights", kwargs={"weights_path": folder}))
+                await self.engine.call(engine.collective_rpc("repack_heads"))
+            await self._resume()
 
-    async def _pause(self) -> AsyncLLM:
-        with self._parts.timed("pause"):
-            return await super()._pause()
+    def _timed(self, part: str, call: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+        async def timed() -> T:
+            with self._parts.timed(part):
+                return await call()
 
-    async def _resume(self, version: int) -> None:
-        with self._parts.timed("resume"):
-            await super()._resume(version)
+        return timed
+
+    async def _resume(self) -> None:
+        await self.memory.resume()
+        self.engine.serve(self.engine.version)

@@ -13,7 +13,7 @@ from troupe.workers.contract.units import GIB
 HEADROOM = 0.1
 """Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
 GRAPHS = GIB
-"""Memory of an engine's CUDA graphs, by reports of vLLM's log. Not measured here. They stay while it rests."""
+"""Memory of an engine's CUDA graphs, by reports of vLLM's log. Not measured here. They stay while it sleeps."""
 
 _TRAINER: dict[str, tuple[Period, ...]] = {
     "gradients": ("update",),
@@ -64,7 +64,7 @@ def of_trainer(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]
 
 
 def of_engine(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[WorkerMemory]:
-    """Memory of an engine that rests while the trainer updates."""
+    """Memory of an engine that sleeps while the trainer updates."""
     for memory in memories:
         periods = _RESTS[sleep] if memory.where == "gpu" else {}
         parts = (replace(part, periods=periods.get(part.name, PERIODS)) for part in memory.parts)
@@ -79,7 +79,7 @@ def engine_shares(
     Args:
         policy: Memory of the policy's rank.
         bare: Memory of the engine without a cache.
-        sleep: What the engine releases while it rests.
+        sleep: What the engine releases while it sleeps.
         gpu: Memory of the GPU in bytes.
         reserved: What the two reserve of it, in bytes.
     """

@@ -81,7 +81,7 @@ class Engine:
     """Fault that ended the engine that this one replaced, or empty if unknown or if it replaced none."""
     missed_probes: int = 0
     state: EngineState = EngineState.SERVING
-    resting: bool = False
+    asleep: bool = False
     """Whether it has given its memory to the trainers. It is healthy, and groups wait in it until it has weights."""
     held: bool = False
     """Whether it keeps its weights, for an evaluation: it receives neither groups nor newer versions."""
@@ -132,9 +132,9 @@ class Engine:
         """Forgets the states of earlier prompts."""
         return self.handle.call(roles.RolloutEngine.reset_prefix_cache, timeout_s)
 
-    def rest(self, timeout_s: float) -> Coroutine[Any, Any, None]:
+    def sleep(self, timeout_s: float) -> Coroutine[Any, Any, None]:
         """Gives its memory to the trainers, until it has new weights."""
-        return self.handle.call(roles.RolloutEngine.rest, timeout_s)
+        return self.handle.call(roles.RolloutEngine.sleep, timeout_s)
 
     def health(self, timeout_s: float) -> Coroutine[Any, Any, WorkerHealth]:
         """Probes the engine."""
@@ -415,22 +415,22 @@ class EnginePool(ReplicaPool[Engine]):
 
         await gather_all(probe(engine) for engine in self.serving)
 
-    async def rest(self, timeout_s: float) -> None:
+    async def sleep(self, timeout_s: float) -> None:
         """Makes every engine give its memory to the trainers; replaces one that does not, once they have returned it.
 
         Unfinished groups, which exist only when trainers are restarted, continue afterwards.
         """
 
-        async def rest(engine: Engine) -> None:
+        async def sleep(engine: Engine) -> None:
             try:
-                await engine.rest(timeout_s)
+                await engine.sleep(timeout_s)
             except WorkerError as error:
                 await self.lose(engine, error)
             else:
-                engine.resting = True
+                engine.asleep = True
 
         async with self.transfer_lock:
-            await gather_all(rest(engine) for engine in list(self.engines))
+            await gather_all(sleep(engine) for engine in list(self.engines))
 
     async def lose(self, worker: Engine, error: WorkerError, may_replace: bool = True) -> None:
         """Ends a lost engine and replaces it, unless it died like the engine that it replaced, before a first group."""
@@ -497,7 +497,7 @@ class EnginePool(ReplicaPool[Engine]):
                             raise
                         logger.warning("%s; the trainers publish the weights again", error)
                         if self._sleeps:
-                            await engine.rest(self.spec.schedule.sync_timeout_s)
+                            await engine.sleep(self.spec.schedule.sync_timeout_s)
                 # Here neither the lock nor the memory is taken: trainers that are restarted for it push their weights.
                 await self.renew()
         except BaseException:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 class MemoryLock:
     """Keeps engines from starting while trainers hold the memory, and trainers from taking it while engines start.
 
-    Engines that serve are not counted: they rest before the trainers take the memory. Waiting trainers come before
+    Engines that serve are not counted: they sleep before the trainers take the memory. Waiting trainers come before
     engines that have not begun.
     """
 

@@ -13,7 +13,7 @@ class MemoryHandover:
     """Hands the memory of shared GPUs over for the updates of a step.
 
     A step has three phases. While engines sample, the policy has its weights in the GPU's memory and its optimizer in
-    host memory. For the updates the engines rest. Before the new weights are sent, the optimizer leaves again; each
+    host memory. For the updates the engines sleep. Before the new weights are sent, the optimizer leaves again; each
     engine takes back its KV cache once it has verified them.
     """
 
@@ -23,7 +23,7 @@ class MemoryHandover:
         Args:
             pool: The engines.
             policy: The trainers on the engines' GPUs.
-            timeout_s: Bound on the rest of an engine and on the move of a trainer's states, in seconds.
+            timeout_s: Bound on the sleep of an engine and on the move of a trainer's states, in seconds.
         """
         self._pool = pool
         self._policy = policy
@@ -31,7 +31,7 @@ class MemoryHandover:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The trainers have the memory in the block. Afterwards the engines still rest, until they get weights.
+        """The trainers have the memory in the block. Afterwards the engines still sleep, until they get weights.
 
         After an error in the block nothing is moved: the trainers are restarted, or the run ends.
 
@@ -39,6 +39,6 @@ class MemoryHandover:
             WorkerError: A trainer did not move its states.
         """
         async with self._pool.memory.training():
-            await self._pool.rest(self._timeout_s)
+            await self._pool.sleep(self._timeout_s)
             yield
             await self._policy.offload_states(timeout_s=self._timeout_s)

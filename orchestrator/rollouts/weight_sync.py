@@ -436,7 +436,7 @@ def _verify(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) ->
             f"{engine.name} acknowledged version {ack.version} digest {ack.digest}; "
             f"sent was version {sent.version} digest {sent.digest}"
         )
-    engine.version, engine.resting = ack.version, False
+    engine.version, engine.asleep = ack.version, False
 
 
 def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluster: Cluster) -> WeightSync:

@@ -120,7 +120,7 @@ class RolloutRun:
                 if texts is not None:
                     texts.restore(found.state["source"]["texts"])
             await recovery.retry(lambda: self._load(found))
-        # Engines that rest wake with weights, and engines without adapters do not sample.
+        # Engines that sleep wake with weights, and engines without adapters do not sample.
         if spec.trains_adapters or (found is not None and self._handover is not None):
             await recovery.retry(lambda: sync.push(done))
         scheduler = self._scheduler(ledger, prompts, curriculum, done, settings)
@@ -203,7 +203,7 @@ class RolloutRun:
     def queues(self) -> Queues:
         """Work that waits for the engines. May be called from any thread."""
         engines = [
-            EngineQueue(e.name, "resting" if e.resting else "evaluating" if e.held else e.state.value, e.outstanding)
+            EngineQueue(e.name, "asleep" if e.asleep else "evaluating" if e.held else e.state.value, e.outstanding)
             for e in list(self._pool.engines)
         ]
         return Queues(tuple(engines), tuple(self._pool.starting), self._pool.waiting)

@@ -114,7 +114,7 @@ class Transfers:
 
     def _note_graphs(self) -> None:
         """Record how the engines capture CUDA graphs, which compiled ones do on a GPU."""
-        engine: Any = self.engines[0]._engine
+        engine: Any = self.engines[0].engine.vllm
         mode = engine.vllm_config.compilation_config.cudagraph_mode.name
         self.measurements["CUDA graphs"] = mode
         needed = self._device.type == "cuda" and not self._eager
@@ -130,7 +130,7 @@ class Transfers:
     def _killing(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Kills the last engine's process in the middle."""
         yield from islice(self._weights(), 3)
-        engine: Any = self.engines[-1]._engine
+        engine: Any = self.engines[-1].engine.vllm
         (core,) = engine.engine_core.resources.engine_manager.processes
         psutil.Process(core.pid).kill()
         yield from islice(self._weights(), 3, None)

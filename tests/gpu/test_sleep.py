@@ -22,7 +22,7 @@ from troupe.workers.contract.units import GIB
 from troupe.workers.engine.sleep import StaleWake
 
 LEAST_SHARE = {"kv_cache": 0.3, "weights": 0.5}
-"""Share of the engine's memory that has to be free while it rests. With a small model most of it is the KV cache."""
+"""Share of the engine's memory that has to be free while it sleeps. With a small model most of it is the KV cache."""
 
 
 @pytest.mark.gpu
@@ -34,12 +34,12 @@ def test_an_engine_releases_memory_and_serves_the_right_weights_again(
 
 
 def measure(level: str, model: str) -> Measurements:
-    """Rest and wake."""
-    return asyncio.run(Resting(Path(model), cast("Sleep", level)).measure())
+    """Sleep and wake."""
+    return asyncio.run(Sleeping(Path(model), cast("Sleep", level)).measure())
 
 
-class Resting(Transfers):
-    """An engine that rests."""
+class Sleeping(Transfers):
+    """An engine that sleeps."""
 
     def __init__(self, model: Path, level: Sleep) -> None:
         super().__init__(model, "ipc", eager=True)
@@ -50,20 +50,20 @@ class Resting(Transfers):
         return super().rollout_config().model_copy(update={"sleep": self._level})
 
     async def run(self) -> None:
-        """Rest and wake."""
+        """Sleep and wake."""
         before = self.free_bytes()
         self.engines = [await self.start(0)]
         await self.send_and_check("first transfer, s")
         awake = self.free_bytes()
         began = time.monotonic()
-        await self.engines[0].rest()
-        self.measurements["rest, s"] = time.monotonic() - began
+        await self.engines[0].sleep()
+        self.measurements["sleep, s"] = time.monotonic() - began
         freed, held = self.free_bytes() - awake, max(1, before - awake)
         self.measurements |= {"GiB freed": freed / GIB, "share freed": freed / held}
-        assert freed >= LEAST_SHARE[self._level] * held, f"a rest freed {freed / held:.0%} of the engine's memory"
+        assert freed >= LEAST_SHARE[self._level] * held, f"sleep freed {freed / held:.0%} of the engine's memory"
         await (self._wake() if self._level == "kv_cache" else self._wake_refused())
-        await self.engines[0].rest()
-        await self.send_and_check("update of an engine that rests, s")
+        await self.engines[0].sleep()
+        await self.send_and_check("update of an engine that sleeps, s")
 
     async def _wake(self) -> None:
         """The cache comes back, and the weights are those from before."""
@@ -85,12 +85,12 @@ class Resting(Transfers):
 
 
 class FakeEngine:
-    """An engine that rests, and wakes in the right or in the wrong order."""
+    """An engine that sleeps, and wakes in the right or in the wrong order."""
 
     def __init__(self, *, stale: bool) -> None:
         self.stale = stale
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         return None
 
     async def wake(self) -> None:
@@ -98,7 +98,7 @@ class FakeEngine:
             raise StaleWake("discarded")
 
 
-class FakeResting(Resting):
+class FakeSleeping(Sleeping):
     """The check with an engine without memory of its own."""
 
     def __init__(self, level: Sleep, *free: int, stale: bool = False) -> None:
@@ -120,12 +120,12 @@ class FakeResting(Resting):
         return next(self._free)
 
 
-async def test_a_wrong_rest_is_found() -> None:
-    right = FakeResting("kv_cache", 100, 20, 80, stale=True)
+async def test_a_wrong_sleep_is_found() -> None:
+    right = FakeSleeping("kv_cache", 100, 20, 80, stale=True)
     await right.run()
     assert right.measurements["share freed"] == 0.75
-    await FakeResting("weights", 100, 20, 80).run()
+    await FakeSleeping("weights", 100, 20, 80).run()
     with pytest.raises(AssertionError, match="freed 12%"):
-        await FakeResting("weights", 100, 20, 30).run()
+        await FakeSleeping("weights", 100, 20, 30).run()
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        await FakeResting("weights", 100, 20, 80, stale=True).run()
+        await FakeSleeping("weights", 100, 20, 80, stale=True).run()

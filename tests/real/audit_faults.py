@@ -29,6 +29,7 @@ from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.audit import score_tokens
 from troupe.workers.contract.audit import TokenScores
+from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import GroupRequest, RankPlan
 from troupe.workers.models.modeling import CausalLogprobs
 from troupe.workers.policy import PolicyWorker
@@ -61,24 +62,30 @@ class FaultyRollout(RolloutWorker):
     sampling: Mapping[str, float] = {}
     """Sample with these parameters of vLLM."""
 
+    def __init__(self, config: RolloutConfig, name: str) -> None:
+        super().__init__(config, name)
+        self._own_pause, self._own_params = self.engine.pause, self.generation.sampling_params
+        vars(self.engine)["pause"] = self._pause
+        vars(self.generation)["sampling_params"] = self._sampling_params
+
     async def plant(self, fault: str, about: str = "") -> None:
         """Plants a fault in the engine's process."""
-        await self._live_engine().collective_rpc("plant", args=(fault, about))
+        await self.engine.require_live().collective_rpc("plant", args=(fault, about))
 
     async def cure(self) -> None:
         """Removes every fault."""
         self.keeps_cache, self.sampling = False, {}
-        await self._live_engine().collective_rpc("cure")
+        await self.engine.require_live().collective_rpc("cure")
 
     async def _pause(self) -> Any:
         if not self.keeps_cache:
-            return await super()._pause()
-        engine = self._live_engine()
+            return await self._own_pause()
+        engine = self.engine.require_live()
         await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         return engine
 
     def _sampling_params(self, request: GroupRequest, index: int, limits: Any = None) -> Any:
-        params = super()._sampling_params(request, index, limits)
+        params = self._own_params(request, index, limits)
         for name, value in self.sampling.items():
             setattr(params, name, value)
         return params

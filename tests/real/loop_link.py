@@ -15,7 +15,7 @@ class LoopLink:
 
     def __init__(self, workers: Sequence[RolloutWorker]) -> None:
         self.workers = workers
-        self.ranks = workers[0]._config.engine.tensor_parallel_size
+        self.ranks = workers[0].config.engine.tensor_parallel_size
         self.processes = self.ranks * len(workers)
         self.loop = asyncio.get_running_loop()
 

@@ -37,7 +37,7 @@ def rollout_config(model: Path, max_tokens: int = MAX_TOKENS) -> RolloutConfig:
 
 async def until_sampling(worker: RolloutWorker, requests: int) -> None:
     """Wait until this many requests of the engine have their first token, and no longer."""
-    states = worker._live_engine().output_processor.request_states
+    states = worker.engine.require_live().output_processor.request_states
     async with asyncio.timeout(60):
         while sum(not state.is_prefilling for state in states.values()) < requests:
             await asyncio.sleep(0.005)
@@ -99,9 +99,9 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 @contextmanager
 def sampling_config(worker: RolloutWorker, **changes: Any) -> Iterator[None]:
     """Change the sampling configuration of a running worker within the `with` block."""
-    config = worker._config
-    worker._config = config.model_copy(update={"sampling": config.sampling.model_copy(update=changes)})
+    config = worker.generation.config
+    worker.generation.config = config.model_copy(update={"sampling": config.sampling.model_copy(update=changes)})
     try:
         yield
     finally:
-        worker._config = config
+        worker.generation.config = config

@@ -80,8 +80,8 @@ class ReusableRollout(RolloutWorker):
     async def reconfigure(self, config: RolloutConfig) -> None:
         """Render and sample as another configuration says."""
         update = {"model": config.model, "sampling": config.sampling, "seed": config.seed}
-        self._config = self._config.model_copy(update=update)
-        self._tokenizer = load_chat_tokenizer(config.model)
+        self.generation.config = self.generation.config.model_copy(update=update)
+        self.generation.tokenizer = load_chat_tokenizer(config.model)
 
 
 class ReusablePolicy(PolicyWorker):

@@ -256,14 +256,14 @@ async def test_truncation_that_the_logprobs_do_not_show_is_named(stack: Stack) -
     own = stack.spec
     try:
         await stack.engine.plant("raw logprobs")
-        stack.engine._config = stack.engine._config.model_copy(
+        stack.engine.generation.config = stack.engine.generation.config.model_copy(
             update={"sampling": own.sampling.model_copy(update={"temperature": 1.0})}
         )
         stack.policy.logprobs_module.temperature = 1.0
         stack.auditor._spec = own.model_copy(update={"sampling": own.sampling.model_copy(update={"temperature": 1.0})})
         report = await stack.audit()
     finally:
-        stack.engine._config, stack.auditor._spec = own.rollout_config(), own
+        stack.engine.generation.config, stack.auditor._spec = own.rollout_config(), own
         await stack.push()
     record(stack, "the engine samples with top-p 0.8, and its log-probs do not show it", report)
     (finding,) = report.findings()
@@ -271,7 +271,7 @@ async def test_truncation_that_the_logprobs_do_not_show_is_named(stack: Stack) -
 
 
 async def test_another_template_is_named(stack: Stack) -> None:
-    tokenizer = stack.engine._live_tokenizer()
+    tokenizer = stack.engine.generation._require_tokenizer()
     own = tokenizer.chat_template
     tokenizer.chat_template = OTHER_TEMPLATE
     try:

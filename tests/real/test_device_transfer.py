@@ -34,8 +34,9 @@ from tests.real.rollout_helpers import (
 from troupe.workers.contract.messages import GroupRequest, WorkerGone
 from troupe.workers.engine import settings
 from troupe.workers.engine.errors import EngineClosed
+from troupe.workers.engine.serving import Serving
 from troupe.workers.engine.sleep import GONE, StaleWake
-from troupe.workers.rollout import RolloutWorker, _State
+from troupe.workers.rollout import RolloutWorker
 from troupe.workers.weights import device_sender as sending
 from troupe.workers.weights.buckets import Shape
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
@@ -60,7 +61,7 @@ async def workers(tiny_model: Path) -> AsyncIterator[list[RolloutWorker]]:
         patch.setattr(settings, "_EXTENSION", EXTENSION)
         for worker in started:
             await worker.start()
-            await worker._live_engine().collective_rpc("plant", args=("sleep of GPUs", ""))
+            await worker.engine.require_live().collective_rpc("plant", args=("sleep of GPUs", ""))
     yield started
     for worker in started:
         await worker.close()
@@ -173,7 +174,7 @@ async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_
     workers: list[RolloutWorker], model: PreTrainedModel, phase: str, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rests:
-        await asyncio.gather(*(worker.rest() for worker in workers))
+        await asyncio.gather(*(worker.sleep() for worker in workers))
     described, tensors = shapes(model), named_weights(model)
     if phase == "incomplete":
         described = [shape for shape in described if "layers.1.mlp.down_proj" not in shape[0]]
@@ -183,7 +184,7 @@ async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_
         case "started":
             await asyncio.to_thread(LoopLink(workers).start)
             # The trainers are restarted, for which engines on their GPUs rest.
-            await asyncio.gather(*(worker.rest() for worker in workers))
+            await asyncio.gather(*(worker.sleep() for worker in workers))
         case "middle":
             with pytest.raises(ConnectionError):
                 await send(sender, _dies(model))
@@ -202,7 +203,7 @@ async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_
                 await send(sender, tensors)
     sender.close()
     if phase != "started":
-        await until(lambda: all(worker._state is _State.CLOSED for worker in workers))
+        await until(lambda: all(worker.engine.state is Serving.CLOSED for worker in workers))
         for worker in workers:
             with pytest.raises(EngineClosed):
                 await rows(worker)
@@ -222,7 +223,7 @@ async def test_resting_engines_are_healthy_and_wake_with_what_was_sent(
     with sampling_config(workers[0], max_tokens=256):
         running = asyncio.create_task(rows(workers[0]))
         await until_sampling(workers[0], 2)
-        await asyncio.gather(*(worker.rest() for worker in workers))
+        await asyncio.gather(*(worker.sleep() for worker in workers))
         arriving = asyncio.create_task(rows(workers[1]))
         assert [(await worker.health()).version for worker in workers] == [GONE, GONE]
         for worker in workers:
@@ -244,14 +245,14 @@ async def test_weights_that_vllm_woke_behind_the_workers_back_have_no_digest_and
     """vLLM resumes by itself, over whatever is in memory."""
     sender = await connect(workers[:1], shapes(model))
     version = await send(sender, named_weights(model))
-    engine = workers[0]._engine
+    engine = workers[0].engine.vllm
     assert engine is not None
     (held,) = await engine.collective_rpc("troupe_loaded_weights")
     assert held["version"] == version
-    await workers[0].rest()
+    await workers[0].sleep()
     assert await engine.wake_up() is True
     with pytest.raises(WeightDigestMismatch, match="rollout-0: weights have digest"):
-        await workers[0]._confirmed_digest(version, held["digest"])
+        await workers[0].weights.confirm(version, held["digest"])
     with pytest.raises(StaleWake):
         await workers[0].wake()
     version = await send(sender, named_weights(model))
@@ -271,11 +272,11 @@ async def test_both_ranks_of_an_engine_receive_verify_and_wake_and_a_fault_in_on
     with monkeypatch.context() as patch:
         patch.setattr(settings, "_EXTENSION", EXTENSION)
         await worker.start()
-    live = worker._live_engine()
+    live = worker.engine.require_live()
     try:
         await live.collective_rpc("plant", args=("sleep of GPUs", ""))
         for fault in ("", "corrupted", "started", "", "one rank"):
-            await worker.rest()
+            await worker.sleep()
             perturb(model, "mlp")
             sender = await connect([worker], shapes(model))
             match fault:
@@ -324,7 +325,7 @@ async def test_a_dead_engine_ends_the_transfer_and_the_other_one_goes_on(
     import psutil
 
     sender = await connect(workers, shapes(model))
-    engine = workers[1]._engine
+    engine = workers[1].engine.vllm
     assert engine is not None
     await send(sender, named_weights(model))
     (core,) = cast("Any", engine.engine_core).resources.engine_manager.processes

@@ -83,8 +83,8 @@ async def rows(
         EnvironmentConfig(name=environment, args=args, episodes=3, **shared), "environment-0"
     )
     await environments.start()
-    before = worker._config
-    worker._config = before.model_copy(update={"episodes": {"": bounds}})
+    before = worker.generation.config
+    worker.generation.config = before.model_copy(update={"episodes": {"": bounds}})
     try:
         await worker.connect_environments("", LocalLink(environments))
         summary, table = await worker.generate(request, PROMPTS)
@@ -94,7 +94,7 @@ async def rows(
         ]
         return table.to_pylist()
     finally:
-        worker._config = before
+        worker.generation.config = before
         pid = environments._processes.pid
         await environments.close()
         assert pid is not None and not psutil.pid_exists(pid)
@@ -172,11 +172,12 @@ async def test_a_call_that_a_request_forces_is_sampled_among_the_permitted_token
 ) -> None:
     bounds = BOUNDS.model_copy(update={"turn_timeout_s": 60.0})
     args = {"function": "tests.workers.agents.environments.agents:picks"}
-    before, worker._config = worker._config, worker._config.model_copy(update={"turn_forms": True})
+    before = worker.generation.config
+    worker.generation.config = before.model_copy(update={"turn_forms": True})
     try:
         played = await rows(worker, "agent", bounds, replace(REQUEST, samples=2), **args)
     finally:
-        worker._config = before
+        worker.generation.config = before
     model = load_model(tiny_model)
     for row in played:
         assert (row["episode_status"], row["segment"]) == ("ok", 0), "the result of a call continues the row"
@@ -235,14 +236,15 @@ async def test_an_update_in_the_middle_of_episodes_records_the_version_of_every_
         publisher.close()
 
     bounds = EpisodeConfig(max_turns=4, truncated_turns="continue", turn_timeout_s=60.0, episode_timeout_s=200.0)
-    config, worker._config = worker._config, worker._config.model_copy(update={"episodes": {"": bounds}})
+    config = worker.generation.config
+    worker.generation.config = config.model_copy(update={"episodes": {"": bounds}})
     try:
         await worker.connect_environments("", Talk(lambda: load(new)))
         with sampling_config(worker, max_tokens=80):
             groups = [GroupRequest(f"p{row}", row, 0, samples=3, seed=row, environment="") for row in range(3)]
             generated = await asyncio.gather(*(worker.generate(group, PROMPTS) for group in groups))
     finally:
-        worker._config = config
+        worker.generation.config = config
         await load(old)
     rows = [row for _, table in generated for row in table.to_pylist()]
     assert len(rows) == 9 and {row["episode_status"] for row in rows} == {"ok"}

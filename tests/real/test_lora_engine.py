@@ -91,7 +91,7 @@ async def worker(tiny_model: Path, policy: Policy) -> AsyncIterator[RolloutWorke
         await worker.start()
     with pytest.raises(EngineClosed, match="has not loaded the policy's adapters yet"):
         await rows(worker)
-    await worker.rest()  # as an engine on the policy's GPU, when a resumed run sends the first version
+    await worker.sleep()  # as an engine on the policy's GPU, when a resumed run sends the first version
     update = policy.publish()
     ack = await worker.update_weights(update)
     assert (ack.version, ack.digest) == (1, update.digest)
@@ -118,7 +118,7 @@ def agrees(row: dict[str, Any], expected: torch.Tensor) -> bool:
 @asynccontextmanager
 async def planted(worker: RolloutWorker, fault: str, rank: int | None = None) -> AsyncIterator[None]:
     """A fault in the engine's processes, or in that of one rank, until the block ends."""
-    engine: Any = worker._engine
+    engine: Any = worker.engine.vllm
     await engine.collective_rpc("plant", args=(fault, rank))
     try:
         yield
@@ -142,7 +142,7 @@ async def test_adapters_that_have_not_trained_change_nothing(worker: RolloutWork
 
 async def test_samples_follow_the_adapters_of_each_version(worker: RolloutWorker, policy: Policy) -> None:
     """Also behind a prompt that an earlier version has computed, and with the cache of prompts not emptied."""
-    engine: Any = worker._engine
+    engine: Any = worker.engine.vllm
     pause = engine.engine_core.pause_scheduler_async
 
     async def keep_cache(mode: str, clear_cache: bool) -> None:
@@ -167,9 +167,9 @@ async def test_samples_follow_the_adapters_of_each_version(worker: RolloutWorker
 async def test_running_requests_continue_with_the_next_version(worker: RolloutWorker, policy: Policy) -> None:
     """Every token has the log-prob of the version that it is recorded under."""
     request = replace(REQUEST, samples=2, max_tokens=LONG)
-    config = worker._config
+    config = worker.generation.config
     longer = config.sampling.model_copy(update={"max_tokens": LONG})
-    worker._config = config.model_copy(update={"sampling": longer})
+    worker.generation.config = config.model_copy(update={"sampling": longer})
     state = {name: parameter.detach().clone() for name, parameter in policy.adapter.named_parameters()}
     policy.train()
     update = policy.publish()
@@ -179,7 +179,7 @@ async def test_running_requests_continue_with_the_next_version(worker: RolloutWo
         await worker.update_weights(update)
         found = await running
     finally:
-        worker._config = config
+        worker.generation.config = config
     new = [policy.expected(row) for row in found]
     with torch.no_grad():
         trained = {name: parameter.clone() for name, parameter in policy.adapter.named_parameters()}
@@ -255,7 +255,7 @@ async def test_faults_of_the_trainer_are_named(worker: RolloutWorker, policy: Po
 
 async def test_an_engine_that_adapters_have_no_effect_on_is_refused(worker: RolloutWorker, policy: Policy) -> None:
     """Its memory holds them, so only a probe shows that it does not multiply with them."""
-    worker._adapter = None  # as at the first update
+    worker.weights._adapter = None  # as at the first update
     async with planted(worker, "no effect"):
         with pytest.raises(EngineClosed, match="the same log-probs with adapters and without"):
             await worker.update_weights(policy.publish())
@@ -264,29 +264,29 @@ async def test_an_engine_that_adapters_have_no_effect_on_is_refused(worker: Roll
 
 async def test_an_engine_that_rests_wakes_with_the_next_adapters(worker: RolloutWorker, policy: Policy) -> None:
     """Its requests rest with it, and continue on them."""
-    config = worker._config
+    config = worker.generation.config
     longer = config.sampling.model_copy(update={"max_tokens": LONG})
-    worker._config = config.model_copy(update={"sampling": longer})
+    worker.generation.config = config.model_copy(update={"sampling": longer})
     try:
         running = asyncio.create_task(rows(worker))
         await until_sampling(worker, 3)
-        await worker.rest()
+        await worker.sleep()
         policy.train()
         async with planted(worker, "not pushed"):
             with pytest.raises(WeightDigestMismatch):
                 await worker.update_weights(policy.publish())
         with pytest.raises(EngineClosed):
             await running
-        assert not worker._memory.awake  # nothing wakes an engine whose adapters were not verified
+        assert not worker.memory.awake  # nothing wakes an engine whose adapters were not verified
         await worker.update_weights(policy.publish())
         running = asyncio.create_task(rows(worker))
         await until_sampling(worker, 3)
-        await worker.rest()
+        await worker.sleep()
         policy.train()
         await worker.update_weights(policy.publish())
         found = await running
     finally:
-        worker._config = config
+        worker.generation.config = config
     for row in found:
         assert row["weight_versions"][-1]["version"] == policy.version
         switch = row["weight_versions"][-1]["start"]
@@ -343,6 +343,6 @@ async def test_both_ranks_of_an_engine_hold_their_shares_and_a_fault_in_one_is_n
 
 async def test_a_sample_without_the_adapters_is_an_error(worker: RolloutWorker) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "_require_adapter", lambda: None)
+        patch.setattr(worker.generation, "_adapter", lambda: None)
         with pytest.raises(RuntimeError, match="without the policy's adapters"):
             await rows(worker)

@@ -60,7 +60,7 @@ async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
     health = await worker.start()
     assert (health.name, health.pid, health.version, health.in_flight) == ("rollout-0", os.getpid(), 0, 0)
     assert health.peak is not None and health.peak.host > 100 * 2**20
-    worker._config = config
+    worker.generation.config = config
     yield worker
     await worker.close()
     with pytest.raises(EngineClosed, match="it was closed"):
@@ -96,7 +96,7 @@ async def test_a_group_has_one_row_per_sample_and_a_matching_summary(worker: Rol
 
 async def test_an_option_of_the_spec_reaches_the_engine(worker: RolloutWorker, tiny_model: Path) -> None:
     """And vLLM's refusal of a value names the options."""
-    engine: Any = worker._engine
+    engine: Any = worker.engine.vllm
     assert engine.vllm_config.scheduler_config.policy == "priority"
     config = rollout_config(tiny_model).model_copy(update={"engine_options": {"scheduling_policy": "nonsense"}})
     with pytest.raises(ValueError, match=r"the spec's `engine` \(scheduling_policy\).*nonsense"):
@@ -111,14 +111,14 @@ async def test_a_summary_counts_the_finished_samples_of_running_groups(
     A checkpoint gets them from `finished_samples`; the group ends as it would without.
     """
     tokens = {"long": (1, 1, 1, 400), "short": (8,)}
-    params = worker._sampling_params
+    params = worker.generation.sampling_params
 
     def limited(request: GroupRequest, index: int, limits: TurnLimits | None = None) -> Any:
         found = params(request, index, limits)
         found.max_tokens = tokens[request.prompt_uid][index]
         return found
 
-    monkeypatch.setattr(worker, "_sampling_params", limited)
+    monkeypatch.setattr(worker.generation, "sampling_params", limited)
     long = asyncio.create_task(worker.generate(replace(REQUEST, prompt_uid="long"), PROMPTS))
     summary, _ = await worker.generate(replace(REQUEST, prompt_uid="short", samples=1), PROMPTS)
     assert (summary.finished_ahead, long.done()) == (3, False)
@@ -315,7 +315,7 @@ async def test_logprobs_of_structured_responses_are_those_among_the_permitted_to
 async def test_the_text_decodes_all_response_tokens_but_special_ones(worker: RolloutWorker) -> None:
     """Also with a stop string: the response includes it, and text and tokens agree."""
     free = (await rows(worker, replace(REQUEST, greedy=True, samples=1)))[0]
-    tokenizer = worker._tokenizer
+    tokenizer = worker.generation.tokenizer
     assert tokenizer is not None
     assert free["response"] == tokenizer.decode(free["response_ids"], skip_special_tokens=True)
     stop = tokenizer.decode(free["response_ids"][5:7], skip_special_tokens=True)
@@ -377,7 +377,7 @@ async def test_candidates_follow_the_samples_as_the_policy_would_write_them(work
     assert [row["sample_index"] for row in (first, second)] == [4, 5]
     assert [row["response"] for row in (first, second)] == texts
     for row, one in zip((first, second), summary.candidates, strict=True):
-        assert row["response_ids"][-1] == worker._tokenizer.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
+        assert row["response_ids"][-1] == worker.generation.tokenizer.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
         assert all(map(math.isnan, row["rollout_logprobs"])) and len(row["rollout_logprobs"]) == len(row["loss_mask"])
         assert (row["weight_versions"], row["finish_reason"], row["prompt_ids"]) == (
             [],

@@ -48,7 +48,7 @@ async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
     recording = config.model_copy(update={"sampling": config.sampling.model_copy(update={"top_p": 0.9})})
     worker = RolloutWorker(recording, "rollout-3")
     await worker.start()
-    worker._config = config
+    worker.generation.config = config
     yield worker
     await worker.close()
 
@@ -258,7 +258,7 @@ async def test_a_cancelled_update_closes_the_engine(worker: RolloutWorker, train
         await update
     with pytest.raises(EngineClosed):
         await generate_rows(worker)
-    engine = worker._live_engine()
+    engine = worker.engine.require_live()
     await engine.collective_rpc("troupe_forget_unfinished_update")  # the cancelled update may have got this far
     await engine.start_weight_update()
     await worker.update_weights(trainer.publish())

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.real.rollout_helpers import chat, prompt_table, rollout_config
-from troupe.workers import rollout
 from troupe.workers.agents.episodes.turns import SampledTurn
 from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.contract.messages import GroupRequest
-from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.engine import generation
+from troupe.workers.engine.serving import Serving
 from troupe.workers.rollout import RolloutWorker
 
 BOUNDS = {
@@ -47,16 +47,15 @@ class Endless:
 def worker(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutWorker:
     """A worker without an engine, for which every turn is the same two tokens."""
     worker = RolloutWorker(rollout_config(tiny_model).model_copy(update={"episodes": BOUNDS}), "rollout-0")
-    worker._tokenizer = load_chat_tokenizer(worker._config.model)
-    worker._make_readers(worker._tokenizer)
+    worker.generation.load()
     engine: Any = SimpleNamespace(errored=False)
-    worker._engine, worker._state = engine, rollout._State.OPEN
+    worker.engine.vllm, worker.engine.state = engine, Serving.OPEN
 
     async def sample(*_: Any) -> SampledTurn:
         return SampledTurn([40, 41], [-1.0, -1.0], [{"version": 0, "start": 0, "end": 2}], "length")
 
-    monkeypatch.setattr(worker, "_sample", sample)
-    monkeypatch.setattr(rollout, "sampled_turn", lambda turn, _: turn)
+    monkeypatch.setattr(worker.generation, "_sample", sample)
+    monkeypatch.setattr(generation, "sampled_turn", lambda turn, _: turn)
     return worker
 
 
@@ -84,7 +83,7 @@ def test_an_environment_without_workers_fails_its_own_groups_alone(worker: Rollo
     """Its episodes end at their deadline."""
     link, prompts = Endless("short"), prompt_table(chat("Go."))
     soon = {name: one.model_copy(update={"episode_timeout_s": 2.0}) for name, one in BOUNDS.items()}
-    worker._config = worker._config.model_copy(update={"episodes": soon})
+    worker.generation.config = worker.generation.config.model_copy(update={"episodes": soon})
 
     async def go() -> list[list[str]]:
         await worker.connect_environments("short", link)

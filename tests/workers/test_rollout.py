@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from troupe.workers import rollout
 from troupe.workers.contract.config import EngineConfig, EpisodeConfig, ModelConfig, RolloutConfig, SamplingConfig
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.engine import generation
 from troupe.workers.rollout import RolloutWorker
 
 
@@ -43,20 +43,20 @@ def test_short_prompts_are_tokenized_at_once_and_others_in_the_thread(
         where.append(threading.current_thread() is threading.main_thread())
         return encode_prompt(*args)
 
-    monkeypatch.setattr(rollout, "encode_prompt", encode)
+    monkeypatch.setattr(generation, "encode_prompt", encode)
     short, long = messages("How much is 2 + 3?"), messages("How much is 2 + 3? " * 200)
     tokenizer = load_chat_tokenizer(config.model)
 
     async def encoded(worker: RolloutWorker, *prompts: str) -> None:
-        worker._tokenizer = tokenizer
-        ids = await asyncio.gather(*(worker._encode(prompt, None) for prompt in prompts))
+        worker.generation.tokenizer = tokenizer
+        ids = await asyncio.gather(*(worker.generation.encode(prompt, None) for prompt in prompts))
         assert ids == [encode_prompt(tokenizer, prompt, 8184) for prompt in prompts]
-        worker._tokenizing.shutdown()
+        worker.generation._tokenizing.shutdown()
 
     worker = RolloutWorker(config, "rollout-0")
     asyncio.run(encoded(worker, short, short, long, short))
     assert where == [True, True, False, False]
-    assert worker._in_thread == 0
+    assert worker.generation._in_thread == 0
     episodes = config.model_copy(update={"episodes": {"": EpisodeConfig()}})
     asyncio.run(encoded(RolloutWorker(episodes, "rollout-0"), short))
     assert where[4:] == [False]

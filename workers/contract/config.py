@@ -632,7 +632,7 @@ class RolloutConfig(Frozen):
     turn_forms: bool = False
     """Whether a turn of an episode can have a form: the loss then accounts for the tokens that it permits."""
     sleep: Sleep = "none"
-    """What the engine releases while it rests."""
+    """What the engine releases while it sleeps."""
     kv_cache_bytes: int | None = None
     """KV cache of each GPU, if others share it, or None for what vLLM finds free (`gpu_memory_utilization`)."""
     lora: LoraConfig | None = None

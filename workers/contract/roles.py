@@ -187,7 +187,7 @@ class RolloutEngine(Replica, Protocol):
         """Forgets the states of earlier prompts."""
         ...
 
-    def rest(self) -> Reply[None]:
+    def sleep(self) -> Reply[None]:
         """Releases the memory that the trainer on the engine's GPU needs, until new weights are loaded."""
         ...
 

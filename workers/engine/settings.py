@@ -125,7 +125,7 @@ def unread_metrics() -> type[PrometheusStatLogger]:
             """Called after every iteration of the engine."""
 
         def record_sleep_state(self, *_: object, **__: object) -> None:
-            """Called when the engine rests or wakes."""
+            """Called when the engine sleeps or wakes."""
 
         def record_admission_rejection(self, *_: object, **__: object) -> None:
             """Called for a request that is refused because too many wait."""

@@ -227,8 +227,8 @@ def _slow(facts: Facts) -> bool:
 
 
 def _serving(facts: Facts) -> bool:
-    """Whether an engine serves, rests until it has new weights, or evaluates."""
-    return any(engine.state in ("serving", "resting", "evaluating") for engine in facts.queues.engines)
+    """Whether an engine serves, sleeps until it has new weights, or evaluates."""
+    return any(engine.state in ("serving", "asleep", "evaluating") for engine in facts.queues.engines)
 
 
 def _full(facts: Facts, *, nearly: bool = False) -> str:

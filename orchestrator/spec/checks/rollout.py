@@ -163,7 +163,7 @@ def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
                 f"{shares_of(name, role)} times {schedule.minibatches} minibatches",
             )
     if schedule.max_staleness > 0 and spec.roles.rollout.colocate_with is not None:
-        yield "schedule.max_staleness", "must be 0 where rollout shares the policy's GPUs: engines rest during updates"
+        yield "schedule.max_staleness", "must be 0 where rollout shares the policy's GPUs: engines sleep during updates"
     for name in ("generate_timeout_s", "score_timeout_s", "train_timeout_s", "sync_timeout_s"):
         if (limit := dict(schedule)[name]) > schedule.step_timeout_s:
             yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"
@@ -327,7 +327,7 @@ def _sleep(spec: RolloutSpec) -> Iterator[Finding]:
     if spec.device == "cpu":
         yield "roles.rollout.sleep", f"{rollout.sleep} needs a GPU: vLLM's CPU build releases no memory; remove it"
     elif rollout.colocate_with != "policy":
-        why = "nobody takes the memory of an engine that rests on separate GPUs"
+        why = "nobody takes the memory of an engine that sleeps on separate GPUs"
         yield "roles.rollout.sleep", f"{why}; remove it or set roles.rollout.colocate_with: policy"
 
 

@@ -42,7 +42,7 @@ class Gpus:
         self.deaths: list[str] = []
         """Methods in which the policy dies, each once."""
         self.unresting: set[str] = set()
-        """Engines that do not rest."""
+        """Engines that do not sleep."""
 
     def note(self, what: str) -> None:
         """It happens now."""
@@ -61,7 +61,7 @@ class SharedEngine(FaultyEngine):
         gpus.note(f"start {name}")
 
     async def generate(self, request: GroupRequest, prompts: object, finished: Any = None) -> tuple[GroupSummary, Any]:
-        """Waits while the engine rests, also in the middle."""
+        """Waits while the engine sleeps, also in the middle."""
         await self._awake()
         answer = await super().generate(request, prompts, finished)
         await self._awake()
@@ -71,13 +71,13 @@ class SharedEngine(FaultyEngine):
         while self.name not in self.gpus.caches:
             await asyncio.sleep(0.001)
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Gives the cache away."""
         if self.name in self.gpus.unresting:
-            raise WorkerRaised(self.name, "rest", "CUDA error")
+            raise WorkerRaised(self.name, "sleep", "CUDA error")
         await asyncio.sleep(0.001)
         self.gpus.caches.discard(self.name)
-        self.gpus.note(f"rest {self.name}")
+        self.gpus.note(f"sleep {self.name}")
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
         """Takes it back."""
@@ -174,8 +174,8 @@ def test_every_step_rests_updates_offloads_and_wakes_in_this_order(whole: Shared
     assert whole.gpus.both == []
     log = [line for line in whole.gpus.log if not line.startswith("start")]
     kinds = [line.partition(" ")[0] for line in log]
-    assert kinds == 4 * ["rest", "rest", "update", "update", "offload", "offload", "wake", "wake"]
-    assert not any(engine.resting for engine in whole.pool.engines)
+    assert kinds == 4 * ["sleep", "sleep", "update", "update", "offload", "offload", "wake", "wake"]
+    assert not any(engine.asleep for engine in whole.pool.engines)
 
 
 @pytest.mark.parametrize(("method", "version"), [("update", 0), ("update", 3), ("compute_logprobs", 0)])
@@ -204,7 +204,7 @@ def test_trainers_that_are_lost_restart_while_the_engines_rest(
     assert (run.gpus.both, run.gpus.deaths) == ([], [])
     assert "start policy" in run.gpus.log and run.controller.version == 4
     restart = run.gpus.log.index("start policy")
-    assert {"rest rollout-0", "rest rollout-1"} <= set(run.gpus.log[:restart])
+    assert {"sleep rollout-0", "sleep rollout-1"} <= set(run.gpus.log[:restart])
     if method == "update":
         assert run.trained() == whole.trained()
 
@@ -223,7 +223,7 @@ def test_an_engine_that_is_replaced_starts_when_the_trainers_have_given_the_memo
         async def kill() -> None:
             while "update" not in run.gpus.log:
                 await asyncio.sleep(0)
-            run.started[0].kill()  # it rests; its loss is noticed when it is to load weights
+            run.started[0].kill()  # it sleeps; its loss is noticed when it is to load weights
             run.gpus.caches.discard("rollout-0")
             await run.pool.probe_all()
 

@@ -1304,7 +1304,7 @@ GPU_CASES = [
     case(
         "sleep_alone",
         (
-            "8: roles.rollout.sleep: nobody takes the memory of an engine that rests on separate GPUs; "
+            "8: roles.rollout.sleep: nobody takes the memory of an engine that sleeps on separate GPUs; "
             "remove it or set roles.rollout.colocate_with: policy"
         ),
         ("    gpus: 1\n  policy:", "    gpus: 1\n    sleep: weights\n  policy:"),
@@ -1377,7 +1377,7 @@ GPU_CASES = [
     ),
     case(
         "shared_stale",
-        "22: schedule.max_staleness: must be 0 where rollout shares the policy's GPUs: engines rest during updates",
+        "22: schedule.max_staleness: must be 0 where rollout shares the policy's GPUs: engines sleep during updates",
         (
             "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
             "    gpus: 0.4\n    colocate_with: policy\n  policy:\n    workers: 2\n    gpus: 0.5",

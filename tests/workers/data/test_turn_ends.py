@@ -150,8 +150,8 @@ def params(model: Path, *stop: str, forms: bool = True, limits: TurnLimits | Non
         device="cpu",
     )
     worker = RolloutWorker(config, "rollout-0")
-    worker._tokenizer = load_chat_tokenizer(config.model)
-    return worker._sampling_params(GroupRequest("u", 0, 0, 1, seed=0, forms=forms), 0, limits)
+    worker.generation.tokenizer = load_chat_tokenizer(config.model)
+    return worker.generation.sampling_params(GroupRequest("u", 0, 0, 1, seed=0, forms=forms), 0, limits)
 
 
 def test_the_engine_stops_at_every_end(base: Path, tiny_model: Path) -> None:

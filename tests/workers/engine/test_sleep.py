@@ -1,4 +1,4 @@
-"""An engine that rests and wakes, on a stand-in with vLLM's rules: what wakes, what resumes, and what still reports."""
+"""An engine sleeps and wakes, on a stand-in with vLLM's rules: what wakes, what resumes, and what still reports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, Sleep
 from troupe.workers.contract.messages import WorkerGone
+from troupe.workers.engine.serving import Serving
 from troupe.workers.engine.sleep import GONE, MemoryState, StaleWake
-from troupe.workers.rollout import RolloutWorker, _State
+from troupe.workers.rollout import RolloutWorker
 from troupe.workers.weights.file import WeightDigestMismatch
 
 TAGS = {"weights", "kv_cache"}
@@ -103,7 +104,7 @@ def opened(sleep: Sleep, vllm: Vllm) -> RolloutWorker:
         sleep=sleep,
     )
     worker = RolloutWorker(config, "rollout-0")
-    worker._engine, worker._state = vllm, _State.OPEN  # pyright: ignore[reportAttributeAccessIssue]
+    worker.engine.vllm, worker.engine.state = vllm, Serving.OPEN  # pyright: ignore[reportAttributeAccessIssue]
     return worker
 
 
@@ -111,37 +112,37 @@ def opened(sleep: Sleep, vllm: Vllm) -> RolloutWorker:
 async def test_the_cache_wakes_after_the_weights_are_verified_and_only_then_sampling_resumes(sleep: Sleep) -> None:
     vllm = Vllm()
     worker = opened(sleep, vllm)
-    await worker.rest()
+    await worker.sleep()
     assert vllm.asleep == (TAGS if sleep == "weights" else {"kv_cache"})
-    assert (await worker.health()).version == (GONE if sleep == "weights" else 7), "a resting engine is healthy"
+    assert (await worker.health()).version == (GONE if sleep == "weights" else 7), "a sleeping engine is healthy"
     await worker.transfer_start()
     assert vllm.asleep == {"kv_cache"}
     vllm.receive(8)
     assert vllm.samples_from is None
     await worker.transfer_finish(8, "digest-8")
-    assert (vllm.asleep, vllm.samples_from, worker._state) == (set(), "digest-8", _State.OPEN)
+    assert (vllm.asleep, vllm.samples_from, worker.engine.state) == (set(), "digest-8", Serving.OPEN)
     assert (await worker.health()).version == 8
-    assert worker._memory.state is MemoryState.AWAKE
+    assert worker.memory.state is MemoryState.AWAKE
 
 
-async def test_a_resting_engine_with_its_weights_wakes_without_an_update() -> None:
+async def test_a_sleeping_engine_with_its_weights_wakes_without_an_update() -> None:
     vllm = Vllm()
     worker = opened("kv_cache", vllm)
-    await worker.rest()
-    await worker.rest()
+    await worker.sleep()
+    await worker.sleep()
     assert vllm.calls == ["release"]
     await worker.wake()
     await worker.wake()
     assert (vllm.samples_from, vllm.calls) == ("digest-7", ["release", "wake ['kv_cache']"])
 
 
-async def test_requests_under_way_rest_with_the_engine() -> None:
+async def test_requests_under_way_sleep_with_the_engine() -> None:
     """A trainer is restarted while its engine samples. To vLLM, paused requests are no unfinished ones."""
     vllm = Vllm()
     worker = opened("kv_cache", vllm)
     request = asyncio.create_task(asyncio.sleep(60))
-    worker._running.add(request)
-    await worker.rest()
+    worker.engine.running.add(request)
+    await worker.sleep()
     assert (vllm.asleep, vllm.samples_from, vllm.weights) == ({"kv_cache"}, None, "digest-7")
     await worker.wake()
     assert vllm.samples_from == "digest-7" and not request.cancelled()
@@ -151,7 +152,7 @@ async def test_requests_under_way_rest_with_the_engine() -> None:
 async def test_weights_that_were_discarded_do_not_serve_without_new_ones() -> None:
     vllm = Vllm()
     worker = opened("weights", vllm)
-    await worker.rest()
+    await worker.sleep()
     with pytest.raises(StaleWake, match="were discarded"):
         await worker.wake()
     assert vllm.samples_from is None
@@ -161,43 +162,43 @@ async def test_a_wake_behind_the_workers_back_is_caught_by_the_digest() -> None:
     """vLLM reports the old version over garbage: without the digest the engine would serve it."""
     vllm = Vllm()
     worker = opened("weights", vllm)
-    await worker.rest()
+    await worker.sleep()
     await vllm.wake_up(["weights"])
     assert vllm.weights == "garbage"
     with pytest.raises(WeightDigestMismatch, match="rollout-0"):
         await worker.transfer_finish(7, "digest-7")
-    assert (vllm.samples_from, worker._state) == (None, _State.CLOSED)
+    assert (vllm.samples_from, worker.engine.state) == (None, Serving.CLOSED)
 
 
 @pytest.mark.parametrize("sleep", ["kv_cache", "weights"])
 async def test_after_a_failed_update_the_engine_stays_closed_with_no_cache_and_takes_the_next_one(sleep: Sleep) -> None:
     vllm = Vllm()
     worker = opened(sleep, vllm)
-    await worker.rest()
+    await worker.sleep()
     await worker.transfer_start()
     vllm.receive(8)
     with pytest.raises(WeightDigestMismatch):
         await worker.transfer_finish(8, "another")
-    assert (vllm.asleep, vllm.samples_from, worker._state) == ({"kv_cache"}, None, _State.CLOSED)
+    assert (vllm.asleep, vllm.samples_from, worker.engine.state) == ({"kv_cache"}, None, Serving.CLOSED)
     with pytest.raises(StaleWake, match="were not verified"):
-        await worker._memory.wake(vllm)  # pyright: ignore[reportArgumentType]
-    await worker.rest()
-    assert worker._state is _State.CLOSED and "digest" in worker._closed_because
+        await worker.memory._take_cache()
+    await worker.sleep()
+    assert worker.engine.state is Serving.CLOSED and "digest" in worker.engine.closed_because
     await worker.transfer_start()
     vllm.receive(9)
     await worker.transfer_finish(9, "digest-9")
     assert (vllm.asleep, vllm.samples_from) == (set(), "digest-9")
 
 
-async def test_an_engine_without_sleep_resumes_as_before_and_does_not_rest() -> None:
+async def test_an_engine_without_sleep_resumes_as_before_and_does_not_sleep() -> None:
     vllm = Vllm()
     worker = opened("none", vllm)
     await worker.transfer_start()
     vllm.receive(8)
     await worker.transfer_finish(8, "digest-8")
     assert (vllm.samples_from, vllm.calls) == ("digest-8", [])
-    with pytest.raises(ValueError, match="none does not rest"):
-        await worker.rest()
+    with pytest.raises(ValueError, match="none does not sleep"):
+        await worker.sleep()
 
 
 @pytest.mark.parametrize(("sleep", "method"), [("none", "resume_generation"), ("kv_cache", "wake_up")])
@@ -205,7 +206,7 @@ async def test_an_engine_that_does_not_resume_is_closed_and_takes_the_next_updat
     vllm = Vllm()
     worker = opened(sleep, vllm)
     if sleep != "none":
-        await worker.rest()
+        await worker.sleep()
     own = getattr(vllm, method)
 
     async def fail(*args: Any, **kwargs: Any) -> None:
@@ -217,11 +218,11 @@ async def test_an_engine_that_does_not_resume_is_closed_and_takes_the_next_updat
     with pytest.raises(RuntimeError, match="no memory"):
         await worker.transfer_finish(8, "digest-8")
     setattr(vllm, method, own)
-    assert worker._state is _State.CLOSED and "no memory for the cache" in worker._closed_because
+    assert worker.engine.state is Serving.CLOSED and "no memory for the cache" in worker.engine.closed_because
     await worker.transfer_start()
     vllm.receive(9)
     await worker.transfer_finish(9, "digest-9")
-    assert (vllm.samples_from, worker._state) == ("digest-9", _State.OPEN)
+    assert (vllm.samples_from, worker.engine.state) == ("digest-9", Serving.OPEN)
 
 
 async def test_an_engine_with_several_processes_is_replaced_after_a_failed_call() -> None:

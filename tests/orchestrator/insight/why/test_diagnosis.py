@@ -171,7 +171,7 @@ def test_no_engine_that_serves() -> None:
 
 def test_an_engine_that_rests_while_the_policy_trains_is_healthy() -> None:
     """Groups wait for an update then, not for an engine."""
-    queues = Queues((EngineQueue("rollout-0", "resting", 0),), (), waiting=4)
+    queues = Queues((EngineQueue("rollout-0", "asleep", 0),), (), waiting=4)
     found = diagnose(replace(facts(), queues=queues))
     assert found.cause != "no_engine" and "policy-1 (update, 84 s of 600 s)" in found.summary
 

@@ -1,0 +1,378 @@
+"""Generation on one engine: groups of responses and of episodes, each sample as its own request."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import pyarrow as pa
+
+from troupe.workers.agents.interface import (
+    EpisodeRunner,
+    LongReader,
+    Played,
+    SampledTurn,
+    TurnLimits,
+    TurnReader,
+    read_row,
+)
+from troupe.workers.contract.config import RolloutConfig, StructuredConfig
+from troupe.workers.contract.environments import EnvironmentGone
+from troupe.workers.contract.messages import ROLLOUTS, FinishedSamples, GroupRequest, GroupSummary, SampleSummary
+from troupe.workers.contract.roles import EnvironmentLink
+from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
+from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
+from troupe.workers.data.turn_ends import turn_ends
+from troupe.workers.engine.errors import EngineClosed, engine_dead
+from troupe.workers.engine.rows import (
+    RowBuilder,
+    Rows,
+    RunningGroup,
+    episode_summary,
+    merged,
+    sample_summary,
+    sampled_turn,
+)
+from troupe.workers.engine.serving import Serving, ServingEngine
+from troupe.workers.engine.settings import check_structured, structured_outputs
+from troupe.workers.engine.tool_calls import tool_parser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SHORT_PROMPT = 2_000
+"""Characters of messages that are tokenized in less than a millisecond. If all cores compute, it takes longer until
+a thread runs, and the engine begins without groups that arrive together."""
+
+
+def _as_in_training(request: GroupRequest) -> bool:
+    """Whether the tokens of a request are drawn from the distribution that is trained."""
+    return request.temperature is None and not request.greedy
+
+
+class Generation:
+    """Samples groups on an engine. Calls run concurrently; an update of the weights pauses them."""
+
+    def __init__(self, config: RolloutConfig, engine: ServingEngine, adapter: Callable[[], LoRARequest | None]) -> None:
+        """Loads nothing yet. `adapter` returns the adapters to sample with, or raises EngineClosed."""
+        self.config = config
+        """Read for every group: sampling, and the bounds of episodes."""
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        """None before `load`."""
+        self._engine = engine
+        self._adapter = adapter
+        self._groups: dict[RunningGroup[Any], None] = {}
+        """Groups with samples that run, in order of arrival."""
+        self._serial = itertools.count()
+        self._environments: dict[str, EnvironmentLink] = {}
+        self._readers: dict[str, TurnReader] = {}
+        """Turn readers by the name of their environment; `_long` has the same keys."""
+        self._long: dict[str, LongReader] = {}
+        # One thread: a long prompt blocks no other group, and tokenizers are not thread-safe.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._in_thread = 0
+        """Prompts that the thread tokenizes, or that wait for it."""
+
+    def load(self) -> None:
+        """Load the tokenizer, and make the readers of episodes in each environment.
+
+        Raises:
+            ValueError: the tokenizer cannot be loaded or has no chat template, vLLM has no such tool parser, or cannot
+                read the form of `sampling.structured`.
+        """
+        check_structured(self.config.sampling.structured)
+        tokenizer = self.tokenizer = load_chat_tokenizer(self.config.model)
+        if not self.config.episodes:
+            return
+        other, thread = deepcopy(tokenizer), ThreadPoolExecutor(1, thread_name_prefix="tokenizing-long")
+        for name, bounds in self.config.episodes.items():
+            self._readers[name] = TurnReader(tokenizer, tool_parser(bounds.tool_parser, tokenizer))
+            self._long[name] = LongReader(TurnReader(other, tool_parser(bounds.tool_parser, other)), thread)
+
+    def connect(self, environment: str, link: EnvironmentLink) -> None:
+        """Use these environment workers for new episodes in the environment of this name."""
+        self._environments[environment] = link
+
+    async def generate(
+        self, request: GroupRequest, prompts: pa.Table, finished: pa.Table | None = None
+    ) -> tuple[GroupSummary, pa.Table]:
+        """Sample one group; see `RolloutWorker.generate`."""
+        self._engine.require_open()
+        if not 0 <= request.row < prompts.num_rows:
+            raise IndexError(f"row {request.row} is outside the pool of {prompts.num_rows} prompts")
+        prompt = prompts.slice(request.row, 1).to_pylist()[0]
+        if request.environment is not None:
+            return await self._generate_episodes(request, prompt, request.environment, finished)
+        started = time.monotonic()
+        try:
+            prompt_ids = await self.encode(prompt["messages"], request.max_tokens)
+            answers = (
+                await self._encode_candidates(prompt, prompt_ids, request.max_tokens) if request.candidates else []
+            )
+        except PromptRefused as error:
+            refused = f"{prompt['origin']}: {error}"
+            return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
+        self._engine.require_open()  # it may have been closed since
+        builder = RowBuilder(
+            self._engine.name, self._require_tokenizer(), request, prompt, prompt_ids, self._records(request)
+        )
+
+        def build(index: int, output: RequestOutput) -> tuple[SampleSummary, Rows]:
+            row = builder.sampled(index, output)
+            return sample_summary(row, self._engine.version), [row]
+
+        sampling = {index: self._sample(request, index, prompt_ids) for index in request.missing}
+        outputs = await self._all_or_none(request, sampling, build, finished)
+        candidates = [builder.candidate(request.samples + number, ids) for number, ids in enumerate(answers)]
+        built = [build(index, output) for index, output in outputs.items()]
+        summary = self._summary(
+            request,
+            [sample for sample, _ in built],
+            time.monotonic() - started,
+            cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs.values()),
+            candidates=[sample_summary(row, self._engine.version) for row in candidates],
+        )
+        return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *candidates])
+
+    async def _generate_episodes(
+        self, request: GroupRequest, prompt: dict[str, Any], environment: str, finished: pa.Table | None
+    ) -> tuple[GroupSummary, pa.Table]:
+        """Play one episode in the environment of this name for each sample of the group."""
+        started = time.monotonic()
+        records = self._records(request)
+        runner = EpisodeRunner(
+            self.config.episodes[environment],
+            max_tokens=self.config.sampling.max_tokens,
+            max_model_len=self.config.engine.max_model_len,
+            reader=self._readers[environment],
+            tokenizing=self._tokenizing,
+            link=partial(self._link, environment),
+            form_problem=self._form_problem,
+            long=self._long[environment],
+        )
+
+        async def play(index: int) -> Played:
+            async def sample(
+                number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: StructuredConfig | None
+            ) -> SampledTurn:
+                limits = TurnLimits(number, max_tokens, tuple(stop), form)
+                return sampled_turn(await self._sample(request, index, list(ids), limits), records)
+
+            row = read_row(prompt, sample_seed(request.seed, index))
+            key = f"{self._engine.name}/{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
+            return await runner.play(key, row, sample)
+
+        builder = RowBuilder(self._engine.name, self._require_tokenizer(), request, prompt, [], records)
+
+        def build(index: int, played: Played) -> tuple[SampleSummary, Rows]:
+            rows = builder.episode(index, played)
+            return episode_summary(rows, played, self._engine.version), rows
+
+        playing = {index: play(index) for index in request.missing}
+        episodes = await self._all_or_none(request, playing, build, finished)
+        built = [build(index, played) for index, played in episodes.items()]
+        samples = [sample for sample, _ in built]
+        cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)
+        summary = self._summary(request, samples, time.monotonic() - started, cached_tokens=cached)
+        return summary, merged(request, finished, [row for _, rows in built for row in rows])
+
+    def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], pa.Table]:
+        """The samples that are finished of all groups that run, and their rows; held-out samples are not among them."""
+        found = [group.finished() for group in self._groups if _as_in_training(group.request)]
+        found = [(samples, table) for samples, table in found if samples.samples]
+        tables = [ROLLOUTS.empty_table(), *(table for _, table in found)]
+        return tuple(samples for samples, _ in found), pa.concat_tables(tables).combine_chunks()
+
+    async def encode(self, messages: str, max_tokens: int | None) -> list[int]:
+        """Token ids of a prompt that leaves room for a response of so many tokens (None for training's).
+
+        Raises:
+            PromptRefused: It cannot be used.
+        """
+        tokenizer = self._require_tokenizer()
+        longest = self.config.engine.max_model_len - (max_tokens or self.config.sampling.max_tokens)
+        if len(messages) <= _SHORT_PROMPT and not self._in_thread and not self.config.episodes:
+            return encode_prompt(tokenizer, messages, longest)
+        return await self._tokenized(encode_prompt, tokenizer, messages, longest)
+
+    def sampling_params(self, request: GroupRequest, index: int, limits: TurnLimits | None = None) -> SamplingParams:
+        """vLLM's parameters of one sample.
+
+        Args:
+            request: The group.
+            index: Index of the sample, which its seed depends on.
+            limits: The limits of an episode's turn, or None for a single response.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling, tokenizer = self.config.sampling, self._require_tokenizer()
+        limits = limits or TurnLimits(0, request.max_tokens or sampling.max_tokens)
+        temperature = sampling.temperature if request.temperature is None else request.temperature
+        trained = _as_in_training(request)
+        stop = [*sampling.stop, *limits.stop]
+        return SamplingParams(
+            temperature=0.0 if request.greedy else temperature,
+            top_p=sampling.top_p if trained else request.top_p,
+            top_k=sampling.top_k if trained else request.top_k,
+            min_p=sampling.min_p if trained else 0.0,
+            max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
+            stop=stop,
+            # vLLM refuses others: an end that the model has no logit for is never sampled.
+            stop_token_ids=within_embedding(tokenizer, turn_ends(tokenizer).ids),
+            seed=turn_seed(request.seed, index, limits.number),
+            logprobs=0,  # log-prob of the sampled token only
+            flat_logprobs=True,
+            detokenize=bool(stop),
+            skip_special_tokens=False,  # or a stop string with a special token would never match
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=structured_outputs(
+                (limits.structured or sampling.structured) if request.forms else None
+            ),
+        )
+
+    def close(self) -> None:
+        """End the threads."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for long in self._long.values():  # they share a thread
+            long.thread.shutdown(wait=False, cancel_futures=True)
+
+    def _records(self, request: GroupRequest) -> bool:
+        """Whether the tokens that the sampler left to each token are part of the samples."""
+        return self.config.sampling.truncates and _as_in_training(request)
+
+    def _form_problem(self, form: StructuredConfig) -> str:
+        """Why a turn cannot have this form, or empty if it can."""
+        if self.config.sampling.structured is not None:
+            return "the spec sets that of all turns, sampling.structured"
+        if not self.config.turn_forms:
+            return "the loss does not account for it; set algorithm.importance.mode to truncate or mask"
+        try:
+            check_structured(form)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _link(self, environment: str) -> EnvironmentLink:
+        if environment not in self._environments:
+            raise EnvironmentGone("no environment worker is connected")
+        return self._environments[environment]
+
+    def _require_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise EngineClosed(self._engine.name, self._engine.closed_because)
+        return self.tokenizer
+
+    async def _encode_candidates(
+        self, prompt: dict[str, Any], prompt_ids: list[int], max_tokens: int | None
+    ) -> list[list[int]]:
+        """Token ids of the prompt's answers from other sources. Raises PromptRefused if one does not fit."""
+        texts = prompt["candidates"]
+        if not texts:
+            return []
+        from troupe.workers.data.examples import encode_candidates
+
+        longest = max_tokens or self.config.sampling.max_tokens
+        arguments = (self._require_tokenizer(), prompt["messages"], prompt_ids, texts, longest)
+        return await self._tokenized(encode_candidates, *arguments)
+
+    async def _tokenized(self, encode: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Result of `encode` in the thread that tokenizes."""
+        self._in_thread += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._tokenizing, partial(encode, *args, **kwargs))
+        finally:
+            self._in_thread -= 1
+
+    def _summary(
+        self,
+        request: GroupRequest,
+        samples: Sequence[SampleSummary],
+        seconds: float,
+        *,
+        refused: str = "",
+        cached_tokens: int = 0,
+        candidates: Sequence[SampleSummary] = (),
+    ) -> GroupSummary:
+        """The summary of a group from the samples that were generated and, unless it is refused, earlier ones."""
+        whole = () if refused else sorted([*request.finished, *samples], key=lambda sample: sample.sample_index)
+        return GroupSummary(
+            request.prompt_uid,
+            request.attempt,
+            self._engine.name,
+            tuple(whole),
+            seconds,
+            refused=refused,
+            cached_tokens=cached_tokens,
+            finished_ahead=sum(sample.done() for sample in self._engine.running),
+            candidates=tuple(candidates),
+        )
+
+    async def _all_or_none(
+        self,
+        request: GroupRequest,
+        samples: Mapping[int, Coroutine[Any, Any, T]],
+        build: Callable[[int, T], tuple[SampleSummary, Rows]],
+        earlier: pa.Table | None,
+    ) -> dict[int, T]:
+        """Outputs of all samples by index; the first failure cancels the others and is raised.
+
+        Until then `finished_samples` finds the finished ones: `build` makes their rows, `earlier` has older ones.
+        """
+        engine = self._engine
+        by_index = {index: asyncio.create_task(sample) for index, sample in samples.items()}
+        tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier)
+        engine.running.update(tasks)
+        self._groups[group] = None
+        try:
+            return dict(zip(by_index, await asyncio.gather(*tasks), strict=True))
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if engine.state is Serving.CLOSED and caller is not None and not caller.cancelling():
+                raise EngineClosed(engine.name, engine.closed_because) from None
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            engine.running.difference_update(tasks)
+            del self._groups[group]
+
+    async def _sample(
+        self, request: GroupRequest, index: int, prompt_ids: list[int], limits: TurnLimits | None = None
+    ) -> RequestOutput:
+        """One sample as its own request, with its own seed and timings. vLLM would split a larger request anyway.
+
+        `limits`: the limits of an episode's turn.
+        """
+        from vllm.inputs.engine import tokens_input
+
+        engine, name = self._engine.require_open(), self._engine.name
+        request_id = f"{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
+        params = self.sampling_params(request, index, limits)
+        final: RequestOutput | None = None
+        try:
+            adapter = self._adapter()
+            async for output in engine.generate(tokens_input(prompt_ids), params, request_id, lora_request=adapter):
+                final = output
+        except Exception as error:
+            if engine.errored:
+                raise engine_dead(name) from error
+            raise
+        if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"{name}: vLLM ended {request_id} without a complete response")
+        if (final.lora_request is None) is not (self.config.lora is None):
+            raise RuntimeError(f"{name}: vLLM sampled {request_id} without the policy's adapters")
+        return final
