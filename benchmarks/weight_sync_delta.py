@@ -40,7 +40,7 @@ from benchmarks.support.harness import (
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import encode_prompts
 from troupe.orchestrator.data.prompts import load_pools
-from troupe.orchestrator.insight.bench.sequences import train_row
+from troupe.orchestrator.insight.bench.batches import train_row
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.micro_batches import plan_update

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
 import sys
 from typing import Annotated, NoReturn
 
 import typer
 
 from troupe.orchestrator.commands.lazy import Entry, lazy_group
-from troupe.orchestrator.commands.messages import os_error, typer_error
 from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, exit_with
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
 from troupe.orchestrator.signals import STOPPED, STOPPED_LINE, interrupt_on_signals, taken
@@ -58,10 +59,10 @@ COMMANDS = {
     "logs": Entry("jobs:logs", "Print a job's log."),
     "stop": Entry("jobs:stop", "Stop a job: it saves and exits. Submitting the spec again resumes it."),
     "scale": Entry(
-        "live:scale", "Add or remove workers of an active run. Without ROLE=WORKERS, show the state of its roles."
+        "jobs:scale", "Add or remove workers of an active run. Without ROLE=WORKERS, show the state of its roles."
     ),
     "apply": Entry(
-        "live:apply",
+        "jobs:apply",
         "Apply a changed spec to an active run: show the differences, change what can change, refuse the rest.",
     ),
     "report": Entry(
@@ -70,32 +71,44 @@ COMMANDS = {
         "for any browser.",
     ),
     "watch": Entry(
-        "watch:watch", "Serve the report of active runs in the browser and keep it current, until interrupted."
+        "report:watch", "Serve the report of active runs in the browser and keep it current, until interrupted."
     ),
-    "samples": Entry("samples:samples", "Show or export what a run sampled, with rewards and what was trained."),
+    "samples": Entry("report:samples", "Show or export what a run sampled, with rewards and what was trained."),
     "replay": Entry(
-        "replay:replay", "Repeat the updates of a step, without engines, and compare the weights with the run's."
+        "diagnose:replay", "Repeat the updates of a step, without engines, and compare the weights with the run's."
     ),
     "audit": Entry(
-        "audit:audit",
+        "diagnose:audit",
         "Score sampled tokens in an engine, in the trainer and in plain float32 transformers, and explain the gaps.",
     ),
-    "trace": Entry("trace:trace", "Write the timeline of a run as a trace file for ui.perfetto.dev."),
+    "trace": Entry("report:trace", "Write the timeline of a run as a trace file for ui.perfetto.dev."),
     "why": Entry(
-        "why:why",
+        "diagnose:why",
         "Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs.",
     ),
     "deploy": Entry("jobs:deploy", "Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."),
     "env": Entry("environment:env_app", "Check environments."),
 }
 """Every command by name, in the order of `troupe --help`."""
-
 app = typer.Typer(
     cls=lazy_group(COMMANDS),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train language models with reinforcement learning.",
 )
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or use another disk",
+    errno.EDQUOT: "free some of your quota, or use another disk",
+    errno.EACCES: "change its permissions, or use another path",
+    errno.EPERM: "change its permissions, or use another path",
+    errno.EROFS: "use a path on another disk",
+    errno.EEXIST: "use another path",
+    errno.ENOTDIR: "use another path",
+    errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
+    errno.ENOMEM: "free some memory",
+    errno.EAGAIN: "raise the limit on processes (`ulimit -u`)",
+}
+"""What helps, by the number of an operating system's error."""
 
 
 def main() -> NoReturn:
@@ -157,6 +170,36 @@ def troupe(
     """Train language models with reinforcement learning."""
     if taken():
         interrupt_on_signals()  # a command begins, which may have to be ended in order
+
+
+def typer_error(error: typer.TyperException) -> str:
+    """One line for a command line that Typer refuses, with the command whose `--help` tells more."""
+    context = vars(error).get("ctx")  # not every error has one
+    command = "troupe" if context is None else context.command_path
+    said = " ".join(error.format_message().split()).rstrip(".")
+    if command == "troupe deploy" and said.startswith("No such option"):
+        said += "; kustomize sets any other field of a manifest"
+    if command == "troupe demo" and said.startswith("Got unexpected extra argument"):
+        said += "; --spec chooses the example"
+    return f"error: {said}; see `{command} --help`" if said else ""
+
+
+def os_error(error: OSError) -> str:
+    """The path of a failed operation, why it failed, and what helps."""
+    reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
+    if error.errno == errno.ENOENT and not error.filename and not _has_current_folder():
+        return "the current folder does not exist any more; change to another one"
+    remedy = _REMEDIES.get(error.errno or 0)
+    told = f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, str | bytes) else reason
+    return f"{told}; {remedy}" if remedy else told
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

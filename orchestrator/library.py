@@ -112,7 +112,7 @@ def _report_at_end(folder: Path, console: Console) -> None:
 
 def train(request: RunRequest, console: Console) -> Outcome:
     """Train as a request specifies, shown on a console, which is closed. Raises TroupeError."""
-    from troupe.orchestrator.insight.verdicts.running import RunningVerdicts
+    from troupe.orchestrator.insight.verdicts.apply import RunningVerdicts
     from troupe.orchestrator.runs.session import run as run_spec
 
     verdicts = RunningVerdicts(request.out, console.message)
@@ -378,7 +378,7 @@ class Outcome:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """The findings on the run."""
-        from troupe.orchestrator.insight.verdicts.running import verdicts_of
+        from troupe.orchestrator.insight.verdicts.apply import verdicts_of
 
         return tuple(verdicts_of(self._run))
 

@@ -30,8 +30,6 @@ PURE = (
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     "orchestrator.starter.environments",
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
-    *(f"orchestrator.insight.bench.{name}" for name in ("points", "results", "bounds", "sequences", "training")),
-    *(f"orchestrator.insight.doctor.{name}" for name in ("machine", "checks", "software", "hardware")),
 )
 """Layer 0, as folders and modules. They import each other, the standard library and data libraries."""
 WRITING = ("orchestrator.telemetry.console", "orchestrator.telemetry.sinks")

@@ -31,9 +31,9 @@ from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.locations import is_url
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.insight.bench.engine_runs import BenchRequest
+    from troupe.orchestrator.insight.bench.engines import BenchRequest
     from troupe.orchestrator.insight.bench.results import Result
-    from troupe.orchestrator.insight.bench.training import TrainResult, TransferResult
+    from troupe.orchestrator.insight.bench.trainers import TrainResult, TransferResult
 
 PAGE = "bench.html"
 
@@ -83,7 +83,7 @@ def bench(
     points = _points(spec, [parse_sweep(text) for text in sweep], set_, prompts)
     page = output or points[0].spec.run_folder / PAGE
     with started_ahead(points[0].spec, address):  # it imports while this process does
-        from troupe.orchestrator.insight.bench.engine_runs import BenchRequest
+        from troupe.orchestrator.insight.bench.engines import BenchRequest
 
         complete = _measure(BenchRequest(points, batches, address, baseline == "vllm"), page, train, weights, as_json)
     if not complete:
@@ -93,8 +93,8 @@ def bench(
 def _measure(rollouts: BenchRequest, page: Path, train: bool, weights: bool, as_json: bool) -> bool:
     """Measure, write the page after every point, and print everything; whether all could be measured."""
     from troupe.orchestrator.insight.bench.bounds import best_of
-    from troupe.orchestrator.insight.bench.engine_runs import bench as measure
-    from troupe.orchestrator.insight.bench.trainer_runs import TrainingRequest, measure_trainers, measure_transfers
+    from troupe.orchestrator.insight.bench.engines import bench as measure
+    from troupe.orchestrator.insight.bench.trainers import TrainingRequest, measure_trainers, measure_transfers
     from troupe.orchestrator.telemetry.console import Console
 
     console = Console(sys.stderr)

@@ -9,10 +9,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
+from troupe.orchestrator.commands.options import UNBOUNDED, natural_width, output_width
 from troupe.orchestrator.insight.bench.bounds import best_of, bound_of
 from troupe.orchestrator.insight.bench.results import Measures, Result
-from troupe.orchestrator.insight.bench.training import TrainResult, TransferMeasures, TransferResult
+from troupe.orchestrator.insight.bench.trainers import TrainResult, TransferMeasures, TransferResult
 from troupe.workers.contract.units import GIB
 
 

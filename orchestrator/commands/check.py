@@ -134,7 +134,7 @@ def doctor(
     """Check this machine: packages, GPUs, memory, disks, limits, network. Each finding names its remedy."""
     runs = None if spec is None else plan_runs(read_document(spec, set_))
     from troupe.orchestrator.insight.doctor import checks
-    from troupe.orchestrator.insight.doctor.facts import gather
+    from troupe.orchestrator.insight.doctor.machine import gather
 
     findings = checks.examine(gather(Path.cwd()), None if runs is None else checks.needs_of(runs))
     typer.echo(checks.as_json(findings) if as_json else checks.as_text(findings))

@@ -1,20 +1,23 @@
-"""Commands for jobs on a cluster: write, submit, list, follow and stop them."""
+"""Commands for jobs on a cluster (write, submit, list, follow, stop), and for active runs (scale, apply)."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from troupe.orchestrator.commands.options import (
     FAILURE,
     USER_ERROR,
+    AnswerOption,
     JobArgument,
     JobServerOption,
     JsonOption,
+    OutOption,
+    RunArgument,
     SetOption,
     SpecArgument,
     disk_folder,
@@ -24,6 +27,9 @@ from troupe.orchestrator.commands.options import (
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 from troupe.orchestrator.spec.chain import to_send
 from troupe.orchestrator.spec.load import plan_runs, read_document
+
+if TYPE_CHECKING:
+    from troupe.orchestrator.spec.rollout import RolloutSpec
 
 
 def submit(
@@ -140,3 +146,53 @@ def deploy(
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(text if output is None else f"wrote {output}", nl=output is not None)
+
+
+def scale(
+    run_folder: RunArgument,
+    workers: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROLE=WORKERS]...", help="New number of workers of a role.")
+    ] = None,
+    timeout_s: AnswerOption = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Add or remove workers of an active run. Without ROLE=WORKERS, show the state of its roles."""
+    from troupe.orchestrator.live.control import ask
+    from troupe.orchestrator.live.diff import worker_changes
+
+    states = ask(run_folder, worker_changes(workers or []), timeout_s)
+    if as_json:
+        echo_json(states)
+        return
+    for state in states:
+        typer.echo(state)
+
+
+def apply(
+    spec: SpecArgument,
+    set_: SetOption = [],  # noqa: B006
+    out: OutOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the differences without changing anything.")] = False,
+    timeout_s: AnswerOption = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Apply a changed spec to an active run: show the differences, change what can change, refuse the rest."""
+    runs = plan_runs(read_document(spec, set_), out)
+    from troupe.orchestrator.live.control import ask
+    from troupe.orchestrator.live.diff import compare
+
+    wanted: RolloutSpec | None = runs[0].spec.rollouts
+    if runs[0].stage or wanted is None:
+        exit_with(f"{spec}: only a run with rollouts and without stages can change while it is active", USER_ERROR)
+    comparison = compare(runs[0].out, wanted)
+    if not as_json:
+        for line in comparison.lines():
+            typer.echo(line)
+    states = () if dry_run else ask(runs[0].out, comparison.changes, timeout_s)
+    if as_json:
+        echo_json({"differences": comparison.differences, "roles": states})
+    else:
+        for state in states:
+            typer.echo(state)
+    if refused := comparison.refused:
+        exit_with(f"{refused} of {len(comparison.differences)} difference(s) refused", USER_ERROR)

@@ -1,19 +1,33 @@
-"""Arguments, options and exit codes that several commands share."""
+"""Arguments, options, exit codes and output that several commands share."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
+JobServerOption = Annotated[str, typer.Option("--address", help="URL of the cluster's job server, http://HOST:8265.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
+AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+USER_ERROR = 2
+FAILURE = 1
+UNBOUNDED = 1000
+"""Width of output that goes to no terminal."""
 
 
 def _not_empty(value: str | None) -> str | None:
@@ -40,16 +54,6 @@ AddressOption = Annotated[
     str | None,
     typer.Option("--address", callback=_not_empty, help="Ray cluster to join (default: start a local one)."),
 ]
-JobServerOption = Annotated[str, typer.Option("--address", help="URL of the cluster's job server, http://HOST:8265.")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
-AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-USER_ERROR = 2
-FAILURE = 1
 
 
 def echo_json(value: Any) -> None:
@@ -71,3 +75,15 @@ def exit_with(text: str, code: int) -> NoReturn:
     if text:
         sys.stderr.write(text + "\n")
     sys.exit(code)
+
+
+def output_width() -> int | None:
+    """Width for standard output, or None for the terminal's, or COLUMNS."""
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else UNBOUNDED
+
+
+def natural_width(table: Table) -> int:
+    """Columns that a table takes if there is room enough."""
+    from rich.console import Console  # `troupe --help` imports this module
+
+    return Console(width=UNBOUNDED).measure(table).maximum

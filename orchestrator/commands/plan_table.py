@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.commands.tables import UNBOUNDED, natural_width, output_width
+from troupe.orchestrator.commands.options import UNBOUNDED, natural_width, output_width
 from troupe.orchestrator.plan.fit import MemoryPlan, SharedUse, UnknownModel, gib
 from troupe.orchestrator.plan.measured import PEAK
 from troupe.orchestrator.plan.plan import Plan

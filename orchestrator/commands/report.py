@@ -1,16 +1,33 @@
-"""`troupe report`: one HTML file about one or several runs, and what is wrong with them in the terminal."""
+"""Commands that show what a run recorded: `troupe report`, `watch`, `samples` and `trace`."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from troupe.orchestrator.commands.options import RunsArgument
+from troupe.orchestrator.commands.options import JsonOption, RunArgument, RunsArgument, echo_json
 from troupe.orchestrator.errors import UsageError
+from troupe.workers.contract.imports import missing_package
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from troupe.orchestrator.insight.samples import SampleQuery
+    from troupe.orchestrator.insight.trace import RoleTime, StepBound
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
+
+_SHOWN = 10
+"""Default number of samples to show."""
+_STEPS = re.compile(r"(\d*)(:?)(\d*)")
+_MOST_STEPS = 20
+"""Steps whose bound is printed; the last ones."""
 
 
 def report(
@@ -35,7 +52,7 @@ def report(
     The file needs no network and no server. Several runs are drawn over each other.
     """
     from troupe.orchestrator.insight.report.report import REPORT, Budget, report_text, write_report
-    from troupe.orchestrator.insight.verdicts.running import alarm_lines, verdicts_of
+    from troupe.orchestrator.insight.verdicts.apply import alarm_lines, verdicts_of
     from troupe.orchestrator.telemetry.run_folder import RunFolder
     from troupe.workers.contract.units import MIB
 
@@ -55,3 +72,193 @@ def report(
         for line in alarm_lines(found):
             typer.echo(f"{folder}: {line}")
     typer.echo(f"wrote {file} ({file.stat().st_size / MIB:.1f} MiB)")
+
+
+def watch(
+    run_folders: RunsArgument,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")] = 8300,
+) -> None:
+    """Serve the report of active runs in the browser and keep it current, until interrupted.
+
+    Only this machine can open it, and it changes nothing. From another machine: ssh -L 8300:127.0.0.1:8300 HOST.
+    """
+    from troupe.orchestrator.insight.watch import WatchServer
+
+    with WatchServer(run_folders, port) as server:
+        typer.echo(f"watching {', '.join(map(str, run_folders))} at {server.url} (Ctrl-C ends)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("")
+
+
+def samples(
+    run_folder: RunArgument,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Only samples of this step.")] = None,
+    group: Annotated[
+        str | None, typer.Option("--group", help="Only this group: its number in the step, from 0, or a prompt_uid.")
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option("--where", metavar="SQL", help="A condition, as in 'reward < 0 AND step > 40'.")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option("--sort", metavar="COLUMNS", help="Order, as in reward or -reward,step.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help=f"Most samples (default: {_SHOWN}; all in an export).")
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option("--columns", metavar="COLUMNS", help="Show a table of these columns.")
+    ] = None,
+    export: Annotated[
+        tuple[str, Path] | None,
+        typer.Option("--export", metavar="FORMAT FILE", help="Write a file: jsonl, parquet or csv."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show or export what a run sampled, with rewards and what was trained."""
+    if problem := missing_package("duckdb"):
+        raise UsageError(f"troupe samples {problem}")
+    from troupe.orchestrator.insight.samples import SampleQuery, split_columns
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
+
+    run, chosen = RunFolder(run_folder), None if columns is None else split_columns(columns)
+    if as_json and export is not None:
+        raise UsageError("--json prints the samples and --export writes a file; give one of them")
+    if as_json:
+        _echo(run, SampleQuery(step, group, where, sort, limit or _SHOWN), chosen)
+    elif export is not None:
+        _export(run, SampleQuery(step, group, where, sort, limit), chosen, *export)
+    else:
+        _show_samples(run, SampleQuery(step, group, where, sort, limit or _SHOWN), chosen)
+
+
+def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, form: str, path: Path) -> None:
+    from troupe.orchestrator.insight.samples import Format, export_samples
+    from troupe.workers.contract.samples import SAMPLES
+
+    if form not in list(Format):
+        raise UsageError(f"--export: {form!r} is no format: use {', '.join(Format)}")
+    rows = export_samples(run, query, columns or SAMPLES.names, Format(form), path)
+    typer.echo(f"wrote {rows} samples to {path}")
+
+
+def _echo(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
+    """Print the samples as a list of objects; JSON has neither nan nor infinity: they become null, as in an export."""
+    from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS
+    from troupe.orchestrator.insight.samples import select_samples
+
+    rows = select_samples(run, query, columns or CONVERSATION_COLUMNS).to_pylist()
+    echo_json(_finite(rows))
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _show_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
+    from rich.console import Console
+
+    from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS, show_samples, show_table
+    from troupe.orchestrator.insight.samples import count_samples, select_samples
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    table = select_samples(run, query, columns or CONVERSATION_COLUMNS)
+    if columns is None:
+        show_samples(console, table)
+    else:
+        show_table(console, table)
+    matching = count_samples(run, query)
+    more = "; --limit shows more, --export FORMAT FILE writes them" if matching > table.num_rows else ""
+    typer.echo(f"{table.num_rows} of {matching} samples{more}")
+
+
+def trace(
+    run_folder: RunArgument,
+    out: Annotated[Path, typer.Option("-o", "--out", help="File to write, as in trace.json.")],
+    steps: Annotated[
+        str | None, typer.Option("--steps", metavar="A:B", help="Only these steps, both included; A:, :B or one step.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the timeline of a run as a trace file for ui.perfetto.dev."""
+    from troupe.orchestrator.insight.trace import trace_events, write_trace
+    from troupe.orchestrator.telemetry.run_folder import RunFolder
+
+    run, (first, last) = RunFolder(run_folder), _range(steps)
+    timeline = run.timeline_of(first, last)
+    if not timeline.num_rows:
+        known = list(run.timeline_files())
+        there = f": there are steps {known[0]} to {known[-1]}" if known else ""
+        raise UsageError(f"{run.path} has no timeline{' of these steps' if steps else ''}{there}")
+    roles, bounds = _utilization(run, timeline)
+    write_trace(trace_events(timeline), out)
+    if as_json:
+        echo_json(
+            {
+                "file": out,
+                "calls": timeline.num_rows,
+                "roles": [{**asdict(one), "idle_s": one.idle_s, "share": one.share} for one in roles],
+                "steps": [{**asdict(one), "bound_s": one.bound_s, "limit": one.limit} for one in bounds],
+            }
+        )
+        return
+    if bounds:
+        _show_times(roles, bounds[-_MOST_STEPS:])
+    typer.echo(f"wrote {out}: {timeline.num_rows} calls; open it in https://ui.perfetto.dev")
+
+
+def _range(steps: str | None) -> tuple[int | None, int | None]:
+    """First and last step of `A:B`."""
+    found = _STEPS.fullmatch(":" if steps is None else steps)
+    if found is None or not (found[1] or found[2]):
+        raise UsageError(f"--steps: {steps!r} is no range of steps: use A:B, A:, :B or one number")
+    first = int(found[1]) if found[1] else None
+    last = (int(found[3]) if found[3] else None) if found[2] else first
+    if first is not None and last is not None and last < first:
+        raise UsageError(f"--steps: {steps!r} ends before it begins")
+    return first, last
+
+
+def _utilization(run: RunFolder, timeline: pa.Table) -> tuple[list[RoleTime], list[StepBound]]:
+    """How busy every role was during the steps, and the bound of each step; nothing without steps."""
+    import pyarrow as pa
+
+    from troupe.orchestrator.insight.trace import busy_roles, step_bounds, step_windows
+
+    steps = step_windows(timeline)
+    if not steps:
+        return [], []
+    last = max(steps)
+    timeline = pa.concat_tables([timeline, run.crossing(last, steps[last][1])])
+    return busy_roles(timeline, list(steps.values())), step_bounds(timeline)
+
+
+def _show_times(roles: Sequence[RoleTime], bounds: Sequence[StepBound]) -> None:
+    """Prints how busy every role was, and the bottleneck of each step."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    busy = Table("role", title="busy", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("workers", "busy s", "idle s", "busy"):
+        busy.add_column(name, justify="right")
+    for role in roles:
+        busy.add_row(role.role, str(role.workers), f"{role.busy_s:.2f}", f"{role.idle_s:.2f}", f"{role.share:.0%}")
+    limits = Table(
+        "step", title="bound of a step: max(R, T)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for name in ("seconds", "R engines", "T trainers", "max(R, T)", "of the step"):
+        limits.add_column(name, justify="right")
+    for one in bounds:
+        times = (one.wall_s, one.rollout_s, one.train_s, one.bound_s)
+        share = one.bound_s / one.wall_s if one.wall_s > 0 else 0.0
+        limits.add_row(str(one.step), *(f"{seconds:.2f}" for seconds in times), f"{share:.0%} ({one.limit})")
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.print(busy)
+    console.print(limits)

@@ -32,6 +32,11 @@ from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates,
 from troupe.workers.contract.config import NO_TEMPLATE
 from troupe.workers.contract.roles import TableRef
 
+Digests = Mapping[str, str]
+"""Digest of the weights, by role."""
+_TIMED = frozenset({"tokens_per_s", "mfu"})
+"""Metrics of an update that depend on how long it took."""
+
 
 @dataclass(frozen=True)
 class ReplayPlan:
@@ -127,13 +132,6 @@ def steps_of(folders: Sequence[RecordedStep]) -> str:
     """The steps as text: `step 3`, `steps 3 to 5`."""
     first, last = folders[0].kept.step, folders[-1].kept.step
     return f"step {last}" if first == last else f"steps {first} to {last}"
-
-
-Digests = Mapping[str, str]
-"""Digest of the weights, by role."""
-
-_TIMED = frozenset({"tokens_per_s", "mfu"})
-"""Metrics of an update that depend on how long it took."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class EndLines(NamedTuple):
 
 
 class RunVerdicts(Protocol):
-    """Looks at the records of a run while it trains: `orchestrator/insight/verdicts/running.py`."""
+    """Looks at the records of a run while it trains: `orchestrator/insight/verdicts/apply.py`."""
 
     def after_step(self, step: int) -> None:
         """Look at them, if it is time to. Does not wait for the result."""

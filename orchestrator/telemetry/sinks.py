@@ -30,6 +30,18 @@ logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, object]
 """Metrics by name; a few are text (`kind`)."""
+_MOST_WAITING = 1000
+"""Steps that wait while the server does not answer; further ones are missing there."""
+CLOSE_S = 30.0
+"""Longest wait at the end of a run."""
+_FILES = itertools.count()  # distinguishes event files that one process starts within the same second
+_STEP = "step"
+_URI = "MLFLOW_TRACKING_URI"
+_MOST_METRICS, _MOST_PARAMETERS = 1000, 100
+"""Most metrics and parameters of one request to a server."""
+_LONGEST_VALUE = 6000
+_REFUSED = re.compile(r"[^\w\-. :/]")
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class MetricSink(Protocol):
@@ -66,12 +78,6 @@ class LoggedRun:
 def numbers(metrics: Metrics) -> dict[str, float]:
     """The metrics that are numbers."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-
-
-_MOST_WAITING = 1000
-"""Steps that wait while the server does not answer; further ones are missing there."""
-CLOSE_S = 30.0
-"""Longest wait at the end of a run."""
 
 
 class BackgroundSink:
@@ -120,9 +126,6 @@ class BackgroundSink:
             logger.warning("%s records no further metrics: %s", self._name, reason)
 
 
-_FILES = itertools.count()  # distinguishes event files that one process starts within the same second
-
-
 class TensorBoardSink:
     """Scalars in TensorBoard's file format, written without torch or TensorFlow."""
 
@@ -157,9 +160,6 @@ class TensorBoardSink:
     def close(self) -> None:
         """Close the event file."""
         self._records.close()
-
-
-_STEP = "step"
 
 
 class WandbSink:
@@ -199,13 +199,6 @@ def _identity(run: LoggedRun) -> str:
     name = secrets.token_hex(8)
     file.write_text(f"{name}\n")
     return name
-
-
-_URI = "MLFLOW_TRACKING_URI"
-_MOST_METRICS, _MOST_PARAMETERS = 1000, 100
-"""Most metrics and parameters of one request to a server."""
-_LONGEST_VALUE = 6000
-_REFUSED = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowSink:
@@ -263,9 +256,6 @@ def flat_config(config: object, prefix: str = "") -> dict[str, str]:
             for name, value in flat_config(inner, f"{prefix}.{key}" if prefix else str(key)).items()
         }
     return {prefix: str(config)} if prefix else {}
-
-
-_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def prometheus_name(metric: str) -> str:

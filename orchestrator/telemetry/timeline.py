@@ -22,13 +22,11 @@ DRIVER = "driver-0"
 """The name under which the controller's own phases are recorded."""
 OK = "ok"
 """Status of a call that returned."""
-
 PHASES = (
     *("start", "generate", "score", "prepare", "update", "publish", "load", "sync", "evaluate", "checkpoint"),
     "other",
 )
 """What a span can be. `sync` is the controller's: publish and load, as it waits for them."""
-
 TIMELINE = pa.schema(
     [
         pa.field("step", pa.int32(), nullable=False),
@@ -43,23 +41,6 @@ TIMELINE = pa.schema(
     ]
 )
 """Columns of `timeline/step-NNNNNN.parquet`: a row for each span that ended during the step."""
-
-
-class Span(NamedTuple):
-    """A call that has ended."""
-
-    worker: str
-    """Role and index, as in `rollout-0`."""
-    method: str
-    """Method of the worker, or a phase of the controller if the worker is the driver."""
-    start: float
-    """Seconds since 1970."""
-    end: float
-    status: str
-    """`ok`, or the class of the error."""
-    detail: str
-
-
 _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
     "start": (
         *(roles.Replica.start, roles.Trainer.rendezvous, roles.Trainer.packs, roles.Reference.packs),
@@ -94,6 +75,25 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
     ),
 }
 _PHASE_OF = {method.__name__: phase for phase, methods in _METHODS.items() for method in methods}
+_MOST_SPANS = 200_000
+"""Ended calls that are kept until `drain`."""
+_PROBES = frozenset({roles.Worker.health.__name__, roles.Watched.watch.__name__, roles.Trainer.save_status.__name__})
+"""Methods whose successful calls are not kept: they ask, thousands of times, whether a worker lives or has written."""
+
+
+class Span(NamedTuple):
+    """A call that has ended."""
+
+    worker: str
+    """Role and index, as in `rollout-0`."""
+    method: str
+    """Method of the worker, or a phase of the controller if the worker is the driver."""
+    start: float
+    """Seconds since 1970."""
+    end: float
+    status: str
+    """`ok`, or the class of the error."""
+    detail: str
 
 
 def phase_of(worker: str, method: str) -> str:
@@ -113,12 +113,6 @@ def timeline_table(step: int, spans: Iterable[Span]) -> pa.Table:
     columns = zip(*rows, strict=True) if rows else ([] for _ in TIMELINE)
     arrays = [pa.array(column, field.type) for column, field in zip(columns, TIMELINE, strict=True)]
     return pa.Table.from_arrays(arrays, schema=TIMELINE)
-
-
-_MOST_SPANS = 200_000
-"""Ended calls that are kept until `drain`."""
-_PROBES = frozenset({roles.Worker.health.__name__, roles.Watched.watch.__name__, roles.Trainer.save_status.__name__})
-"""Methods whose successful calls are not kept: they ask, thousands of times, whether a worker lives or has written."""
 
 
 class OpenCall(NamedTuple):

@@ -21,8 +21,7 @@ from tests.conftest import ROOT
 from tests.fakes import FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.summary import load_data
-from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor
-from troupe.orchestrator.insight.audit.report import AuditReport
+from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.load import load_rollout_spec

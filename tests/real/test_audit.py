@@ -19,7 +19,7 @@ import pytest_asyncio
 import torch
 
 from tests.real.audit_faults import EXTENSION, LEFT_OUT, OTHER_TEMPLATE, Stack, audit_spec
-from troupe.orchestrator.insight.audit.report import AuditReport
+from troupe.orchestrator.insight.audit.auditor import AuditReport
 from troupe.workers.engine import settings
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]

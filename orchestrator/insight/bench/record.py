@@ -8,7 +8,7 @@ from typing import Any
 
 from troupe.orchestrator.insight.bench.bounds import Bound, best_of, bound_of
 from troupe.orchestrator.insight.bench.results import Result
-from troupe.orchestrator.insight.bench.training import TrainResult, TransferResult
+from troupe.orchestrator.insight.bench.trainers import TrainResult, TransferResult
 from troupe.orchestrator.spec.derived.measured import settings_of
 
 Json = dict[str, Any]

@@ -8,8 +8,8 @@ from statistics import fmean, median
 
 import numpy as np
 
+from troupe.orchestrator.insight.bench.batches import GroupLengths
 from troupe.orchestrator.insight.bench.points import WORKERS, Point
-from troupe.orchestrator.insight.bench.sequences import GroupLengths
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 from troupe.workers.contract.messages import Peak
 

@@ -8,14 +8,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from troupe.orchestrator.insight.doctor.machine import Finding, Machine, Needs, version
+from troupe.orchestrator.insight.doctor.machine import BUILT_ON, LIBRARIES, Finding, Machine, Needs, version
 from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE
 
 OLDEST, NEWEST = (3, 11), (3, 14)
-LIBRARIES = ("torch", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
-"""Packages without which no run starts, besides an engine."""
-BUILT_ON = (TROUPE, *ENGINES, *LIBRARIES)
-"""Distributions whose requirements are checked against the installed ones."""
 UNUSED = frozenset({"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"})
 """Requirements for images and sound, which text does not need: their absence is no finding."""
 _ARCHITECTURES = ("x86_64", "aarch64")

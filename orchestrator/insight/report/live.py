@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.insight.report.budget import spread
-from troupe.orchestrator.insight.report.comparison import MOST_POINTS
+from troupe.orchestrator.insight.report.overview import MOST_POINTS, spread
 from troupe.orchestrator.insight.report.page import render
 from troupe.orchestrator.insight.report.report import first_groups, sample_block, span_block, summary
+from troupe.orchestrator.insight.report.samples import TokenTexts
 from troupe.orchestrator.insight.report.timeline import phases_from_metrics
-from troupe.orchestrator.insight.report.token_texts import TokenTexts
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.units import MIB

@@ -1,4 +1,4 @@
-"""Data of the page about a run besides its samples and spans: verdicts, curves, ledger, weights, memory, spec."""
+"""Data of the page about a run besides its samples: verdicts, results, curves, ledger, weights, memory, spec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,20 @@ import yaml
 
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.event_texts import event_text
-from troupe.orchestrator.insight.report.comparison import MOST_POINTS, outcome, used
-from troupe.orchestrator.insight.report.evaluations import evaluations
-from troupe.orchestrator.insight.verdicts.apply import apply_rules
-from troupe.orchestrator.insight.verdicts.comparable import comparable_history
+from troupe.orchestrator.insight.verdicts.apply import apply_rules, comparable_history
 from troupe.orchestrator.insight.verdicts.history import History, Series
 from troupe.orchestrator.plan.plan import local_node, plan
 from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, comparable, read_evaluations
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.orchestrator.telemetry.metric_reference import Metric, metric_named, metric_sections
 from troupe.orchestrator.telemetry.run_folder import RunFolder
+from troupe.orchestrator.telemetry.run_summary import LEARNED
 from troupe.workers.contract.units import GIB
 
 Json = dict[str, Any]
-
 _MOST_EVENTS = 500
 _OWN_SECTION = frozenset({"weights", "checkpoint"})
 """Events of every step, which are no news."""
@@ -40,6 +39,14 @@ _OTHER = "Other"
 _STATE = "state.json"
 """What a checkpoint holds of the controller."""
 _CHECKPOINT = re.compile(r"step-\d+")
+MOST_POINTS = 2000
+"""Points of a curve that the page keeps."""
+_HELD_OUT = ("eval/accuracy", "eval/reward", "eval/loss")
+_SET_REWARD = re.compile(r"eval/[a-z0-9-]+/reward")
+_SPEEDS = ("response_tokens_per_s", "tokens_per_s")
+"""Tokens over the seconds of whole steps, of a run with rollouts and of an offline run."""
+_USED = {"tokens": "tokens", "seconds": "seconds/step"}
+"""Other x axes than the step, and the metrics that add up to them."""
 
 
 def overview(run: RunFolder) -> Json:
@@ -189,3 +196,160 @@ def _memory(history: History, spec: RunSpec | None) -> Json:
                 planned[name] = max(planned.get(name, 0.0), worker.total / GIB)
             problem = "; ".join(f"the size of {model.path} is not known: {model.why}" for model in found.unknown)
     return {"peaks": peaks, "planned": planned, "problem": problem}
+
+
+def labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """Distinct labels: the name of a run; if several share it, as much of the path of the folder as is needed."""
+    shared = Counter(names)
+    alike = [folder.resolve() for name, folder in zip(names, folders, strict=True) if shared[name] > 1]
+    pairs = zip(names, folders, strict=True)
+    return [name if shared[name] == 1 else _ending(folder.resolve(), alike) for name, folder in pairs]
+
+
+def _ending(folder: Path, alike: Sequence[Path]) -> str:
+    """The shortest ending of a path that no other path has, or the whole path."""
+    for depth in range(1, len(folder.parts)):
+        ending = folder.parts[-depth:]
+        if sum(other.parts[-depth:] == ending for other in alike) == 1:
+            return "/".join(ending)
+    return str(folder)
+
+
+def outcome(history: History) -> Json:
+    """The results that the table of runs shows; null if a run does not have them."""
+    learned = next((metric for _, metric, _ in LEARNED if history[metric]), None)
+    held_out = next((metric for metric in (*_HELD_OUT, *_first_set(history)) if history[metric]), None)
+    return {
+        "learned": _change(history, learned),
+        "held_out": _ends(history, held_out),
+        "tokens_per_s": next((history[name].median for name in _SPEEDS if history[name]), None),
+        "tokens": sum(history["tokens"].values),
+        "seconds": sum(history["seconds/step"].values),
+    }
+
+
+def _first_set(history: History) -> Sequence[str]:
+    """The results of the first held-out set with a name."""
+    first = next((name for name in history.metrics if _SET_REWARD.fullmatch(name)), None)
+    return () if first is None else (f"{first.removesuffix('reward')}avg", first)
+
+
+def _change(history: History, metric: str | None) -> Json | None:
+    return None if metric is None else {"name": metric, "first": history[metric].first, "last": history[metric].last}
+
+
+def _ends(history: History, metric: str | None) -> Json | None:
+    if metric is None:
+        return None
+    values = history[metric].values
+    return {"name": metric, "first": values[0], "last": values[-1]}
+
+
+def used(lines: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
+    """Tokens trained and seconds spent up to each step, without the time between a stop and a resumption.
+
+    Empty for what a run does not record.
+    """
+    rows = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+    found: dict[str, Json] = {}
+    for axis, metric in _USED.items():
+        total = 0.0
+        steps: list[int] = []
+        values: list[float] = []
+        for step, row in sorted(rows.items()):
+            value = row.get(metric)
+            total += value if isinstance(value, int | float) and math.isfinite(value) else 0.0
+            steps.append(step)
+            values.append(round(total, 3))
+        kept = spread(range(len(steps)), MOST_POINTS) if total > 0 else []
+        found[axis] = {"steps": [steps[i] for i in kept], "values": [values[i] for i in kept]}
+    return found
+
+
+def evaluations(run: RunFolder) -> Json:
+    """The first and the last evaluation of a run by set; empty if it has none, or if they do not have this form.
+
+    The first one is the first that was made like the last one: a resumed run may have changed how.
+    """
+    content = read_evaluations(run.path / EVALUATIONS)
+    try:
+        found = comparable(content["evaluations"])
+        sets = [_set(label, one, found) for label, one in content["sets"].items()]
+        return {"first": found[0]["step"], "last": found[-1]["step"], "sets": sets}
+    except (LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _set(label: str, description: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Json:
+    results = [one["sets"][label] for one in (found[0], found[-1])]
+    return {
+        "label": label,
+        "sampling": sampling_text(description["sampling"]),
+        "environment": str(description.get("environment", "")),
+        "rewards": ", ".join(str(one.get("label") or one["name"]) for one in description["rewards"]),
+        "prompts": results[-1]["prompts"],
+        "failed": results[-1]["failed_samples"],
+        "refused": results[-1]["refused"],
+        "rows": list(_rows(results)),
+        "levels": [
+            {"level": level, "rows": [_row(name, results, level) for name in estimates]}
+            for level, estimates in results[-1]["levels"].items()
+        ],
+    }
+
+
+def _rows(results: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
+    for name in results[-1]["estimates"]:
+        yield _row(name, results)
+    for name in ("truncated", "response_tokens"):
+        first, last = (
+            None if one[name] is None else {"value": one[name], "low": None, "high": None} for one in results
+        )
+        if last is not None:
+            yield {"name": name, "share": name == "truncated", "first": first, "last": last}
+
+
+def _row(name: str, results: Sequence[Mapping[str, Any]], level: str | None = None) -> Json:
+    samples = results[-1]["samples"]
+    estimates = [one["estimates"] if level is None else one["levels"].get(level, {}) for one in results]
+    first, last = (one.get(name) for one in estimates)
+    shown = f"avg@{samples}" if name in ("avg", "accuracy") else name
+    return {"name": shown, "share": name != "reward", "first": first, "last": last}
+
+
+def sampling_text(sampling: Mapping[str, Any]) -> str:
+    """How a set is sampled: `8 samples at temperature 1, top-p 0.95, at most 512 tokens`."""
+    samples, temperature = sampling["samples"], sampling["temperature"]
+    count = "1 sample" if samples == 1 else f"{samples} samples"
+    parts = ["greedy" if temperature == 0 else f"{count} at temperature {temperature:g}"]
+    parts += [f"top-p {sampling['top_p']:g}"] if sampling["top_p"] < 1 else []
+    parts += [f"top-k {sampling['top_k']}"] if sampling["top_k"] else []
+    return ", ".join([*parts, f"at most {sampling['max_tokens']} tokens"])
+
+
+def spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the steps, evenly spread, the first and the last among them."""
+    if count >= len(steps):
+        return list(steps)
+    if count < 2:
+        return list(steps[-count:]) if count else []
+    last = len(steps) - 1
+    return [steps[round(i * last / (count - 1))] for i in range(count)]
+
+
+def fitting(steps: Sequence[int], size: Callable[[int], int], budget: int) -> list[int]:
+    """The most steps, evenly spread, whose sizes add up to the budget; the last one in any case.
+
+    Args:
+        steps: Ascending.
+        size: Size of a step's data in bytes.
+        budget: In bytes.
+    """
+    low, high = 1, len(steps)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(map(size, spread(steps, middle))) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return spread(steps, low) if steps else []

@@ -11,18 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.insight.report.budget import fitting, spread
-from troupe.orchestrator.insight.report.comparison import MOST_POINTS, labels
-from troupe.orchestrator.insight.report.overview import overview, sections, spec_differences
+from troupe.orchestrator.insight.report.overview import (
+    MOST_POINTS,
+    fitting,
+    labels,
+    overview,
+    sections,
+    spec_differences,
+    spread,
+)
 from troupe.orchestrator.insight.report.page import render
-from troupe.orchestrator.insight.report.samples import step_block
+from troupe.orchestrator.insight.report.samples import TokenTexts, step_block
 from troupe.orchestrator.insight.report.timeline import (
     phases_from_metrics,
     spans_of,
     step_bounds,
     timeline_block,
 )
-from troupe.orchestrator.insight.report.token_texts import TokenTexts
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.telemetry.run_folder import METRICS, RunFolder
@@ -30,6 +35,7 @@ from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.units import MIB
 
 logger = logging.getLogger(__name__)
+
 
 Json = dict[str, Any]
 REPORT = "report.html"

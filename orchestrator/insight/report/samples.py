@@ -1,9 +1,11 @@
-"""The samples of one step as the page's data: texts, scalars by column, token arrays of one byte a token."""
+"""Texts of tokens by id, from the run's tokenizer, once for each id."""
 
 from __future__ import annotations
 
 import base64
 import json
+import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +13,73 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from troupe.orchestrator.insight.report.token_texts import TokenTexts
+from troupe.workers.isolation.probe import ProbeFailed, ask
 
+_TIMEOUT_S = 60.0
 LONGEST_TEXT = 20_000
 """Characters of a prompt or response that the page keeps; the store has the rest."""
 LONGEST_TOKENS = 4096
 """Tokens of a response with colours."""
 _LEVELS = 254
 """Steps of a quantised token value; 0 stands for a missing one."""
-
 Json = dict[str, Any]
+_SCALARS = (
+    *("prompt_uid", "sample_index", "attempt", "segment", "messages", "conversation", "response", "answer"),
+    *(
+        "finish_reason",
+        "status",
+        "reward",
+        "components",
+        "source",
+        "engine",
+        "generate_s",
+        "weight_versions",
+        "trained",
+    ),
+)
+
+
+class TokenTexts:
+    """The vocabulary of a run, as far as its samples use it."""
+
+    def __init__(self, model: Mapping[str, Any], retry_s: float = math.inf) -> None:
+        """After a failed question none is asked for a while.
+
+        Args:
+            model: The section of the spec.
+            retry_s: How long, in seconds; never again by default.
+        """
+        self._model = dict(model)
+        self._retry_s = retry_s
+        self._ask_at = 0.0 if model else math.inf
+        """No question before this, by the monotonic clock."""
+        self._known: dict[int, str] = {}
+        self.problem = "" if model else "the run has no spec.yaml with a model"
+        """Why there are no texts; empty if there are."""
+
+    def learn(self, ids: Iterable[int]) -> None:
+        """Reads the texts of ids that are not known yet; sets `problem` if that fails, else clears it."""
+        wanted = sorted(set(ids) - self._known.keys())
+        if not wanted or time.monotonic() < self._ask_at:
+            return
+        try:
+            texts = ask(
+                "troupe.workers.data.tokenizer_probe:decode", {"model": self._model, "ids": wanted}, _TIMEOUT_S
+            )[0]
+        except (ProbeFailed, IndexError, OSError) as error:
+            self.problem = getattr(error, "raised", "") or str(error)
+            self._ask_at = time.monotonic() + self._retry_s
+            return
+        self.problem = ""
+        self._known |= dict(zip(wanted, texts, strict=True))
+
+    def __getitem__(self, token: int) -> str:
+        """The text of a token; its id in angle brackets if it is not known."""
+        return self._known.get(token, f"<{token}>")
+
+    def __bool__(self) -> bool:
+        """Whether there are texts to show."""
+        return not self.problem
 
 
 @dataclass(frozen=True)
@@ -80,22 +139,6 @@ def step_block(table: pa.Table, step: int, texts: TokenTexts) -> Json:
         "versions": [_versions(spans) for spans in plain["weight_versions"]],
     }
     return block | _tokens(table, rows, texts)
-
-
-_SCALARS = (
-    *("prompt_uid", "sample_index", "attempt", "segment", "messages", "conversation", "response", "answer"),
-    *(
-        "finish_reason",
-        "status",
-        "reward",
-        "components",
-        "source",
-        "engine",
-        "generate_s",
-        "weight_versions",
-        "trained",
-    ),
-)
 
 
 def _plain(table: pa.Table) -> dict[str, list[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.insight.utilization import covered
+from troupe.orchestrator.insight.trace import covered
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.orchestrator.roles.table import NAMES, SAMPLERS, TRAINERS

@@ -1,12 +1,14 @@
-"""Applies all rules to the history of a run."""
+"""The verdicts on a run: all rules on its record, what a terminal shows of them, and while it trains."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,15 +18,18 @@ from troupe.orchestrator.insight.verdicts import data, learning, responses, spee
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
+from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, comparable, read_evaluations
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import Document
+from troupe.orchestrator.telemetry.console import EndLines
+from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 Rule = Callable[[History], Iterator[Verdict]]
-
 RULES: tuple[Rule, ...] = (
     *(learning.entropy_collapse, learning.reward_hacking, learning.no_signal, learning.reward_falls),
     *(learning.penalty_dominates, learning.overfitting),
@@ -35,6 +40,14 @@ RULES: tuple[Rule, ...] = (
     *(speed.slow_rewards, speed.starved_trainer, speed.starved_engines, speed.growing_memory, speed.lost_workers),
 )
 _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
+_EVALUATED = ("eval/",)
+_REWARDED = ("reward/", "groups/mixed", "alarm/reward_hacking")
+"""Name prefixes of the metrics that each digest covers."""
+HEALTHY = "healthy: no check found anything wrong"
+_OF_SPEED = frozenset({"slow-rewards", "starved-trainer", "starved-engines"})
+_INTERVAL = 20
+"""The rules are applied again when the run has become longer by this part of its steps."""
+_CLOSE_S = 60.0
 
 
 def apply_rules(history: History) -> list[Verdict]:
@@ -102,3 +115,106 @@ def _loads(spec: Mapping[str, Any]) -> RunSpec | None:
         return parse_spec(Document(dict(spec), Source("spec.yaml")))
     except (SpecError, TroupeError):
         return None
+
+
+def comparable_history(run: RunFolder, history: History) -> History:
+    """The record of a run without results made under other settings than the newest ones.
+
+    Settings of evaluations are read from `evaluation.json`, or from `run_started` events if a run writes none (offline
+    training); settings of rewards from these events. Results without either (older versions) are kept.
+    """
+    evaluated = _by_file(run)
+    if evaluated is None:
+        evaluated = _by_starts(history, EVALUATION, _EVALUATED)
+    rewarded = _by_starts(history, REWARDS, _REWARDED)
+    return history.without(_EVALUATED, evaluated).without(_REWARDED, rewarded)
+
+
+def _by_file(run: RunFolder) -> set[int] | None:
+    """Steps whose evaluation has other settings than the newest one, or None without such a file."""
+    made = read_evaluations(run.path / EVALUATIONS).get("evaluations")
+    try:
+        return {one["step"] for one in made} - {one["step"] for one in comparable(made)} if made else None
+    except (LookupError, TypeError, AttributeError):  # the file is damaged
+        return None
+
+
+def _by_starts(history: History, digest: str, names: tuple[str, ...]) -> set[int]:
+    """Steps whose `digest` differs from the newest step's; digests are read from `run_started` events."""
+    starts = [event for event in history.events if event.get("event") == "run_started"]
+    steps = sorted({step for name in names for series in history.named(name) for step in series.steps})
+    digests = {step: _at(step, starts).get(digest) for step in steps}
+    last = digests[steps[-1]] if steps else None
+    return {step for step, found in digests.items() if found and last and found != last}
+
+
+def _at(step: int, starts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The start of the last process that made this step; empty if unknown."""
+    for start in reversed(starts):
+        resumed_at = start.get("resume_at") or 0
+        if resumed_at < step or step == resumed_at == 0:
+            return start
+    return {}
+
+
+def verdicts_of(run: RunFolder) -> list[Verdict]:
+    """The verdicts on what a run has recorded so far, problems first."""
+    return apply_rules(comparable_history(run, History.of(run.metrics(), run.spec, run.events())))
+
+
+def alarm_lines(verdicts: Sequence[Verdict], healthy: str = HEALTHY) -> list[str]:
+    """What a terminal shows of verdicts: the lines of all alarms, or `healthy` (if not empty) without one."""
+    alarms = [line for verdict in verdicts if verdict.is_alarm for line in verdict.lines()]
+    return alarms or ([healthy] if healthy else [])
+
+
+def faster(verdicts: Sequence[Verdict]) -> list[str]:
+    """What would make the run faster, a line for each change."""
+    return [remedy.line for verdict in verdicts if verdict.name in _OF_SPEED for remedy in verdict.remedies]
+
+
+class RunningVerdicts:
+    """Applies the rules to the records of a run while it trains, in a separate thread."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        """`say` is called with the lines of each new alarm, from another thread."""
+        self._folder = folder
+        self._say = say
+        self._said: dict[str, Level] = {}
+        self._due = 0
+        self._thread: threading.Thread | None = None
+
+    def after_step(self, step: int) -> None:
+        """Apply the rules, if enough steps have been recorded since the last time. Does not wait for them."""
+        if step < self._due or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._due = step + max(1, step // _INTERVAL)
+        self._thread = threading.Thread(target=self._look, name="verdicts", daemon=True)
+        self._thread.start()
+
+    def final(self) -> list[Verdict]:
+        """All verdicts at the end of the run."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        return self._found()
+
+    def at_end(self, complete: bool) -> EndLines:
+        """What a terminal shows of all verdicts at the end of the run; `healthy` only of a complete one."""
+        verdicts = self.final()
+        return EndLines(alarm_lines(verdicts, HEALTHY if complete else ""), faster(verdicts))
+
+    def _look(self) -> None:
+        for verdict in self._found():
+            # One that has become a problem is said again, one that was a problem is not.
+            if verdict.is_alarm and self._said.get(verdict.name) not in (verdict.level, Level.PROBLEM):
+                self._said[verdict.name] = verdict.level
+                for line in verdict.lines():
+                    self._say(line)
+
+    def _found(self) -> list[Verdict]:
+        """Verdicts so far; empty, with a line in the log, if the records cannot be read: no run ends for that."""
+        try:
+            return verdicts_of(RunFolder(self._folder))
+        except (TroupeError, OSError) as error:
+            logger.warning("no verdicts: %s", error)
+            return []

@@ -13,8 +13,16 @@ from troupe.orchestrator.cluster.inspection import InspectRequest, NodeFacts, in
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.insight.event_texts import event_text
 from troupe.orchestrator.insight.why.diagnosis import diagnose
-from troupe.orchestrator.insight.why.facts import Diagnosis, DriverState, Facts
-from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, SNAPSHOT, DiagnosisReport, DriverSnapshot
+from troupe.orchestrator.insight.why.facts import (
+    ENDED,
+    FOLDER,
+    SNAPSHOT,
+    Diagnosis,
+    DiagnosisReport,
+    DriverSnapshot,
+    DriverState,
+    Facts,
+)
 from troupe.orchestrator.live.mailbox import Mailbox, require_folder
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER

@@ -6,9 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from troupe.orchestrator.cluster.inspection import NodeFacts, ProcessFacts
-from troupe.orchestrator.insight.why.behaviour import Behaviour, behaviour_of, process_line, stack_lines
 from troupe.orchestrator.insight.why.facts import Diagnosis, Facts
-from troupe.orchestrator.insight.why.waiting import missing_rank, oldest_wait, open_calls, related, subject
+from troupe.orchestrator.insight.why.waiting import (
+    Behaviour,
+    behaviour_of,
+    missing_rank,
+    oldest_wait,
+    open_calls,
+    process_line,
+    related,
+    stack_lines,
+    subject,
+)
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
 from troupe.orchestrator.telemetry.timeline import DRIVER

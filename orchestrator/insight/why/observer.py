@@ -27,8 +27,19 @@ from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.stack_dumps import thread_at
 from troupe.orchestrator.errors import StopRequested, UsageError
 from troupe.orchestrator.insight.why.diagnosis import diagnose
-from troupe.orchestrator.insight.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
-from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, SNAPSHOT, DiagnosisReport, DriverSnapshot, keep_report
+from troupe.orchestrator.insight.why.facts import (
+    ENDED,
+    FOLDER,
+    SNAPSHOT,
+    Call,
+    Diagnosis,
+    DiagnosisReport,
+    DriverFacts,
+    DriverSnapshot,
+    Facts,
+    RunFacts,
+    keep_report,
+)
 from troupe.orchestrator.insight.why.waiting import is_bounded, roles_behind
 from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.pools.queues import Queues
@@ -39,6 +50,7 @@ from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 logger = logging.getLogger(__name__)
+
 
 _TICK_S = 0.5
 _SNAPSHOT_S = 5.0

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.insight.trace import trace_events
-from troupe.orchestrator.insight.utilization import busy_roles, covered, step_bounds, step_windows
+from troupe.orchestrator.insight.trace import busy_roles, covered, step_bounds, step_windows, trace_events
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER, Span, timeline_table
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from troupe.orchestrator.cli import app
-from troupe.orchestrator.commands.results import next_steps, write_run_report
+from troupe.orchestrator.commands.train import next_steps, write_run_report
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples
 from troupe.orchestrator.spec.load import plan_runs, read_document

@@ -34,7 +34,7 @@ from troupe.orchestrator.roles.table import ROLES
 from troupe.workers.contract.imports import resolve
 
 for found in walk_packages(troupe.orchestrator.__path__, "troupe.orchestrator."):
-    if not found.name.endswith((".insight.samples", ".sinks.prometheus")):
+    if not found.name.endswith(".insight.samples"):
         import_module(found.name)
 for row in ROLES.values():
     resolve(row.worker)

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.audit.attribution import Cause, Gap
-from troupe.orchestrator.insight.audit.report import AuditFailed, AuditReport
+from troupe.orchestrator.insight.audit.auditor import AuditFailed, AuditReport
 from troupe.orchestrator.runs.session import RunRequest, audit, one_engine
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, read_document
 from troupe.orchestrator.telemetry.console import Console

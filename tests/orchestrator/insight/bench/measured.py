@@ -10,7 +10,7 @@ from typing import Any
 from tests.conftest import ROOT
 from troupe.orchestrator.insight.bench.points import Point
 from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of
-from troupe.orchestrator.insight.bench.training import TrainerMeasures, TrainResult, TransferMeasures, TransferResult
+from troupe.orchestrator.insight.bench.trainers import TrainerMeasures, TrainResult, TransferMeasures, TransferResult
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 

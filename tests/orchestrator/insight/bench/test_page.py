@@ -12,7 +12,7 @@ from tests.orchestrator.insight.bench.measured import SENT, TRAINED, point, resu
 from troupe.orchestrator.commands.bench_table import advice, render
 from troupe.orchestrator.insight.bench.record import record_of
 from troupe.orchestrator.insight.bench.results import Result, with_efficiency
-from troupe.orchestrator.insight.bench.training import TransferResult
+from troupe.orchestrator.insight.bench.trainers import TransferResult
 from troupe.orchestrator.insight.report.page import write_bench_page
 
 WORKERS, SEQS = "roles.rollout.workers", "roles.rollout.max_num_seqs"

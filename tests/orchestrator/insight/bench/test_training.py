@@ -10,8 +10,8 @@ from rich.console import Console
 from tests.conftest import ROOT
 from tests.orchestrator.insight.bench.measured import SENT, TRAINED, point
 from troupe.orchestrator.commands.bench_table import render_trainers, render_weights
-from troupe.orchestrator.insight.bench.sequences import GroupLengths, train_batch
-from troupe.orchestrator.insight.bench.training import (
+from troupe.orchestrator.insight.bench.batches import GroupLengths, train_batch
+from troupe.orchestrator.insight.bench.trainers import (
     TrainedStep,
     Transfer,
     TransferResult,

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.insight.doctor import facts
+from troupe.orchestrator.insight.doctor import machine
 from troupe.orchestrator.insight.doctor.checks import needs_of
-from troupe.orchestrator.insight.doctor.facts import torch_cuda
-from troupe.orchestrator.insight.doctor.machine import UNLIMITED
+from troupe.orchestrator.insight.doctor.machine import UNLIMITED, torch_cuda
 from troupe.orchestrator.plan.nvidia import is_visible
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.units import GIB
@@ -56,27 +55,27 @@ def test_limits_of_control_groups_are_read_in_both_versions(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    read = facts._read
-    monkeypatch.setattr(facts, "_CGROUP", tmp_path)
-    monkeypatch.setattr(facts, "_read", lambda path: version if path == Path("/proc/self/cgroup") else read(path))
-    monkeypatch.setattr(facts.os, "sched_getaffinity", lambda _: set(range(16)))
-    assert facts._memory_limit(64 * GIB) == (8 * GIB, 3 * GIB)
-    assert facts._usable_cpus() == 1.5
+    read = machine._read
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "_read", lambda path: version if path == Path("/proc/self/cgroup") else read(path))
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(16)))
+    assert machine._memory_limit(64 * GIB) == (8 * GIB, 3 * GIB)
+    assert machine._usable_cpus() == 1.5
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "_CGROUP", tmp_path)
-    assert facts._memory_limit(64 * GIB) == (UNLIMITED, 0)
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    assert machine._memory_limit(64 * GIB) == (UNLIMITED, 0)
 
 
 def test_a_proxy_counts_unless_loopback_is_exempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*facts._PROXIES, "no_proxy", "NO_PROXY"):
+    for name in (*machine._PROXIES, "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert facts._proxy() == ""
+    assert machine._proxy() == ""
     monkeypatch.setenv("https_proxy", "http://proxy:3128")
-    assert facts._proxy() == "https_proxy"
+    assert machine._proxy() == "https_proxy"
     monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
-    assert facts._proxy() == ""
+    assert machine._proxy() == ""
 
 
 def test_a_specs_needs_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from troupe.orchestrator.insight.report.comparison import MOST_POINTS, labels, outcome, used
+from troupe.orchestrator.insight.report.overview import MOST_POINTS, labels, outcome, used
 from troupe.orchestrator.insight.verdicts.history import History
 
 from .folders import RECORDED

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from troupe.orchestrator.insight.report import live, token_texts
+from troupe.orchestrator.insight.report import live, samples
 from troupe.orchestrator.insight.report.live import LiveData
 from troupe.workers.isolation.probe import ProbeFailed
 
@@ -68,8 +68,8 @@ def test_a_tokenizer_that_did_not_answer_is_asked_again_after_a_minute(
             raise ProbeFailed("did not end within 60 s", [])
         return [[f"t{number}" for number in request["ids"]]]
 
-    monkeypatch.setattr(token_texts, "ask", ask)
-    monkeypatch.setattr(token_texts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(samples, "ask", ask)
+    monkeypatch.setattr(samples.time, "monotonic", lambda: clock[0])
     data = LiveData([write_run(tmp_path / "run", steps=1)])
     store = data.data(-1)["samples"][0]
     assert store["problem"] == "did not end within 60 s" and "tokens" not in store["blocks"][0]

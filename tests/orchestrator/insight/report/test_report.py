@@ -19,14 +19,20 @@ from typer.testing import CliRunner
 from tests.probes import ask_here
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.insight.report.budget import fitting, spread
-from troupe.orchestrator.insight.report.comparison import MOST_POINTS
-from troupe.orchestrator.insight.report.overview import overview, resumes, sections, spec_differences
+from troupe.orchestrator.insight.report.overview import (
+    MOST_POINTS,
+    fitting,
+    overview,
+    resumes,
+    sections,
+    spec_differences,
+    spread,
+)
 from troupe.orchestrator.insight.report.page import as_json, render
 from troupe.orchestrator.insight.report.report import Budget, page_data, samples_data, timeline_data, write_report
+from troupe.orchestrator.insight.report.samples import TokenTexts
 from troupe.orchestrator.insight.report.timeline import TimelineSpan, step_times
-from troupe.orchestrator.insight.report.token_texts import TokenTexts
-from troupe.orchestrator.insight.utilization import step_bounds
+from troupe.orchestrator.insight.trace import step_bounds
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import SetResult
 from troupe.orchestrator.telemetry.run_folder import RunFolder
@@ -40,7 +46,7 @@ from .folders import GROUP, write_evaluations, write_run
 def asked_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Load tokenizers in this process, but for one test."""
     if "own_process" not in request.fixturenames:
-        monkeypatch.setattr("troupe.orchestrator.insight.report.token_texts.ask", ask_here)
+        monkeypatch.setattr("troupe.orchestrator.insight.report.samples.ask", ask_here)
 
 
 @pytest.fixture

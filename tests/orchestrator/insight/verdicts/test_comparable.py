@@ -10,9 +10,8 @@ import pytest
 
 from tests.fakes import fake_spec
 from troupe.orchestrator.insight.report.overview import overview
-from troupe.orchestrator.insight.verdicts.comparable import comparable_history
+from troupe.orchestrator.insight.verdicts.apply import comparable_history, verdicts_of
 from troupe.orchestrator.insight.verdicts.history import History
-from troupe.orchestrator.insight.verdicts.running import verdicts_of
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.config import ModelConfig

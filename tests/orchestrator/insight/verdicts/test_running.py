@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from troupe.orchestrator.insight.verdicts.apply import fits
+from troupe.orchestrator.insight.verdicts.apply import HEALTHY, RunningVerdicts, alarm_lines, faster, fits
 from troupe.orchestrator.insight.verdicts.history import History
-from troupe.orchestrator.insight.verdicts.running import HEALTHY, RunningVerdicts, alarm_lines, faster
 from troupe.orchestrator.insight.verdicts.updates import fewer_updates
 from troupe.orchestrator.insight.verdicts.verdict import Remedy, field
 from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC

@@ -27,8 +27,7 @@ from tests.orchestrator.test_mailbox import wait_for
 from tests.processes import suspend
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.insight.why import observer as observing
-from troupe.orchestrator.insight.why.facts import Diagnosis
-from troupe.orchestrator.insight.why.folder import ENDED, FOLDER, DiagnosisReport, keep_report
+from troupe.orchestrator.insight.why.facts import ENDED, FOLDER, Diagnosis, DiagnosisReport, keep_report
 from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.telemetry.console import Console
 

@@ -15,10 +15,9 @@ from troupe.orchestrator.data.mixture import group_settings, prompt_order
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
-from troupe.orchestrator.insight.bench.batches import BatchPrompts, SamplingBatches
+from troupe.orchestrator.insight.bench.batches import BatchPrompts, GroupLengths, SamplingBatches
 from troupe.orchestrator.insight.bench.points import Point, launch_spec, launches, measured_spec
 from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of, with_efficiency
-from troupe.orchestrator.insight.bench.sequences import GroupLengths
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import SAMPLERS, named
 from troupe.orchestrator.rollouts.scheduler import group_request

@@ -18,8 +18,8 @@ from tests.conftest import ROOT
 from tests.orchestrator.insight.bench.measured import GRPO, point, result
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, UsageError, WorkerDied, WorkerError
-from troupe.orchestrator.insight.bench import engine_runs, trainer_runs
-from troupe.orchestrator.insight.bench.engine_runs import BenchRequest, bench
+from troupe.orchestrator.insight.bench import engines, trainers
+from troupe.orchestrator.insight.bench.engines import BenchRequest, bench
 from troupe.orchestrator.insight.bench.points import Point
 from troupe.orchestrator.insight.bench.results import Result
 from troupe.orchestrator.telemetry.console import Console
@@ -58,8 +58,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise error
             return result(self._point.settings)
 
-    monkeypatch.setattr(engine_runs, "open_run", open_run)
-    monkeypatch.setattr(engine_runs, "_PointBench", PointBench)
+    monkeypatch.setattr(engines, "open_run", open_run)
+    monkeypatch.setattr(engines, "_PointBench", PointBench)
     return state
 
 
@@ -120,7 +120,7 @@ def test_rollouts_are_kept_where_the_measurement_of_the_trainers_is_stopped(
     def stop(*_: Any) -> Any:
         raise StopRequested("stopped")
 
-    monkeypatch.setattr(trainer_runs, "measure_trainers", stop)
+    monkeypatch.setattr(trainers, "measure_trainers", stop)
     page = tmp_path / "bench.html"
     command = ["bench", str(GRPO), "--set", f"model.path={tiny_model}", "--train", "--json", "-o", str(page)]
     ended = CliRunner().invoke(app, command)
