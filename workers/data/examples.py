@@ -8,7 +8,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -195,25 +195,11 @@ def _own_end(tokenizer: PreTrainedTokenizerBase) -> int:
     return end
 
 
-@dataclass
-class _Rows:
-    """Columns of an EXAMPLES table under construction."""
-
-    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in EXAMPLES.names})
-
-    def add(self, **values: Any) -> None:
-        for name, value in values.items():
-            self.columns[name].append(value)
-
-    def table(self) -> pa.Table:
-        return pa.table(self.columns, schema=EXAMPLES)
-
-
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, texts: pa.Table, config: ExampleConfig
 ) -> tuple[ExampleSummary, pa.Table]:
     """(summary, EXAMPLES table) of an EXAMPLE_TEXTS table; examples that do not fit are omitted and reported."""
-    rows = _Rows()
+    rows: list[dict[str, Any]] = []
     problems: list[str] = []
     usable = refused = tokens = 0
     sources: Counter[str] = Counter()
@@ -228,21 +214,15 @@ def tokenize(
         # Without scores the responses are best first, and none are tied.
         scores = example["scores"] or [-float(place) for place in range(len(responses))]
         for member, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
-            rows.add(
-                example=usable,
-                member=member,
-                prompt_ids=prompt_ids,
-                response_ids=ids,
-                loss_mask=mask,
-                score=scores[member],
-                margin=example["margin"],
-                desirable=example["desirable"],
-            )
+            row = {"example": usable, "member": member, "score": scores[member]}
+            row |= {"prompt_ids": prompt_ids, "response_ids": ids, "loss_mask": mask}
+            rows.append(row | {name: example[name] for name in ("margin", "desirable")})
             tokens += len(prompt_ids) + len(ids)
         usable += 1
         if (source := example.get("source")) is not None:
             sources[source] += 1
-    return ExampleSummary(usable, tokens, refused, tuple(problems), dict(sources)), rows.table()
+    table = pa.Table.from_pylist(rows, schema=EXAMPLES)
+    return ExampleSummary(usable, tokens, refused, tuple(problems), dict(sources)), table
 
 
 def _encode(

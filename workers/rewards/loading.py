@@ -86,8 +86,8 @@ def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[
     if inspect.isclass(function):  # a call would return an object, not a number
         raise RewardFunctionError(f"{name}: is a class; name a function, or an object of the class in its module")
     try:
-        return adapted(function, args, batched)
-    except SignatureProblem as error:
+        return _adapted(function, args, batched)
+    except RewardArgumentsError as error:
         raise RewardArgumentsError(f"{name}: {error}") from error
 
 
@@ -127,18 +127,14 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
             yield "", ""
 
 
-class SignatureProblem(ValueError):
-    """A reward function's parameters do not match its call."""
-
-
-def adapted(function: Callable[..., Any], args: Mapping[str, Any], batched: bool) -> Callable[..., Any]:
+def _adapted(function: Callable[..., Any], args: Mapping[str, Any], batched: bool) -> Callable[..., Any]:
     """The function as `f(response, answer, metadata, **args)`, with lists if `batched`.
 
     A function with verl's parameters (`data_source`, `solution_str`, `ground_truth`, `extra_info`; batched: in the
     plural) is called with them by name. A dict that it returns is its `score`.
 
     Raises:
-        SignatureProblem: it cannot be called so, or would get its arguments in another order.
+        RewardArgumentsError: it cannot be called so, or would get its arguments in another order.
     """
     try:
         signature = inspect.signature(function)
@@ -151,18 +147,18 @@ def adapted(function: Callable[..., Any], args: Mapping[str, Any], batched: bool
     try:
         signature.bind("", "", {}, **args)
     except TypeError as error:
-        raise SignatureProblem(f"cannot be called as {wanted}: {error}") from error
+        raise RewardArgumentsError(f"cannot be called as {wanted}: {error}") from error
     positional = [name for name, parameter in signature.parameters.items() if parameter.kind in _POSITIONAL]
     _require_order(positional[:3], wanted)
     return function
 
 
 def _require_order(names: Sequence[str], wanted: str) -> None:
-    """Raises SignatureProblem if a parameter has the name of a different argument."""
+    """Raises RewardArgumentsError if a parameter has the name of a different argument."""
     for place, name in enumerate(names):
         elsewhere = any(name in own and place != other for other, own in enumerate(_OWN))
         if name in _NOT_PASSED or elsewhere:
-            raise SignatureProblem(
+            raise RewardArgumentsError(
                 f"cannot be called as {wanted}: its parameters are ({', '.join(names)}), and {name} would get "
                 "something else; wrap it in a function of your own"
             )
@@ -181,7 +177,7 @@ def _called_as_in_verl(
     try:
         signature.bind(**dict.fromkeys(taken, ""), **args)
     except TypeError as error:
-        raise SignatureProblem(f"cannot be called as f({', '.join(names)}, **args), as in verl: {error}") from error
+        raise RewardArgumentsError(f"cannot be called as f({', '.join(names)}, **args), as in verl: {error}") from error
 
     def given(response: Any, answer: Any, metadata: Any) -> dict[str, Any]:
         values = [None, response, answer, None]

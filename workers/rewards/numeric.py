@@ -49,7 +49,7 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     Raises:
         ValueError: no answer is a mathematical expression.
     """
-    expected = [parsed_answer(text) for text in right_answers(answer, metadata)]
+    expected = [_parsed_answer(text) for text in right_answers(answer, metadata)]
     if not any(expected):
         raise ValueError(f"the answer is not a mathematical expression: {answer[:80]!r}")
     part, tagged = answer_part(response, opens_thought=opens_thought)
@@ -124,12 +124,7 @@ def _equal(expected: list[Any], found: Any) -> bool:
     return any(right and verify(right, found, timeout_seconds=0) for right in expected)
 
 
-def same(first: Any, second: Any) -> bool:
-    """Whether two parsed expressions are equal."""
-    return bool(verify(first, second, timeout_seconds=0))
-
-
-def stated(part: str, tagged: bool) -> Any:
+def _stated(part: str, tagged: bool) -> Any:
     """The expression that a response states: the first that `numeric` would compare, or None if it states none.
 
     Args:
@@ -139,7 +134,7 @@ def stated(part: str, tagged: bool) -> Any:
     return next((found for found in _expressions(_spelled_out(part), tagged) if found), None)
 
 
-def parsed_answer(text: str) -> Any:
+def _parsed_answer(text: str) -> Any:
     """A right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, that end."""
     text = _spelled_out(text).rpartition("####")[2].strip()
     box, _ = last_box(text)
@@ -183,7 +178,7 @@ def answer_classes(
 
 
 def _is_mathematical(answer: str) -> bool:
-    return _MATHEMATICAL.search(answer) is not None and bool(parsed_answer(answer))
+    return _MATHEMATICAL.search(answer) is not None and bool(_parsed_answer(answer))
 
 
 def _textual(texts: list[str]) -> list[float]:
@@ -202,11 +197,11 @@ def _mathematical(parts: list[tuple[str, bool]]) -> list[float]:
     for part in parts:
         if part in known:
             continue
-        expression = stated(*part)
+        expression = _stated(*part)
         if expression is None:
             known[part] = NO_ANSWER
             continue
-        equal = (number for number, first in enumerate(classes) if same(first, expression))
+        equal = (number for number, first in enumerate(classes) if verify(first, expression, timeout_seconds=0))
         number = next(equal, len(classes))
         if number == len(classes):
             classes.append(expression)

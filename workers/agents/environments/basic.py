@@ -1,4 +1,4 @@
-"""Environments that score the policy's text: a single turn, a number to guess, a task with further tries."""
+"""Built-in environments without tools: a single turn, a number to guess, a task with further tries."""
 
 from __future__ import annotations
 

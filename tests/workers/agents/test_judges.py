@@ -13,7 +13,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.agents.judges.judge_endpoint import endpoint, error
+from tests.workers.agents.judge_endpoint import endpoint, error
 from troupe.workers.agents.judges import (
     HttpJudge,
     HttpJudgeConfig,
