@@ -67,8 +67,7 @@ COMMANDS = {
     ),
     "report": Entry(
         "report:report",
-        "Write a report of one or several runs: verdicts, curves, timeline and samples in one HTML file, "
-        "for any browser.",
+        "Write a report of one or several runs: verdicts, curves and samples in one HTML file, for any browser.",
     ),
     "watch": Entry(
         "report:watch", "Serve the report of active runs in the browser and keep it current, until interrupted."

@@ -47,7 +47,6 @@ async def take(grpo: Path, ppo: Path, compared: Sequence[Path], images: Path) ->
             await page.theme("dark")
             await page.open(second.as_uri())
             await _shot(page, images / "report-ppo.png", "#page", 860)
-            await _shot(page, images / "report-ppo-timeline.png", "#timeline", 700)
             await _pick(page, "#coloring", "advantage")
             await _shot(page, images / "report-ppo-samples.png", "#samples", 730)
             with WatchServer([ppo], 0) as server:

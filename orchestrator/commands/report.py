@@ -47,11 +47,11 @@ def report(
         bool, typer.Option("--json", help="Print the verdicts as JSON instead of writing a file.")
     ] = False,
 ) -> None:
-    """Write a report of one or several runs: verdicts, curves, timeline and samples in one HTML file, for any browser.
+    """Write a report of one or several runs: verdicts, curves and samples in one HTML file, for any browser.
 
     The file needs no network and no server. Several runs are drawn over each other.
     """
-    from troupe.orchestrator.insight.report.report import REPORT, Budget, report_text, write_report
+    from troupe.orchestrator.insight.report.report import REPORT, report_text, write_report
     from troupe.orchestrator.insight.verdicts.apply import alarm_lines, verdicts_of
     from troupe.orchestrator.telemetry.run_folder import RunFolder
     from troupe.workers.contract.units import MIB
@@ -65,9 +65,9 @@ def report(
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
         return
     if output == Path("-"):
-        typer.echo(report_text(run_folders, Budget(samples=samples_mib * MIB)), nl=False)
+        typer.echo(report_text(run_folders, samples_mib * MIB), nl=False)
         return
-    file = write_report(run_folders, output or run_folders[0] / REPORT, Budget(samples=samples_mib * MIB))
+    file = write_report(run_folders, output or run_folders[0] / REPORT, samples_mib * MIB)
     for folder, found in verdicts.items():
         for line in alarm_lines(found):
             typer.echo(f"{folder}: {line}")

@@ -89,7 +89,6 @@ class _Handler(BaseHTTPRequestHandler):
             "/": lambda _: (HTTPStatus.OK, "text/html", self.server.data.page()),
             "/data.json": self._data,
             "/samples.json": lambda q: self._block(self.server.data.samples, q),
-            "/timeline.json": lambda q: self._block(self.server.data.timeline, q),
         }
         found = known.get(parts.path)
         if found is None:

@@ -62,7 +62,7 @@ def overview(run: RunFolder) -> Json:
         "model": str(history.get("model.path", "")),
         "steps_done": history.last_step,
         "steps": int(history.get("schedule.steps", 0)),
-        "staleness": int(history.get("schedule.max_staleness", 0)),
+        "traced": bool(run.timeline_files()),
         "outcome": outcome(compared),
         "used": used(lines),
         "evaluations": evaluations(run),

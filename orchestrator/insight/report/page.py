@@ -17,7 +17,7 @@ from troupe.workers.contract.text import valid_text
 
 SCRIPTS = (
     *("dom.js", "colors.js", "ticks.js", "chart.js", "runs.js", "verdicts.js", "evaluations.js", "curves.js"),
-    *("timeline.js", "tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
+    *("tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
 )
 """Code of the report, in the order in which it is joined."""
 BENCH_SCRIPTS = ("dom.js", "colors.js", "ticks.js", "chart.js", "bench.js")

@@ -6,13 +6,11 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.insight.report.overview import (
-    MOST_POINTS,
     fitting,
     labels,
     overview,
@@ -22,13 +20,6 @@ from troupe.orchestrator.insight.report.overview import (
 )
 from troupe.orchestrator.insight.report.page import render
 from troupe.orchestrator.insight.report.samples import TokenTexts, step_block
-from troupe.orchestrator.insight.report.timeline import (
-    phases_from_metrics,
-    spans_of,
-    step_bounds,
-    timeline_block,
-)
-from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.telemetry.run_folder import METRICS, RunFolder
 from troupe.workers.contract.atomic_file import write_atomic
@@ -41,27 +32,19 @@ Json = dict[str, Any]
 REPORT = "report.html"
 """Name of the file in a run's folder, unless another is given."""
 
+SAMPLE_BYTES = 24 * MIB
+"""Samples that the page holds, over all runs."""
 _TOKEN_STEPS = 64
 """Steps whose tokens are asked for at once."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How much of a run the page holds."""
-
-    samples: int = 24 * MIB
-    """Bytes of samples, over all runs."""
-    spans: int = 4 * MIB
-    """Bytes of spans, over all runs."""
-
-
-def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = None) -> Path:
+def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYTES) -> Path:
     """Write the report of one or several runs.
 
     Args:
         folders: Run folders; curves of several are drawn over each other.
         output: The file. It is replaced as a whole.
-        budget: How much the page may hold, or None for the defaults.
+        budget: Bytes of samples that the page may hold, over all runs.
 
     Returns:
         The file.
@@ -72,7 +55,7 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
     """
     if is_url(output):
         raise UsageError(f"{output} is a URL; write the report to a disk")
-    text = report_text(folders, budget or Budget())
+    text = report_text(folders, budget)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, text)
     return output
@@ -93,22 +76,18 @@ def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
         return None
 
 
-def report_text(folders: Sequence[Path], budget: Budget) -> str:
+def report_text(folders: Sequence[Path], budget: int = SAMPLE_BYTES) -> str:
     """The page of one or several runs. Raises UsageError if a folder holds no run."""
     return render(page_data([RunFolder(folder) for folder in folders], budget))
 
 
-def page_data(runs: Sequence[RunFolder], budget: Budget) -> Json:
+def page_data(runs: Sequence[RunFolder], budget: int = SAMPLE_BYTES) -> Json:
     """Everything that a page shows, as JSON-ready data."""
-    shared = Budget(budget.samples // max(len(runs), 1), budget.spans // max(len(runs), 1))
-    return summary(runs) | {
-        "samples": [samples_data(run, shared.samples) for run in runs],
-        "timeline": [timeline_data(run, shared.spans) for run in runs],
-    }
+    return summary(runs) | {"samples": [samples_data(run, budget // max(len(runs), 1)) for run in runs]}
 
 
 def summary(runs: Sequence[RunFolder]) -> Json:
-    """The data without samples and spans."""
+    """The data without samples."""
     names = labels([run.name for run in runs], [run.path for run in runs])
     overviews = [overview(run) | {"label": label} for run, label in zip(runs, names, strict=True)]
     metrics = list(dict.fromkeys(name for one in overviews for name in one["metrics"]))
@@ -133,7 +112,7 @@ def samples_data(run: RunFolder, budget: int) -> Json:
     return {
         "blocks": found,
         "steps": steps,
-        "rule": _rule(len(found), len(steps), "samples"),
+        "rule": _rule(len(found), len(steps)),
         "problem": texts.problem,
     }
 
@@ -187,37 +166,6 @@ def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
         return None
 
 
-def timeline_data(run: RunFolder, budget: int) -> Json:
-    """The controller's phases of every step, and the spans of as many steps as fit into the budget."""
-    steps = list(run.timeline_files())
-    times: list[Json] = []
-    sizes: dict[int, int] = {}
-    for step in spread(steps, MOST_POINTS):
-        block = span_block(run, step)
-        sizes[step] = _size([block])
-        if block is not None and step > 0:  # step 0 is the start of the workers
-            times.append({"step": step, **block["times"]})
-    kept = fitting(list(sizes), sizes.__getitem__, budget)
-    return {
-        "phases": phases_from_metrics(History.of(run.metrics())),
-        "times": times,
-        "blocks": [one for step in kept if (one := span_block(run, step)) is not None],
-        "steps": steps,
-        "rule": _rule(len(kept), len(steps), "spans"),
-    }
-
-
-def span_block(run: RunFolder, step: int) -> Json | None:
-    """One step's spans; or None if its file cannot be read or holds none."""
-    try:
-        spans = spans_of(run.timeline(step))
-    except (TroupeError, KeyError) as error:
-        logger.warning("the timeline of step %d is left out: %s", step, error)
-        return None
-    bounds = step_bounds(spans)
-    return bounds and timeline_block(step, spans, bounds, spans_of(run.crossing(step, bounds[1])))
-
-
 def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
     found: set[int] = set()
     for step in steps:
@@ -249,7 +197,7 @@ def first_groups(block: Json, budget: int) -> Json:
     return part | {"rows": rows}
 
 
-def _rule(kept: int, steps: int, what: str) -> str:
+def _rule(kept: int, steps: int) -> str:
     if kept == steps:
         return ""
-    return f"The {what} of {kept} of {steps} steps are in this file, evenly spread, so that it stays small."
+    return f"The samples of {kept} of {steps} steps are in this file, evenly spread, so that it stays small."

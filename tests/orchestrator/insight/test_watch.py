@@ -47,7 +47,7 @@ def test_the_page_and_its_data(server: WatchServer) -> None:
     again = json.loads(ask(server, f"/data.json?after=3&{known}")[1])
     assert again["after"] == 3 and again["samples"][0]["blocks"] == [], "but once"
     assert json.loads(ask(server, "/samples.json?run=0&step=1")[1])["step"] == 1
-    assert json.loads(ask(server, "/timeline.json?run=0&step=2")[1])["step"] == 2
+    assert ask(server, "/samples.json?run=1&step=1")[0] == 404
 
 
 def test_nothing_is_sent_again_until_the_run_has_written(server: WatchServer, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 // Colours are CSS variables, so that both themes and the printer have their own.
 
 const runColor = (number) => `var(--run-${number % 6})`;
-const PHASES = ['generate', 'score', 'prepare', 'update', 'publish', 'sync', 'load', 'evaluate', 'checkpoint', 'start', 'other'];
-const phaseColor = (phase) => `var(--phase-${PHASES.includes(phase) ? phase : 'other'})`;
 
 // Backgrounds of tokens: a share of a strong colour over the card, so that the text keeps its contrast.
 function diverging(value, reach) {

@@ -8,7 +8,6 @@ const app = {
   data: JSON.parse(document.getElementById('data').textContent),
   state: { curves: { filter: '', smooth: 0, x: 'step', log: false, open: {} }, samples: { run: 0, step: null, source: null, sort: 'order', text: '', coloring: 'advantage', chosen: null } },
   samples: null,
-  showSpans: {},
   redraws: {},
   redrawCurves() {
     for (const redraw of Object.values(this.redraws)) redraw();
@@ -19,16 +18,13 @@ const app = {
     document.getElementById('samples').scrollIntoView({ behavior: 'auto' });
     this.samples.show(run, step);
   },
-  showTimeline(run, step) {
-    this.showSpans[run]?.(step);
-  },
-  // A block that is not in the page: a live page asks for it, a file cannot.
-  async fetchBlock(kind, run, step) {
+  // Samples that are not in the page: a live page asks for them, a file cannot.
+  async fetchSamples(run, step) {
     if (!this.data.live) return null;
-    const answer = await fetch(`${kind}.json?run=${run}&step=${step}`);
+    const answer = await fetch(`samples.json?run=${run}&step=${step}`);
     if (!answer.ok) return null;
     const block = await answer.json();
-    const store = this.data[kind][run];
+    const store = this.data.samples[run];
     if (block && !store.blocks.some((one) => one.step === step)) {
       store.blocks.push(block);
       store.blocks.sort((a, b) => a.step - b.step);
@@ -88,16 +84,14 @@ function merge(update) {
       }
     }
   });
-  const { samples, timeline, ...rest } = update;
+  const { samples, ...rest } = update;
   Object.assign(app.data, rest);
-  for (const [kind, stores] of Object.entries({ samples, timeline })) {
-    stores.forEach((store, number) => {
-      const before = update.after < 0 ? [] : app.data[kind][number]?.blocks ?? [];
-      const fresh = store.blocks.map((one) => one.step);
-      const kept = before.filter((one) => !fresh.includes(one.step) && store.steps.includes(one.step));
-      app.data[kind][number] = { ...store, blocks: [...kept, ...store.blocks].sort((a, b) => a.step - b.step).slice(-24) };
-    });
-  }
+  samples.forEach((store, number) => {
+    const before = update.after < 0 ? [] : app.data.samples[number]?.blocks ?? [];
+    const fresh = store.blocks.map((one) => one.step);
+    const kept = before.filter((one) => !fresh.includes(one.step) && store.steps.includes(one.step));
+    app.data.samples[number] = { ...store, blocks: [...kept, ...store.blocks].sort((a, b) => a.step - b.step).slice(-24) };
+  });
 }
 
 async function poll() {

@@ -81,7 +81,7 @@ class SampleView {
     const { blocks, steps } = this.store;
     let at = steps[nearest(steps, step)];
     if (!blocks.some((one) => one.step === at)) {
-      const fetched = await this.app.fetchBlock('samples', this.state.run, at);
+      const fetched = await this.app.fetchSamples(this.state.run, at);
       if (!fetched && blocks.length) at = blocks[nearest(blocks.map((one) => one.step), step)].step;
     }
     this.search.value = '';

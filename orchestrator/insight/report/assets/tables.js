@@ -63,6 +63,14 @@ function verified(updates) {
   return found.join(', ') || `${updates.length}, all verified`;
 }
 
+// What every worker did when is a trace file for another viewer, which zooms and measures.
+function timelineSection(app) {
+  const recorded = app.data.runs.filter((run) => run.traced);
+  if (!recorded.length) return null;
+  const commands = recorded.map((run) => `troupe trace ${run.folder} -o trace.json`).join('\n');
+  return section('timeline', 'Timeline', null, el('p', {}, 'Who was busy and who waited, and the file for ', el('a', { href: 'https://ui.perfetto.dev', text: 'ui.perfetto.dev' }), ':'), el('pre', { text: visible(commands) }));
+}
+
 function weightSection(app) {
   const parts = app.data.runs.map((run) => {
     if (!run.weights.length) return null;

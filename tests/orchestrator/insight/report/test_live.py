@@ -78,11 +78,3 @@ def test_a_tokenizer_that_did_not_answer_is_asked_again_after_a_minute(
     clock[0] += 2
     store = data.data(-1, held=store["file"])["samples"][0]
     assert store["problem"] == "" and "tokens" in store["blocks"][0]
-
-
-def test_of_a_long_run_evenly_spread_timelines_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = LiveData([write_run(tmp_path / "run", steps=4, tokens=0)])
-    assert [one["step"] for one in data.data(-1)["timeline"][0]["times"]] == [1, 2, 3, 4]
-    monkeypatch.setattr(live, "MOST_POINTS", 2)
-    timeline = data.data(-1)["timeline"][0]
-    assert [one["step"] for one in timeline["times"]] == [1, 4] and timeline["steps"] == [1, 2, 3, 4]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.browser import CHROMIUM, Page, browser_page
-from troupe.orchestrator.insight.report.report import Budget, write_report
+from troupe.orchestrator.insight.report.report import write_report
 from troupe.orchestrator.insight.watch import WatchServer
 
-from .folders import RECORDED, sample, write_evaluations, write_run, write_samples, write_spans
+from .folders import RECORDED, sample, write_evaluations, write_run, write_samples
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
@@ -151,10 +151,8 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
         await choose(page, "#source", "")
         assert "48 samples" in await text(page, "#found")
 
-        step = await text(page, "#spans-0 figcaption")
-        await page.click("#spans-0 button")
-        assert await text(page, "#spans-0 figcaption") != step
-        assert await number(page, "#spans-0 .span") == 9
+        commands = (await text(page, "#timeline pre")).splitlines()
+        assert commands == [f"troupe trace {run} -o trace.json" for run in (first, second)]
         assert "seed" in await text(page, "#runs") and "spec.yaml" in await text(page, "#spec")
         assert "run started" in await text(page, "#events") and "2 samples dropped: no number" in await text(
             page, "#events"
@@ -275,7 +273,7 @@ async def test_of_ten_thousand_samples_only_those_in_view_are_drawn(tmp_path: Pa
 
 
 async def test_a_step_that_is_cut_says_so(tmp_path: Path) -> None:
-    file = write_report([write_run(tmp_path / "run", tokens=0)], tmp_path / "report.html", Budget(samples=2_000))
+    file = write_report([write_run(tmp_path / "run", tokens=0)], tmp_path / "report.html", 2_000)
     async with browser_page() as page:
         await page.open(file.as_uri())
         assert "the first 8 of 16 samples of step 4" in await text(page, "#samples")
@@ -318,7 +316,6 @@ async def test_a_live_page_follows_the_run(server: tuple[WatchServer, Path]) -> 
         await page.run("window.old = new WeakRef(document.querySelector('#curves .chart')); 0")
         line = (RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[3]
         write_samples(run, 4, [sample(4, row, lambda step, row: f"new text {row}", 5) for row in range(8)])
-        write_spans(run, 4)
         with (run / "metrics.jsonl").open("a") as file:
             file.write(line + "\n")
         for _ in range(60):

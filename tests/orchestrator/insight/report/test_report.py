@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 from typer.testing import CliRunner
@@ -29,15 +28,11 @@ from troupe.orchestrator.insight.report.overview import (
     spread,
 )
 from troupe.orchestrator.insight.report.page import as_json, render
-from troupe.orchestrator.insight.report.report import Budget, page_data, samples_data, timeline_data, write_report
+from troupe.orchestrator.insight.report.report import page_data, samples_data, write_report
 from troupe.orchestrator.insight.report.samples import TokenTexts
-from troupe.orchestrator.insight.report.timeline import TimelineSpan, step_times
-from troupe.orchestrator.insight.trace import step_bounds
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import SetResult
 from troupe.orchestrator.telemetry.run_folder import RunFolder
-from troupe.orchestrator.telemetry.timeline import Span as Call
-from troupe.orchestrator.telemetry.timeline import timeline_table
 
 from .folders import GROUP, write_evaluations, write_run
 
@@ -108,7 +103,7 @@ def test_json_in_the_page_cannot_end_its_block() -> None:
 
 
 def test_the_page_names_the_hash_of_its_own_code_and_allows_no_connection(run: RunFolder) -> None:
-    page = render(page_data([run], Budget()))
+    page = render(page_data([run]))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     script = page.rsplit("<script>", 1)[1].rsplit("</script>", 1)[0]
     assert policy is not None
@@ -117,14 +112,14 @@ def test_the_page_names_the_hash_of_its_own_code_and_allows_no_connection(run: R
     assert f"script-src 'sha256-{digest}'" in allowed and "connect-src 'none'" in allowed
     assert "unsafe" not in allowed and "default-src 'none'" in allowed
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
-    assert "connect-src 'self'" in render(page_data([run], Budget()), live=True).replace("&#39;", "'")
+    assert "connect-src 'self'" in render(page_data([run]), live=True).replace("&#39;", "'")
 
 
 def test_a_hostile_name_of_a_run_is_escaped_in_the_title(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", tokens=0)
     spec = (folder / "spec.yaml").read_text().replace("name: tiny-ppo", "name: '</title><script>x</script>'")
     (folder / "spec.yaml").write_text(spec)
-    assert "<script>x" not in render(page_data([RunFolder(folder)], Budget()))
+    assert "<script>x" not in render(page_data([RunFolder(folder)]))
 
 
 @pytest.mark.usefixtures("own_process")
@@ -190,51 +185,6 @@ def test_steps_are_spread_with_the_first_and_the_last() -> None:
     assert spread([3, 4], 5) == [3, 4] and spread([1, 2, 3], 1) == [3] and spread([], 3) == []
     assert fitting(range(1, 101), lambda step: 10, 50) == [1, 26, 51, 75, 100]
     assert fitting([7, 8], lambda step: 10**9, 1) == [8], "the last step in any case"
-
-
-def test_idle_time_and_the_bound_of_a_step() -> None:
-    spans = [
-        *(
-            TimelineSpan("rollout", "rollout-0", "generate", 0, 4),
-            TimelineSpan("rollout", "rollout-1", "generate", 0, 2),
-        ),
-        *(TimelineSpan("policy", "policy-0", "update", 4, 7), TimelineSpan("policy", "policy-0", "publish", 7, 8)),
-        *(TimelineSpan("rollout", "rollout-0", "load", 8, 9), TimelineSpan("rollout", "rollout-1", "load", 8, 10)),
-    ]
-    times = step_times(spans, 0, 10)
-    assert times["roles"]["rollout"] == {"workers": 2, "busy": {"generate": 3.0, "load": 1.5}, "idle": 5.5}
-    assert times["roles"]["policy"] == {"workers": 1, "busy": {"update": 3.0, "publish": 1.0}, "idle": 6.0}
-    assert (times["R"], times["T"]) == (5.0, 4.0)
-
-
-def test_the_timeline_sums_every_step(run: RunFolder) -> None:
-    data = timeline_data(run, 2**22)
-    assert [one["step"] for one in data["times"]] == [1, 2, 3, 4]
-    assert data["times"][0]["R"] == pytest.approx(1.3) and data["times"][0]["T"] == pytest.approx(1.7)
-    assert data["times"][0]["roles"]["rollout"]["idle"] == pytest.approx(1.7)
-    lanes = [worker for _, worker in data["blocks"][0]["lanes"]]
-    assert lanes == ["driver-0", "rollout-0", "reward-0", "policy-0", "critic-0"]
-
-
-def test_calls_across_the_end_of_a_step_count_in_both(tmp_path: Path) -> None:
-    """An engine that is always busy, whose calls begin in the middle of a step and end in the middle of the next."""
-    folder = tmp_path / "run"
-    (folder / "timeline").mkdir(parents=True)
-    (folder / "spec.yaml").write_text("name: tiny\n")
-    for step in (1, 2, 3):
-        start = 1000.0 + 10 * step
-        spans = [
-            Call("driver-0", "generate", start, start + 10, "ok", ""),
-            Call("rollout-0", "generate", start - 5, start + 5, "ok", ""),
-        ]
-        pq.write_table(timeline_table(step, spans), folder / "timeline" / f"step-{step:06d}.parquet")
-    run = RunFolder(folder)
-    first, second, last = timeline_data(run, 2**22)["times"]
-    assert (first["R"], second["R"], last["R"]) == (10.0, 10.0, 5.0)
-    assert second["roles"]["rollout"]["idle"] == 0.0
-    assert second["R"] == step_bounds(run.timeline())[1].rollout_s
-    (folder / "timeline" / "step-000003.parquet").write_bytes(b"PAR1 not a file")
-    assert [one["R"] for one in timeline_data(run, 2**22)["times"]] == [10.0, 5.0]
 
 
 def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
