@@ -22,7 +22,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo cluster-demo test test-long test-faults lint docs bench bench-quick gpu-check clean distclean
+.PHONY: help setup lock models demo cluster-demo test test-long test-faults lint docs bench bench-quick gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ $(STAMP): deploy/install/$(LOCK) deploy/install/install.py pyproject.toml
 	@touch $@
 
 setup: $(STAMP) ## create the virtual environment with the pinned versions
+
+lock: $(STAMP) ## write the locks again, with uv; ARGS="--upgrade-package NAME" moves a version
+	$(RUN) "$(BIN)/python" deploy/install/lock.py $(ARGS)
 
 models: $(STAMP) ## create the two small models of the demo and the tests
 	@$(RUN) "$(BIN)/troupe" demo --prepare --models .cache/models

@@ -105,7 +105,7 @@ def pins(lock: Path) -> dict[str, str]:
             continue
         match = PIN.match(line)
         if match is None:
-            raise SystemExit(f"{lock}: not a pin: {line!r}; rewrite the lock with deploy/install/lock.py")
+            raise SystemExit(f"{lock}: not a pin: {line!r}; write it again: make lock")
         name, version, machine = match.groups()
         if machine in (None, platform.machine()):
             wanted[name] = version
