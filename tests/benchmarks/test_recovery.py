@@ -1,4 +1,4 @@
-"""Checks and command line of recovery."""
+"""Checks of recovery."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recovery import RecoveryGate, parse
+from benchmarks.recovery import RecoveryGate
 from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.recovery_setup import Recovered
 from tests.benchmarks.settings import SETTINGS
@@ -62,8 +62,3 @@ def test_a_recovery_that_lost_nothing_passes() -> None:
 def test_a_recovery_that_lost_something_or_has_old_weights_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(NotCorrect, match=complaint):
         RecoveryGate(RECOVERY).turn(recovered(**changes))
-
-
-def test_the_command_line_of_recovery() -> None:
-    given = parse(["--turns", "2", "--dtype", "float32"])
-    assert (given.turns, given.dtype, given.groups, given.samples) == (2, "float32", 2, 4)

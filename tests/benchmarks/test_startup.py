@@ -1,4 +1,4 @@
-"""What `startup` reads of a run, and its command line."""
+"""What `startup` reads of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.startup import Sample, cpu_by_kind, kind_of, moments, parse, used_until
+from benchmarks.startup import Sample, cpu_by_kind, kind_of, moments, used_until
 from benchmarks.support.harness import NotCorrect
 
 BEGAN = 1000.0
@@ -82,9 +82,3 @@ def test_the_time_of_a_process_that_has_ended_is_no_other_load() -> None:
     assert used_until([Sample(2.0, {7: ("command", 2.5)}, 1.0)], 5.0)[1] == 0.0
     with pytest.raises(NotCorrect, match=r"no sample of the processes was taken in 0\.50 s"):
         used_until(samples, 0.5)
-
-
-def test_the_command_line_of_startup() -> None:
-    given = parse(["--turns", "2", "--set", "a=1", "--set", "b=2"])
-    assert (given.turns, given.set, given.spec.name) == (2, ["a=1", "b=2"], "tiny-grpo.yaml")
-    assert not given.running and parse(["--running"]).running

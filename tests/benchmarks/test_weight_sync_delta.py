@@ -1,4 +1,4 @@
-"""The link of the benchmark weight_sync_delta, and its command line."""
+"""The link of the benchmark weight_sync_delta."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from benchmarks.weight_sync_delta import Link, parse
+from benchmarks.weight_sync_delta import Link
 
 
 def test_bytes_arrive_as_they_were_sent_and_no_sooner_than_the_link_allows() -> None:
@@ -17,8 +17,3 @@ def test_bytes_arrive_as_they_were_sent_and_no_sooner_than_the_link_allows() -> 
     assert time.monotonic() - began >= 8 * payload.nbytes / 1e8
     assert not link.send(np.empty(0, np.uint8)).nbytes
     link.close()
-
-
-def test_the_command_line_has_defaults() -> None:
-    given = parse(["--learning-rate", "1e-5"])
-    assert (given.learning_rate, given.gbit, given.turns, given.json) == (1e-5, 1.0, 5, None)

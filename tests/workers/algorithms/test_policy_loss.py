@@ -59,6 +59,12 @@ def test_token_weights_by_hand() -> None:
     assert sequence_mean.tolist() == pytest.approx([1 / 8, 1 / 8, 0, 1 / 12, 1 / 12, 1 / 12])
     constant = token_weights(mask, own, "constant", 10, 4, 8)
     assert constant.tolist() == pytest.approx([1 / 32, 1 / 32, 0, 1 / 32, 1 / 32, 1 / 32])
+    sums = {name: token_weights(mask, own, name, 10, 4, 8).tolist() for name in ("sequence_sum", "only_token_mean")}
+    third = pytest.approx(1 / 3)
+    assert sums == {
+        "sequence_sum": [1 / 4, 1 / 4, 0, 1 / 4, 1 / 4, 1 / 4],
+        "only_token_mean": [1 / 2, 1 / 2, 0, *[third] * 3],
+    }
     with pytest.raises(ValueError, match="aggregation"):
         token_weights(mask, own, "median", 10, 4, 8)
 

@@ -1,5 +1,5 @@
-"""Policy objectives against numbers worked by hand, a plain loop written from the papers, TRL's own loss function, and
-what must hold of every row of the algorithm table: splits, padding and wild numbers change nothing they should not."""
+"""Policy objectives against numbers worked by hand, TRL's own loss function, and what must hold of every row of the
+algorithm table: splits, padding and wild numbers change nothing they should not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.workers.algorithms.advantages import best_of_group
 from troupe.workers.algorithms.policy_loss import (
-    LossOutput,
     PolicyTokens,
     clip_bounds,
     importance_weights,
@@ -106,111 +105,6 @@ def random_tokens(
         old_logprobs=old,
         ref_logprobs=old + noise(0.4),
     )
-
-
-# --- A plain loop, written from the papers ---
-
-
-@dataclass(frozen=True)
-class Term:
-    """One token's policy term: its value and its derivative by the log of the ratio it uses."""
-
-    value: float
-    slope: float
-
-
-def clipped_term(advantage: float, ratio: float, q: float, config: PolicyLossConfig) -> Term:
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.dynamic_clip:  # DCPO, eq. 7
-        low = 0.5 + 0.5 * math.sqrt(max(1 - 4 * config.clip_low / q, 0.0))
-        high = 0.5 + 0.5 * math.sqrt(1 + 4 * config.clip_high / q)
-        high = high if config.max_ratio is None else min(high, config.max_ratio)
-    gain, bounded = advantage * ratio, advantage * min(max(ratio, low), high)
-    if config.dual_clip is not None and advantage < 0 and min(gain, bounded) < config.dual_clip * advantage:
-        return Term(-config.dual_clip * advantage, 0.0)
-    return Term(-gain, -gain) if gain <= bounded else Term(-bounded, 0.0)
-
-
-def plain_loop(tokens: PolicyTokens, config: PolicyLossConfig, beta: float = 0.0) -> tuple[float, list[float]]:
-    """Loss and gradient by the formulas in the table's rows, with Python floats and one token at a time."""
-    mask, sequence = tokens.loss_mask.tolist(), tokens.sequence.tolist()
-    new, rollout = tokens.logprobs.tolist(), tokens.rollout_logprobs.tolist()
-    weights, advantages, entropy = tokens.weights.tolist(), tokens.advantages.tolist(), tokens.entropy.tolist()
-    ref = new if tokens.ref_logprobs is None else tokens.ref_logprobs.tolist()
-    members = {row: [u for u in range(len(new)) if sequence[u] == row and mask[u]] for row in set(sequence)}
-    old = new if tokens.old_logprobs is None else tokens.old_logprobs.tolist()
-    loss, grads = 0.0, [0.0] * len(new)
-    for t in range(len(new)):
-        if not mask[t]:
-            continue
-        mates, weight, advantage = members[sequence[t]], weights[t], advantages[t]
-        # The sampler's correction.
-        w = math.exp(sum(old[u] - rollout[u] for u in (mates if config.importance.level == "sequence" else [t])))
-        cap, mode = config.importance.cap, config.importance.mode
-        w = {"none": 1.0, "truncate": min(w, cap), "mask": w if 1 / cap <= w <= cap else 0.0}[mode]
-        # The ratio, and the tokens its gradient goes to with what share.
-        shares = {t: 1.0}
-        ratio = math.exp(new[t] - old[t])
-        if config.ratio != "token":
-            ratio = math.exp(sum(new[u] - old[u] for u in mates) / len(mates))
-        if config.ratio == "sequence":
-            shares = {u: 1 / len(mates) for u in mates}
-        if config.objective == "likelihood":  # RAFT: supervised fine-tuning, whoever sampled
-            w, term, shares = 1.0, Term(-advantage * new[t], -advantage), {t: 1.0}
-        elif config.objective == "cispo":
-            capped = min(ratio, 1 + config.clip_high)
-            term, shares = Term(-capped * advantage * new[t], -capped * advantage), {t: 1.0}
-        elif config.objective in ("kl_penalty", "policy_gradient"):
-            term = Term(-advantage * ratio, -advantage * ratio)
-        else:
-            term = clipped_term(advantage, ratio, math.exp(old[t]), config)
-        loss += weight * w * term.value
-        for u, share in shares.items():
-            grads[u] += weight * w * term.slope * share
-        # What is added to it: KL(old || new) from old tokens, the KL to the reference, the entropy bonus.
-        r = math.exp(new[t] - old[t])
-        loss += weight * beta * (r - 1 - math.log(r))
-        grads[t] += weight * beta * (r - 1)
-        if config.kl_coef:
-            d = new[t] - ref[t]
-            value = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[config.kl_estimator]
-            slope = {"k1": d, "k2": d, "k3": 1 - math.exp(-d)}[config.kl_estimator]
-            loss += weight * config.kl_coef * value
-            grads[t] += weight * config.kl_coef * slope
-        loss -= weight * config.entropy_coef * entropy[t]
-    return loss, grads
-
-
-def assert_is_plain_loop(tokens: PolicyTokens, config: PolicyLossConfig, beta: float = 0.0) -> LossOutput:
-    output = policy_loss(tokens, config, beta)
-    loss, grads = plain_loop(tokens, config, beta)
-    assert output.loss.item() == pytest.approx(loss, rel=1e-9, abs=1e-12)
-    assert gradient(output.loss, tokens.logprobs).tolist() == pytest.approx(grads, rel=1e-9, abs=1e-12)
-    return output
-
-
-@pytest.mark.parametrize("mode", ["none", "truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_row_against_a_plain_loop(name: str, mode: str, level: str) -> None:
-    row = ALGORITHMS[name]
-    importance = ImportanceConfig.model_validate({"mode": mode, "level": level, "cap": 1.5})
-    config = config_of(name, importance=importance, kl_coef=0.1, entropy_coef=0.01)
-    tokens = random_tokens(3, config.aggregation)
-    beta = row.kl_penalty.coef if row.kl_penalty else 0.0
-    assert_is_plain_loop(tokens, config, beta)
-    # The first update on a batch: the ratio is 1.
-    assert_is_plain_loop(replace(tokens, old_logprobs=None), config, beta)
-
-
-@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token"])
-@pytest.mark.parametrize("objective", ["clip", "cispo", "kl_penalty", "policy_gradient"])
-def test_every_ratio_with_every_objective(ratio: str, objective: str) -> None:
-    config = PolicyLossConfig.model_validate(
-        {"ratio": ratio, "objective": objective, "dual_clip": 1.5, "importance": NO_CORRECTION}
-    )
-    for seed in range(3):
-        assert_is_plain_loop(random_tokens(seed, "sequence_mean", drift=0.8), config, 0.3)
 
 
 # --- GSPO ---

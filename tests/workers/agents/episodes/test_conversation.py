@@ -292,7 +292,3 @@ def test_a_rendering_that_tokenizes_responses_again_would_fail_here(monkeypatch:
         patch.setattr(Conversation, "_tokenize_behind", no_separator)
         with pytest.raises(AssertionError):
             find("chatml")
-
-
-def test_the_fuzz_has_ten_thousand_turns() -> None:
-    assert TURNS * len(FAMILIES) >= 10_000
