@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pyarrow as pa
-import torch
 
 from troupe.workers.algorithms.policy_loss import LossOutput, token_weights, value_loss
 from troupe.workers.contract.config import CriticConfig
@@ -14,17 +14,12 @@ from troupe.workers.models.modeling import TokenValues, load_value, score_plan, 
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
-from troupe.workers.training.meter import profiled
-from troupe.workers.training.rank import TrainingRank, update_metrics
+from troupe.workers.training.rank import TrainingRank
 from troupe.workers.training.zero3 import partitioner_for
 
 
-class CriticWorker(TrainingRank):
+class CriticWorker(TrainingRank[CriticConfig]):
     """One rank of the critic's training group."""
-
-    def __init__(self, config: CriticConfig, name: str) -> None:
-        super().__init__(config, name)
-        self._config = config
 
     def build(self) -> WorkerHealth:
         """Load the critic; see `TrainingRank.build`."""
@@ -41,32 +36,18 @@ class CriticWorker(TrainingRank):
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
         """One optimizer step on the plan's rows of a TRAIN table with values and returns. Collective."""
         table = TokenTable(batch)
-        outputs: list[LossOutput] = []
-        meter = self._meter()
+        update = self._update(plan, [partial(self._output, table, plan, rows) for rows in plan.micro_batches])
+        return self._loss_metrics(update)
 
-        def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
-            micro_batch = table.cut(rows, plan).to(self.engine.device)
-            meter.note(micro_batch)
-            output = self._loss(forward, micro_batch, table, plan)
-            outputs.append(output.statistics())
-            return output.loss
-
-        with profiled(plan.trace, self._device):
-            step = self.engine.update(plan.micro_batches, loss_fn)
-        return update_metrics(step, outputs, meter, self._device, sum(map(len, plan.micro_batches)))
-
-    def _loss(self, forward: Forward, micro_batch: TokenBatch, table: TokenTable, plan: RankPlan) -> LossOutput:
-        values = forward(
-            micro_batch.input_ids,
-            micro_batch.attention_mask,
-            micro_batch.positions,
-            micro_batch.targets,
-            micro_batch.position_ids,
-        )
+    def _output(
+        self, table: TokenTable, plan: RankPlan, rows: Sequence[int], forward: Forward
+    ) -> tuple[TokenBatch, LossOutput]:
+        micro_batch = table.cut(rows, plan).to(self.engine.device)
+        values = forward(batch=micro_batch)
         old_values, returns = table.floats("values", micro_batch), table.floats("returns", micro_batch)
         if old_values is None or returns is None:
             raise ValueError("a critic batch needs the columns values and returns")
         mask = micro_batch.loss_mask
         totals = plan.total_loss_tokens, plan.total_sequences
         weights = token_weights(mask, table.samples(micro_batch)[1], "token_mean", *totals, max_tokens=1)
-        return value_loss(values, old_values, returns, weights, mask, self._config.loss)
+        return micro_batch, value_loss(values, old_values, returns, weights, mask, self._config.loss)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import torch
@@ -28,32 +29,28 @@ from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks,
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.data.turn_ends import padding_besides, turn_ends
 from troupe.workers.models.modeling import (
-    CausalLogprobs,
     RewardScores,
     evaluating,
-    head_chunks,
-    load_causal,
     load_value,
     share_backbone,
     torch_dtype,
 )
+from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.telemetry.start_activity import Activity, announce
-from troupe.workers.training.deepspeed_engine import Forward, StepResult
+from troupe.workers.training.deepspeed_engine import Forward
 from troupe.workers.training.group import all_reduce
-from troupe.workers.training.meter import UpdateMeter, profiled
-from troupe.workers.training.rank import TrainingRank, own_peak
+from troupe.workers.training.rank import TrainingRank, added
 from troupe.workers.training.zero3 import partitioner_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class OfflineRank(TrainingRank):
+class OfflineRank(TrainingRank[OfflineConfig]):
     """One rank of a group that trains on offline data; subclasses define the model."""
 
     def __init__(self, config: OfflineConfig, name: str) -> None:
         super().__init__(config, name)
-        self._config = config
         self._objective = OBJECTIVES[type(config.loss)]
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -73,18 +70,17 @@ class OfflineRank(TrainingRank):
         """One optimizer step on the plan's rows of an EXAMPLE_BATCH table. Collective."""
         table, meter = ExampleTable(batch), self._meter()
         point = self._reference_point(self.engine.module, plan, table)
-        outputs: list[ObjectiveOutput] = []
 
-        def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
+        def output(rows: Sequence[int], forward: Forward) -> tuple[TokenBatch, ObjectiveOutput]:
             micro_batch = self._batch(table, rows, plan)
-            meter.note(micro_batch.tokens)
-            output = self._loss(forward, micro_batch, plan, point)
-            outputs.append(output.statistics())
-            return output.loss
+            return micro_batch.tokens, self._loss(forward, micro_batch, plan, point)
 
-        with profiled(plan.trace, self._device):
-            step = self.engine.update(plan.micro_batches, loss_fn)
-        return self._metrics(step, outputs, meter, sum(map(len, plan.micro_batches)))
+        update = self._update(plan, [partial(output, rows) for rows in plan.micro_batches], meter)
+        tally = _tally(update.outputs)
+        totals = all_reduce({f"{n}/total": t for n, (t, _) in tally.items()}, self._device, "sum")
+        weights = all_reduce({f"{n}/weight": w for n, (_, w) in tally.items()}, self._device, "sum")
+        means = tally_means({name: (totals[f"{name}/total"], weights[f"{name}/weight"]) for name in tally})
+        return self._metrics(update, _terms(update.outputs), means)
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:
         """This rank's share of the loss and metrics of the plan's rows, without an update. Collective."""
@@ -120,28 +116,10 @@ class OfflineRank(TrainingRank):
         """The micro-batch under the model."""
         raise NotImplementedError
 
-    def _metrics(
-        self, step: StepResult, outputs: Sequence[ObjectiveOutput], meter: UpdateMeter, sequences: int
-    ) -> UpdateMetrics:
-        tally = _tally(outputs)
-        totals = all_reduce({f"{n}/total": t for n, (t, _) in tally.items()}, self._device, "sum")
-        weights = all_reduce({f"{n}/weight": w for n, (_, w) in tally.items()}, self._device, "sum")
-        means = tally_means({name: (totals[f"{name}/total"], weights[f"{name}/weight"]) for name in tally})
-        return UpdateMetrics(
-            sums=_terms(outputs) | {"sequences": float(sequences)},
-            values=means | meter.metrics() | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
-            skipped=step.skipped,
-            peak=own_peak(self._device),
-        )
-
     def _tokens(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
             self._tokenizer = load_chat_tokenizer(self._config.model)
         return self._tokenizer
-
-    def _chunks(self, model: Any) -> int:
-        vocabulary = model.config.get_text_config().vocab_size
-        return head_chunks(vocabulary, self._config.trainer.worker_tokens, self._config.device)
 
 
 class ExamplePolicyWorker(OfflineRank):
@@ -149,24 +127,11 @@ class ExamplePolicyWorker(OfflineRank):
 
     def build(self) -> WorkerHealth:
         """Load the policy and, if it is colocated, the reference."""
-        config = self._config
-        announce(Activity.MODEL)
-        model = load_causal(self._below, partitioner_for(config.model, config.trainer))
-        module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
-        adapter = self._train(module, model, model.dtype)
-        if adapter is not None and config.reference_model == config.model:
-            self._base_of = adapter
-        elif config.reference_model is not None:
-            reference = load_causal(config.reference_model, partitioner_for(config.reference_model, config.trainer))
-            scorer = CausalLogprobs(reference, temperature=1.0, chunks=self._chunks(reference))
-            self._refer_to(scorer, reference)
+        self._train_policy(self._config.reference_model, temperature=1.0)
         return self.health()
 
     def _scored(self, forward: Forward, batch: ExampleMicroBatch, point: float) -> Scored:
-        tokens = batch.tokens
-        logprobs, _ = forward(
-            tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets, tokens.position_ids
-        )
+        logprobs, _ = forward(batch=batch.tokens)
         return replace(_unscored(batch, point), logprobs=logprobs, ref_logprobs=batch.ref_logprobs)
 
 
@@ -182,7 +147,7 @@ class RewardTrainer(OfflineRank):
         text_config = model.config.get_text_config()
         text_config.pad_token_id = padding_besides(turn_ends(self._tokens()).ids, text_config, self._tokens())
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
-        language = share_backbone(model, self._below, self._chunks(model), partitioner) if keeps_language else None
+        language = share_backbone(model, self._below, self._head_chunks(model), partitioner) if keeps_language else None
         self._train(RewardScores(model, language), model, torch_dtype(config.model.dtype))
         return self.health()
 
@@ -197,15 +162,8 @@ class RewardTrainer(OfflineRank):
         # Only the best responses' likelihood is used: the output head, the most expensive layer, runs on no other.
         kept = unscored.best[tokens.sequence]
         read_at = tokens.positions + 1 if self._by_token else None
-        rewards, token_rewards, best = forward(
-            tokens.input_ids,
-            tokens.attention_mask,
-            tokens.positions[kept],
-            tokens.targets[kept],
-            tokens.last,
-            tokens.position_ids,
-            read_at,
-        )
+        best_only = replace(tokens, positions=tokens.positions[kept], targets=tokens.targets[kept])
+        rewards, token_rewards, best = forward(batch=best_only, read_at=read_at)
         logprobs = None if best is None else best.new_zeros(len(kept)).masked_scatter(kept, best)
         # The filler batch has a sequence and no row.
         return replace(unscored, logprobs=logprobs, rewards=rewards[: unscored.rows], token_rewards=token_rewards)
@@ -226,7 +184,7 @@ def _unscored(batch: ExampleMicroBatch, point: float) -> Scored:
 
 
 def _terms(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
-    return {name: sum(float(output.terms[name]) for output in outputs) for name in outputs[0].terms}
+    return added(output.terms for output in outputs)
 
 
 def _tally(outputs: Sequence[ObjectiveOutput]) -> dict[str, tuple[float, float]]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import pyarrow as pa
 import torch
@@ -32,26 +32,23 @@ from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
-from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
+from troupe.workers.models.modeling import CausalLogprobs, evaluating, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
-from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
 from troupe.workers.training.master_weights import WeightSnapshot
-from troupe.workers.training.meter import TokenRecorder, profiled
-from troupe.workers.training.rank import TrainingRank, update_metrics
-from troupe.workers.training.zero3 import partitioner_for
+from troupe.workers.training.meter import TokenRecorder
+from troupe.workers.training.rank import TrainingRank
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import RankWeights, WeightPublisher, read_payload
 from troupe.workers.weights.shared_memory import Bytes
 from troupe.workers.weights.store import StoredBytes, WeightStore
 
 
-class PolicyWorker(TrainingRank):
+class PolicyWorker(TrainingRank[PolicyConfig]):
     """One rank of the policy's training group."""
 
     def __init__(self, config: PolicyConfig, name: str) -> None:
         super().__init__(config, name)
-        self._config = config
         self._publisher: WeightPublisher | None = None
         self._weight_store: WeightStore | None = None
         self._sender: DeviceSender | None = None
@@ -71,15 +68,7 @@ class PolicyWorker(TrainingRank):
             resolve(check)(os.environ)
         if config.weight_store is not None and dist.get_rank() == 0:
             self._weight_store = WeightStore(config.weight_store, config.run_id)
-        announce(Activity.MODEL)
-        model = load_causal(self._below, partitioner_for(config.model, config.trainer))
-        module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
-        adapter = self._train(module, model, model.dtype)
-        if adapter is not None and config.reference_model == config.model:
-            self._base_of = adapter
-        elif config.reference_model is not None:
-            frozen = load_causal(config.reference_model, partitioner_for(config.reference_model, config.trainer))
-            self._refer_to(self._logprobs(frozen, entropy_grad=False), frozen)
+        self._train_policy(config.reference_model, config.sampling.temperature, config.loss.entropy_coef > 0)
         if config.device == "cuda":
             torch.cuda.empty_cache()  # an engine on the same GPU sizes its KV cache by what is free
         return self.health()
@@ -115,35 +104,18 @@ class PolicyWorker(TrainingRank):
             texts: TEXTS table for the rows of `plan.texts`, trained on in the same step (PPO-ptx).
         """
         table = TokenTable(batch)
-        outputs: list[LossOutput] = []
-        meter = self._meter()
-        text_losses: list[torch.Tensor] = []
-
-        # Micro-batches are cut one at a time: the memory of an update does not grow with their number.
-        def of_rollouts(rows: Sequence[int], forward: Forward) -> torch.Tensor:
-            micro_batch = table.cut(rows, plan).to(self.engine.device)
-            meter.note(micro_batch)
-            output = self._loss(forward, micro_batch, table, plan, kl_old_coef)
-            outputs.append(output.statistics())
-            return output.loss
-
-        def of_texts(part: TokenBatch, forward: Forward) -> torch.Tensor:
-            micro_batch = part.to(self.engine.device)
-            meter.note(micro_batch)
-            loss = self._text_loss(forward, micro_batch, plan.texts.total_loss_tokens if plan.texts is not None else 0)
-            text_losses.append(loss.detach())
-            return self._config.ptx_coef * loss
-
         # The texts are trained on even if no row has a signal.
-        work = [partial(of_rollouts, rows) for rows in plan.micro_batches or ((),)]
+        micro_batches = plan.micro_batches or ((),)
+        work = [partial(self._of_rollouts, table, plan, kl_old_coef, rows) for rows in micro_batches]
         if texts is not None and plan.texts is not None:
-            work += [partial(of_texts, part) for part in text_batches(texts, plan.texts)]
-        with profiled(plan.trace, self._device):
-            step = self.engine.update(work, lambda forward, loss: loss(forward))
+            tokens = plan.texts.total_loss_tokens
+            work += [partial(self._of_texts, tokens, part) for part in text_batches(texts, plan.texts)]
+        update = self._update(plan, work)
         if self._records is not None:
             self._records.end_update(batch)
-        metrics = update_metrics(step, outputs, meter, self._device, sum(map(len, plan.micro_batches)))
-        return _with_texts(metrics, text_losses, self._config.ptx_coef) if text_losses else metrics
+        metrics = self._loss_metrics(update)
+        loss = metrics.sums["loss"] + self._config.ptx_coef * metrics.sums.get("ptx_loss", 0.0)
+        return replace(metrics, sums=metrics.sums | {"loss": loss})
 
     def token_records(self) -> tuple[int, pa.Table]:
         """(rows, TOKEN_RECORDS table): results of the updates since the last call; no rows if they are not kept.
@@ -265,56 +237,33 @@ class PolicyWorker(TrainingRank):
             self._publisher = publisher
         return self._publisher
 
-    def _logprobs(self, model: Any, entropy_grad: bool) -> CausalLogprobs:
-        vocabulary, tokens = model.config.get_text_config().vocab_size, self._config.trainer.worker_tokens
-        chunks = head_chunks(vocabulary, tokens, self._config.device)
-        return CausalLogprobs(model, self._config.sampling.temperature, chunks, entropy_grad)
-
     def _distributions(self, batch: TokenBatch) -> torch.Tensor:
         module = cast(CausalLogprobs, self.engine.module)
         with evaluating(module):
-            return module.distributions(
-                batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids, batch.kept
-            )
+            return module.distributions(batch)
 
-    @staticmethod
-    def _text_loss(forward: Forward, batch: TokenBatch, total_tokens: int) -> torch.Tensor:
-        """This micro-batch's share of the texts' mean negative log-likelihood per token, at temperature 1."""
-        logprobs, _ = forward(
-            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids, temperature=1.0
-        )
-        return -logprobs.sum() / max(total_tokens, 1)
+    def _of_texts(self, total_tokens: int, part: TokenBatch, forward: Forward) -> tuple[TokenBatch, LossOutput]:
+        """A micro-batch's share of the texts' mean negative log-likelihood per token, at temperature 1."""
+        micro_batch = part.to(self.engine.device)
+        logprobs, _ = forward(batch=micro_batch, temperature=1.0)
+        loss = -logprobs.sum() / max(total_tokens, 1)
+        return micro_batch, LossOutput(self._config.ptx_coef * loss, {"ptx_loss": loss.detach()}, sums={}, maxima={})
 
-    def _loss(
-        self,
-        forward: Forward,
-        micro_batch: TokenBatch,
-        table: TokenTable,
-        plan: RankPlan,
-        kl_old_coef: float,
-    ) -> LossOutput:
+    def _of_rollouts(
+        self, table: TokenTable, plan: RankPlan, kl_old_coef: float, rows: Sequence[int], forward: Forward
+    ) -> tuple[TokenBatch, LossOutput]:
+        micro_batch, loss = table.cut(rows, plan).to(self.engine.device), self._config.loss
         # A likelihood does not depend on who sampled a token: it is the model's own.
-        of_sampler = self._config.loss.has_ratio
-        logprobs, entropy = forward(
-            micro_batch.input_ids,
-            micro_batch.attention_mask,
-            micro_batch.positions,
-            micro_batch.targets,
-            micro_batch.position_ids,
-            kept=micro_batch.kept if of_sampler else None,
-            temperature=None if of_sampler else 1.0,
+        logprobs, entropy = (
+            forward(batch=micro_batch)
+            if loss.has_ratio
+            else forward(batch=replace(micro_batch, kept=None), temperature=1.0)
         )
         if self._records is not None:
             self._records.note(micro_batch, logprobs, entropy)
         max_tokens = self._config.sampling.max_tokens
-        tokens = policy_tokens(table, micro_batch, plan, self._config.loss, max_tokens, logprobs, entropy)
-        return policy_loss(tokens, self._config.loss, kl_old_coef)
-
-
-def _with_texts(metrics: UpdateMetrics, losses: Sequence[torch.Tensor], coef: float) -> UpdateMetrics:
-    """The metrics with `ptx_loss`, and with `loss` including it."""
-    texts = sum(float(loss) for loss in losses)
-    return replace(metrics, sums=metrics.sums | {"ptx_loss": texts, "loss": metrics.sums["loss"] + coef * texts})
+        tokens = policy_tokens(table, micro_batch, plan, loss, max_tokens, logprobs, entropy)
+        return micro_batch, policy_loss(tokens, loss, kl_old_coef)
 
 
 def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:

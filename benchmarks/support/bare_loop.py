@@ -230,9 +230,7 @@ class KernelTrainer(BareTrainer):
         total = sum(len(one.response_ids) for one in batch)
         for chosen in plan.micro_batches:
             part = table.cut(chosen, plan).to(self._device)
-            logprobs, _ = self._module(
-                part.input_ids, part.attention_mask, part.positions, part.targets, part.position_ids
-            )
+            logprobs, _ = self._module(batch=part)
             order = part.rows.tolist()
             yield self._loss([batch[row] for row in order], logprobs, advantages[order], total)
 

@@ -135,7 +135,7 @@ def compute(model: Path, rows: TokenTable, device: Device, dtype: Dtype, *, pack
         return None
     chosen = range(_ROWS)
     batch = (rows.packed_batch(chosen) if packed else rows.batch(chosen)).to(device)
-    logprobs, _ = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids)
+    logprobs, _ = module(batch=batch)
     weights = torch.linspace(-1.0, 2.0, len(logprobs), device=device)
     (logprobs * weights).sum().backward()
     gradients = {name: p.grad.float().cpu() for name, p in module.named_parameters() if p.grad is not None}

@@ -177,7 +177,7 @@ class Scenarios:
         """Log-probs, entropies, and the gradient of every parameter, summed over the ranks."""
         cut = small().packed_batch(range(6), shared)
         module.zero_grad()
-        logprobs, entropies = module(cut.input_ids, cut.attention_mask, cut.positions, cut.targets, cut.position_ids)
+        logprobs, entropies = module(batch=cut)
         weights = torch.linspace(-1.0, 2.0, len(logprobs))
         ((logprobs * weights).sum() + (entropies * weights.flip(0)).sum()).backward()
         return [logprobs.detach(), entropies.detach(), *gradients(module, reduces)]
@@ -192,8 +192,7 @@ class Scenarios:
             module = RewardScores(model, share_backbone(model, config, chunks=2))
             assert adapt(module, model, "cpu", packing=True, sequence=sequence_group(size))
             cut = small().packed_batch(range(6), shared=True)
-            inputs = (cut.input_ids, cut.attention_mask, cut.positions, cut.targets, cut.last, cut.position_ids)
-            scores, token_scores, logprobs = module(*inputs, cut.positions)
+            scores, token_scores, logprobs = module(batch=cut, read_at=cut.positions)
             assert logprobs is not None
             (scores.sum() + (token_scores * logprobs).sum()).backward()
             outputs = [scores.detach(), token_scores.detach(), logprobs.detach()]

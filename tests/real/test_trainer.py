@@ -649,7 +649,7 @@ def plain_torch(model_path: str) -> PlainResult:
         before = distributions(model, config.sampling.temperature)
         ptx_loss = text_loss(model)
         text_losses.append(ptx_loss.item())
-        logprobs, entropy = module(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)
+        logprobs, entropy = module(batch=tokens)
         loss = policy_loss(
             PolicyTokens(
                 logprobs,

@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.real.models import save_llama
 from tests.real.ranks import reported, wait_for_ranks
+from tests.token_batches import batch_of
 from troupe.workers.contract.config import Dtype, ModelConfig, Rendezvous, TrainerConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.models.capabilities import adapt
@@ -151,8 +152,7 @@ class Scenario:
         rows = [torch.randint(3, VOCABULARY, (2, 7), generator=generator) for _ in range(2)]
 
         def loss(forward: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
-            positions = torch.arange(6)
-            output = forward(ids, torch.ones_like(ids), positions, ids.flatten()[positions + 1])
+            output = forward(batch=batch_of(ids, torch.arange(6)))
             return output[0].sum() if isinstance(output, tuple) else (output - 1.0).square().sum()
 
         return engine.update(rows, loss).grad_norm
@@ -210,11 +210,10 @@ class Scenario:
 
     def scored(self, module: ModelModule) -> list[float]:
         """Log-probs of the second of two passes."""
-        ids, positions = torch.arange(3, 17).view(2, 7), torch.arange(6)
-        batch = ids, torch.ones_like(ids), positions, ids.flatten()[positions + 1]
+        batch = batch_of(torch.arange(3, 17).view(2, 7), torch.arange(6))
         with torch.no_grad():
-            module(*batch)
-            logprobs, _ = module(*batch)
+            module(batch=batch)
+            logprobs, _ = module(batch=batch)
         return logprobs.tolist()
 
     def run(self) -> None:

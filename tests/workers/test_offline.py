@@ -75,7 +75,7 @@ def test_the_reference_point_of_kto_is_summed_in_float64(monkeypatch: pytest.Mon
         _device="cpu",
     )
     plan = RankPlan(((0, 1, 2, 3), (4, 5, 6, 7, 8, 9), (10, 11), ()), 0, 6)
-    module: Any = lambda ids, mask, positions, targets, places: (logprobs_of(targets), None)  # noqa: E731
+    module: Any = lambda batch: (logprobs_of(batch.targets), None)  # noqa: E731
     found = worker._reference_point(module, plan, table)
     rows = [row for row in batch(6).to_pylist() if row["sample_index"] == 1]
     wanted = math.fsum(

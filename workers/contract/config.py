@@ -645,11 +645,22 @@ class RolloutConfig(Frozen):
         return EngineProcess(device=self.device, threads=engine.threads, enforce_eager=engine.enforce_eager)
 
 
-class PolicyConfig(Frozen):
-    """Configuration of one rank of the policy."""
+class RankConfig(Frozen):
+    """Configuration of one rank of a training group."""
 
     model: ModelConfig
     trainer: TrainerConfig
+    total_updates: int
+    """Optimizer updates the learning-rate schedule spans."""
+    seed: int
+    device: Device
+    lora: LoraConfig | None = None
+    """Train adapters (and a critic's or reward model's head), or all weights if None."""
+
+
+class PolicyConfig(RankConfig):
+    """Configuration of one rank of the policy."""
+
     loss: PolicyLossConfig
     advantage: AdvantageConfig
     sampling: SamplingConfig
@@ -657,10 +668,6 @@ class PolicyConfig(Frozen):
     """Run id, part of the name of the shared-memory weight file."""
     reference_model: ModelConfig | None
     """A frozen reference to load with the policy (colocated)."""
-    total_updates: int
-    """Optimizer updates the learning-rate schedule spans."""
-    seed: int
-    device: Device
     transfer_backend: TransferBackend = "shm"
     weight_store: str | None = None
     """URL of the object store that weights go through on their way to other nodes."""
@@ -670,21 +677,12 @@ class PolicyConfig(Frozen):
     """Train the samples of a group behind one copy of their prompt, if the model supports it."""
     records_tokens: bool = False
     """Keep log-probs and entropies of the updates until they are taken."""
-    lora: LoraConfig | None = None
-    """Train adapters, or all weights if None."""
 
 
-class CriticConfig(Frozen):
+class CriticConfig(RankConfig):
     """Configuration of one rank of the critic."""
 
-    model: ModelConfig
-    trainer: TrainerConfig
     loss: CriticLossConfig
-    total_updates: int
-    seed: int
-    device: Device
-    lora: LoraConfig | None = None
-    """Train adapters and the value head, or all weights if None."""
 
 
 class ReferenceConfig(Frozen):

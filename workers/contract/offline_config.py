@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from troupe.workers.contract.config import Device, Frozen, LoraConfig, ModelConfig, TrainerConfig
+from troupe.workers.contract.config import Frozen, ModelConfig, RankConfig
 
 Preference = Literal["logistic", "fidelity"]
 """Loss of a preference, of how far the model puts the better response ahead."""
@@ -103,18 +103,10 @@ class ExampleConfig(Frozen):
     """Add to every example its prompt with the response of another example (for the reference point of KTO)."""
 
 
-class OfflineConfig(Frozen):
+class OfflineConfig(RankConfig):
     """Configuration of one rank of an offline trainer."""
 
-    model: ModelConfig
-    trainer: TrainerConfig
     loss: OfflineLossConfig
     examples: ExampleConfig
     reference_model: ModelConfig | None
     """A frozen reference to load with the model (colocated)."""
-    total_updates: int
-    """Optimizer updates the learning-rate schedule spans."""
-    seed: int
-    device: Device
-    lora: LoraConfig | None = None
-    """Train adapters, or all weights if None."""

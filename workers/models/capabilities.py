@@ -132,7 +132,7 @@ def _share_rows(module: ModelModule, model: PreTrainedModel, device: Device, seq
     apart, row = (batch.to(model.device) for batch in (_samples().batch(range(3)), _samples().packed_batch(range(3))))
     expected = _states(model, apart, apart.attention_mask)
     with evaluating(module), torch.no_grad():
-        own, states = module.states(row.input_ids, row.attention_mask, row.position_ids)
+        own, states = module.states(row)
         at = own.find(row.positions)
         found = at.gather(states[at.local])
     if not _near(model, found, expected) and not _amplifies_rounding(model, device):

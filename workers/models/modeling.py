@@ -180,6 +180,8 @@ def head_chunks(vocabulary: int, micro_batch_tokens: int, device: Device) -> int
 class ModelModule(nn.Module):
     """A module around a Hugging Face model, which computes in training as it does in evaluation.
 
+    It takes micro-batches by keyword: DeepSpeed's hooks look for tensors in positional arguments.
+
     Dropout, router jitter and sampled experts would let the log-probs of an update differ from the sampler's and the
     previous update's. Gradients do not need training mode. Only layers that recompute their activations have it,
     because transformers recomputes in no other mode; `check_deterministic` tries the result.
@@ -198,31 +200,24 @@ class ModelModule(nn.Module):
             module.training = mode and (module is self or getattr(module, "gradient_checkpointing", False))
         return self
 
-    def inputs(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> dict[str, Any]:
-        """Arguments of the model for the fields of a `TokenBatch`; not every architecture takes `position_ids`.
+    def inputs(self, own: OwnTokens) -> dict[str, Any]:
+        """Arguments of the model; not every architecture takes `position_ids`.
 
         Padding is on the right, and a causal model without a mask does not see it: attention then needs no mask at all,
         which the fastest kernels require.
         """
-        if not (self.masks_padding or is_table(attention_mask)):
-            attention_mask = None
-        arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-        return arguments if position_ids is None else arguments | {"position_ids": position_ids}
+        mask = own.attention_mask if self.masks_padding or is_table(own.attention_mask) else None
+        arguments = {"input_ids": own.input_ids, "attention_mask": mask, "use_cache": False}
+        return arguments if own.position_ids is None else arguments | {"position_ids": own.position_ids}
 
-    def hidden(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def hidden(self, own: OwnTokens) -> torch.Tensor:
         """Last hidden states of the backbone [B, L, hidden size]."""
-        return self.model.base_model(**self.inputs(input_ids, attention_mask, position_ids)).last_hidden_state
+        return self.model.base_model(**self.inputs(own)).last_hidden_state
 
-    def states(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> tuple[OwnTokens, torch.Tensor]:
+    def states(self, batch: TokenBatch) -> tuple[OwnTokens, torch.Tensor]:
         """The tokens of a micro-batch that this worker runs, and their last hidden states [tokens, hidden size]."""
-        own = divide(self.sequence, input_ids, attention_mask, position_ids)
-        return own, self.hidden(own.input_ids, own.attention_mask, own.position_ids).flatten(0, 1)
+        own = divide(self.sequence, batch)
+        return own, self.hidden(own).flatten(0, 1)
 
 
 class CausalLogprobs(ModelModule):
@@ -247,32 +242,16 @@ class CausalLogprobs(ModelModule):
         if not self.split_head:
             logger.info("%s computes its logits in a nonstandard way: using full logits", type(model).__name__)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        targets: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        kept: Ragged | None = None,
-        temperature: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32 [T]; the arguments are the fields of a `TokenBatch`.
+    def forward(self, *, batch: TokenBatch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropies), float32 [T], of the distribution over the tokens in `batch.kept`.
 
-        Both are of the distribution over the tokens in `kept`. `temperature` overrides the module's.
+        `temperature` overrides the module's.
         """
         temperature = temperature or self.temperature
-        if self.split_head:
-            own, hidden = self.states(input_ids, attention_mask, position_ids)
-            at = own.find(positions)
-            logprobs, entropies = self.of_hidden(
-                hidden[at.local], targets[at.chosen], temperature, None if kept is None else at.of(kept)
-            )
-        else:
-            own, logits = self._full_logits(input_ids, attention_mask, position_ids)
-            at = own.find(positions)
-            own_kept = None if kept is None else at.of(kept)
-            logprobs, entropies = self._measure(logits[at.local], targets[at.chosen], temperature, own_kept)
+        own, found = self._outputs(batch)
+        at = own.find(batch.positions)
+        measure = self.of_hidden if self.split_head else self._measure
+        logprobs, entropies = measure(found[at.local], batch.targets[at.chosen], temperature, at.of(batch.kept))
         return at.gather(logprobs), at.gather(entropies)
 
     def of_hidden(
@@ -280,7 +259,7 @@ class CausalLogprobs(ModelModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies), float32 [T], of the backbone's states [T, hidden size] that predict `targets`.
 
-        `kept`: see :meth:`forward`.
+        Both are of the distribution over the tokens in `kept`.
         """
         head = self.model.get_output_embeddings()
         if isinstance(head, Float32Logits) and head.takes_targets and kept is None and self.softcap is None:
@@ -305,37 +284,23 @@ class CausalLogprobs(ModelModule):
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
-    def distributions(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        kept: Ragged | None = None,
-    ) -> torch.Tensor:
+    @torch.no_grad()
+    def distributions(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient.
 
-        The arguments are the same as :meth:`forward`'s; tokens outside `kept` have -inf.
+        Tokens outside `batch.kept` have -inf.
         """
-        with torch.no_grad():
-            if self.split_head:
-                own, hidden = self.states(input_ids, attention_mask, position_ids)
-                at = own.find(positions)
-                logits = self.logits(hidden[at.local])
-            else:
-                own, every = self._full_logits(input_ids, attention_mask, position_ids)
-                at = own.find(positions)
-                logits = every[at.local]
-            own_kept = None if kept is None else at.of(kept)
-            return at.gather(torch.log_softmax(_of_sampler(logits, self.temperature, own_kept), -1))
+        own, found = self._outputs(batch)
+        at = own.find(batch.positions)
+        logits = self.logits(found[at.local]) if self.split_head else found[at.local]
+        return at.gather(torch.log_softmax(_of_sampler(logits, self.temperature, at.of(batch.kept)), -1))
 
-    def _full_logits(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> tuple[OwnTokens, torch.Tensor]:
-        """Like `states`, with the model's own logits."""
-        own = divide(self.sequence, input_ids, attention_mask, position_ids)
-        arguments = self.inputs(own.input_ids, own.attention_mask, own.position_ids)
-        return own, self.model(**arguments).logits.flatten(0, 1)
+    def _outputs(self, batch: TokenBatch) -> tuple[OwnTokens, torch.Tensor]:
+        """`states`, or the model's own logits if the head cannot be run apart."""
+        if self.split_head:
+            return self.states(batch)
+        own = divide(self.sequence, batch)
+        return own, self.model(**self.inputs(own)).logits.flatten(0, 1)
 
     def _head(
         self, hidden: torch.Tensor, targets: torch.Tensor, kept: Ragged | None, temperature: float
@@ -386,7 +351,7 @@ def _head_is_linear(wrapper: CausalLogprobs) -> bool:
     ids = torch.arange(4, device=model.device)[None, :]
     with evaluating(model), torch.no_grad():
         own = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        ours = wrapper.logits(wrapper.hidden(ids, torch.ones_like(ids)))
+        ours = wrapper.logits(wrapper.hidden(OwnTokens(ids, torch.ones_like(ids), None)))
     tolerance = 1e-2 * float(own.abs().max())
     return own.shape == ours.shape and float((own.float() - ours.float()).abs().max()) <= tolerance
 
@@ -399,19 +364,11 @@ class TokenValues(ModelModule):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        targets: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        kept: Ragged | None = None,
-    ) -> torch.Tensor:
+    def forward(self, *, batch: TokenBatch) -> torch.Tensor:
         """float32 [T]. The value of a state depends neither on the token sampled in it nor on those it was one of:
         `targets` and `kept` are unused."""
-        own, hidden = self.states(input_ids, attention_mask, position_ids)
-        at = own.find(positions)
+        own, hidden = self.states(batch)
+        at = own.find(batch.positions)
         return at.gather(self.model.get_submodule("score")(hidden[at.local])[:, 0])
 
 
@@ -425,28 +382,21 @@ class RewardScores(ModelModule):
         self.language = language
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        targets: torch.Tensor,
-        last: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        read_at: torch.Tensor | None = None,
+        self, *, batch: TokenBatch, read_at: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(scores float32 [B], token scores float32 [N], logprobs float32 [T] or None).
 
         `read_at`: int64 [N], the tokens whose scores are returned, as indices into the flattened tokens; none of them
-        by default. The other arguments are the fields of a `TokenBatch`.
+        by default.
         """
-        own, hidden = self.states(input_ids, attention_mask, position_ids)
-        read = own.find(last if read_at is None else torch.cat([last, read_at]))
+        own, hidden = self.states(batch)
+        read = own.find(batch.last if read_at is None else torch.cat([batch.last, read_at]))
         values = read.gather(self.model.get_submodule("score")(hidden[read.local])[:, 0])
-        scores, token_scores = values[: len(last)], values[len(last) :]
+        scores, token_scores = values[: len(batch.last)], values[len(batch.last) :]
         if self.language is None:
             return scores, token_scores, None
-        at = own.find(positions)
-        logprobs, _ = self.language.of_hidden(hidden[at.local], targets[at.chosen], self.language.temperature)
+        at = own.find(batch.positions)
+        logprobs, _ = self.language.of_hidden(hidden[at.local], batch.targets[at.chosen], self.language.temperature)
         return scores, token_scores, at.gather(logprobs)
 
 
@@ -482,9 +432,7 @@ def share_backbone(
 def score(module: nn.Module, batch: TokenBatch) -> torch.Tensor:
     """Log-probs (first output) or values of a batch's response tokens, float32 [T], without gradient or dropout."""
     with evaluating(module):
-        output = module(
-            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids, batch.kept
-        )
+        output = module(batch=batch)
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from troupe.workers.models import packed_attention
 from troupe.workers.models.ragged import Ragged
-from troupe.workers.models.token_batch import is_table, segment_table
+from troupe.workers.models.token_batch import TokenBatch, is_table, segment_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,9 +53,9 @@ class Places:
     """Number of tokens asked for."""
     sequence: SequenceGroup | None = None
 
-    def of(self, rows: Ragged) -> Ragged:
-        """Selects the chosen tokens' rows of `rows` in host memory, one for each token asked for."""
-        return rows if isinstance(self.chosen, slice) else rows.take(self.chosen.cpu())
+    def of(self, rows: Ragged | None) -> Ragged | None:
+        """The chosen tokens' rows of `rows` in host memory, which has one for each token asked for, or None of None."""
+        return rows if rows is None or isinstance(self.chosen, slice) else rows.take(self.chosen.cpu())
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """The values of all tokens asked for, [count, ...], from the chosen ones' values. Collective over the group.
@@ -90,12 +90,7 @@ class OwnTokens:
         return Places(chosen, local[chosen], len(positions), self.sequence)
 
 
-def divide(
-    sequence: SequenceGroup | None,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-) -> OwnTokens:
+def divide(sequence: SequenceGroup | None, batch: TokenBatch) -> OwnTokens:
     """This worker's part of a micro-batch. The row is padded with a separate segment to a multiple of the group.
 
     The filler batch, one token without a response, is not divided.
@@ -103,10 +98,11 @@ def divide(
     Raises:
         ValueError: the micro-batch is padded instead of packed.
     """
-    packed = attention_mask is not None and is_table(attention_mask)
+    input_ids, attention_mask, position_ids = batch.input_ids, batch.attention_mask, batch.position_ids
+    packed = is_table(attention_mask)
     if sequence is None or (input_ids.numel() == 1 and not packed):
         return OwnTokens(input_ids, attention_mask, position_ids)
-    if attention_mask is None or not packed or position_ids is None:
+    if not packed or position_ids is None:
         raise ValueError("sequence parallelism divides packed rows only")
     tokens = input_ids.shape[1]
     length = -(-tokens // sequence.size)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, cast
 
 import pyarrow as pa
 import torch
@@ -14,7 +15,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from troupe.workers.algorithms.policy_loss import LossOutput
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import CriticConfig, Device, ModelConfig, PolicyConfig, Rendezvous
+from troupe.workers.contract.config import Device, ModelConfig, RankConfig, Rendezvous
 from troupe.workers.contract.messages import (
     KEPT_BATCH,
     KEPT_TEXTS,
@@ -25,15 +26,15 @@ from troupe.workers.contract.messages import (
     UpdateMetrics,
     WorkerHealth,
 )
-from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.kept_tables import picked, write_tables
 from troupe.workers.models.capabilities import adapt, use_liger
-from troupe.workers.models.modeling import ModelModule, score_plan
+from troupe.workers.models.modeling import CausalLogprobs, ModelModule, head_chunks, load_causal, score_plan
 from troupe.workers.models.sequence_parallel import SequenceGroup
+from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.background_save import BackgroundWriter
-from troupe.workers.training.deepspeed_engine import StepResult, TrainEngine
+from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import (
     all_reduce,
     join_group,
@@ -42,26 +43,52 @@ from troupe.workers.training.group import (
     rendezvous_store,
     sequence_group,
 )
-from troupe.workers.training.meter import UpdateMeter
+from troupe.workers.training.meter import UpdateMeter, profiled
 from troupe.workers.training.model_adapter import ModelAdapter
-from troupe.workers.training.zero3 import FrozenModule, place_frozen
+from troupe.workers.training.zero3 import FrozenModule, partitioner_for, place_frozen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TrainingRank(ABC):
+class Output(Protocol):
+    """What is computed of one micro-batch."""
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Scalar, with gradient."""
+        ...
+
+    def statistics(self) -> Self:
+        """The same without the graph of the loss."""
+        ...
+
+
+OutputT = TypeVar("OutputT", bound=Output)
+ConfigT = TypeVar("ConfigT", bound=RankConfig)
+
+Work = Callable[[Forward], tuple[TokenBatch, OutputT]]
+"""Cuts a micro-batch, so that only one is in memory at a time, and computes its output."""
+
+
+@dataclass(frozen=True)
+class Update(Generic[OutputT]):
+    """One optimizer step and what it was computed from."""
+
+    step: StepResult
+    outputs: Sequence[OutputT]
+    meter: UpdateMeter
+    sequences: int
+
+
+class TrainingRank(ABC, Generic[ConfigT]):
     """One process of a training group. Methods that use the model are collective: all ranks call them in one order."""
 
-    def __init__(self, config: PolicyConfig | CriticConfig | OfflineConfig, name: str) -> None:
+    def __init__(self, config: ConfigT, name: str) -> None:
         pickle_tables()
+        self._config = config
         self._name = name
         self._device: Device = config.device
-        self._source = config.model
-        self._seed = config.seed
-        self._trainer = config.trainer
-        self._lora = config.lora
-        self._total_updates = config.total_updates
         self._version = 0
         self._packs = False
         self._store: TCPStore | None = None
@@ -75,7 +102,8 @@ class TrainingRank(ABC):
     @property
     def _below(self) -> ModelConfig:
         """The model to load: adapters that train are not added to its weights."""
-        return self._source if self._lora is None else self._source.model_copy(update={"adapter": None})
+        source = self._config.model
+        return source if self._config.lora is None else source.model_copy(update={"adapter": None})
 
     @property
     def engine(self) -> TrainEngine:
@@ -94,8 +122,8 @@ class TrainingRank(ABC):
         """Become a rank of the training group."""
         if self._engine is not None:
             raise RuntimeError(f"{self._name} has already been started")
-        prepare_torch(self._trainer.threads)
-        torch.manual_seed(self._seed)
+        prepare_torch(self._config.trainer.threads)
+        torch.manual_seed(self._config.seed)
         announce(Activity.GROUP)
         join_group(rendezvous, self._device, self._store)
 
@@ -110,22 +138,47 @@ class TrainingRank(ABC):
 
     def _train(self, module: ModelModule, model: PreTrainedModel, dtype: torch.dtype) -> ModelAdapter | None:
         """Put a model into DeepSpeed. Returns its adapters if only they train, else None."""
-        adapter = None if self._lora is None else ModelAdapter(model, self._lora, self._source, self._seed)
-        self._sequence = sequence_group(self._trainer.sequence_parallel_size)
-        if self._trainer.kernels == "liger":
+        config, trainer = self._config, self._config.trainer
+        adapter = None if config.lora is None else ModelAdapter(model, config.lora, config.model, config.seed)
+        self._sequence = sequence_group(trainer.sequence_parallel_size)
+        if trainer.kernels == "liger":
             use_liger(model, self._device)
-        self._packs = adapt(module, model, self._device, self._trainer.packing, self._sequence)
+        self._packs = adapt(module, model, self._device, trainer.packing, self._sequence)
         announce(Activity.TRAINER)
-        self._engine = TrainEngine(module, model, self._trainer, self._total_updates, self._device, dtype, adapter)
+        self._engine = TrainEngine(module, model, trainer, config.total_updates, self._device, dtype, adapter)
         return adapter
+
+    def _train_policy(self, reference: ModelConfig | None, temperature: float, entropy_grad: bool = False) -> None:
+        """Load a causal language model into DeepSpeed, and beside it a frozen reference.
+
+        Args:
+            reference: The reference, or None for none. If adapters train on it, it is the model without them.
+            temperature: Of both models' log-probs.
+            entropy_grad: Whether the trained model's entropies have a gradient.
+        """
+        announce(Activity.MODEL)
+        model = load_causal(self._below, partitioner_for(self._config.model, self._config.trainer))
+        adapter = self._train(self._logprobs(model, temperature, entropy_grad), model, model.dtype)
+        if adapter is not None and reference == self._config.model:
+            self._base_of = adapter
+        elif reference is not None:
+            frozen = load_causal(reference, partitioner_for(reference, self._config.trainer))
+            self._refer_to(self._logprobs(frozen, temperature), frozen)
+
+    def _logprobs(self, model: PreTrainedModel, temperature: float, entropy_grad: bool = False) -> CausalLogprobs:
+        return CausalLogprobs(model, temperature, self._head_chunks(model), entropy_grad)
+
+    def _head_chunks(self, model: PreTrainedModel) -> int:
+        vocabulary = model.config.get_text_config().vocab_size
+        return head_chunks(vocabulary, self._config.trainer.worker_tokens, self._device)
 
     def _refer_to(self, module: ModelModule, model: PreTrainedModel) -> None:
         """Keep a frozen reference next to the trained model."""
-        if self._trainer.kernels == "liger":
+        if self._config.trainer.kernels == "liger":
             use_liger(model, self._device)
         # Both score the same micro-batches.
         self._packs = adapt(module, model, self._device, self._packs, self._sequence) and self._packs
-        self._reference = place_frozen(module, self._trainer, self.engine.device)
+        self._reference = place_frozen(module, self._config.trainer, self.engine.device)
 
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
         """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
@@ -143,8 +196,55 @@ class TrainingRank(ABC):
         return score_plan(self._reference.module, plan, tables, "ref_logprobs", self.engine.device)
 
     def _meter(self) -> UpdateMeter:
-        """Measures one update."""
+        """Measures an update that begins now."""
         return UpdateMeter(cast(ModelModule, self.engine.module), self._device)
+
+    def _update(
+        self, plan: RankPlan, work: Sequence[Work[OutputT]], meter: UpdateMeter | None = None
+    ) -> Update[OutputT]:
+        """One optimizer step on the sum of the losses, of which a profile is written if the plan asks for it.
+
+        Args:
+            plan: Work of this rank.
+            work: Its micro-batches.
+            meter: Of an update that has begun already, or None if it begins now.
+        """
+        meter = meter or self._meter()
+        outputs: list[OutputT] = []
+
+        def loss_of(forward: Forward, compute: Work[OutputT]) -> torch.Tensor:
+            micro_batch, output = compute(forward)
+            meter.note(micro_batch)
+            outputs.append(output.statistics())
+            return output.loss
+
+        with profiled(plan.trace, self._device):
+            step = self.engine.update(work, loss_of)
+        return Update(step, outputs, meter, sum(map(len, plan.micro_batches)))
+
+    def _loss_metrics(self, update: Update[LossOutput]) -> UpdateMetrics:
+        """Metrics of an update on a TRAIN table: means per loss token, and maxima over all ranks. Collective."""
+        terms, sums = added(output.terms for output in update.outputs), added(output.sums for output in update.outputs)
+        maxima: dict[str, float] = {}
+        for output in update.outputs:
+            for name, value in output.maxima.items():
+                highest = float(value)
+                maxima[name] = max(maxima.get(name, highest), highest)
+        totals = all_reduce(sums, self._device, "sum")
+        tokens = totals.pop("tokens")
+        means = {name: total / max(tokens, 1.0) for name, total in totals.items()}
+        values = means | all_reduce(maxima, self._device, "max")
+        return self._metrics(update, terms | {"tokens": sums["tokens"]}, values)
+
+    def _metrics(self, update: Update[OutputT], sums: dict[str, float], values: dict[str, float]) -> UpdateMetrics:
+        """These metrics of an update's outputs, and the metrics of its step and speed. Collective."""
+        step = update.step
+        return UpdateMetrics(
+            sums=sums | {"sequences": float(update.sequences)},
+            values=values | update.meter.metrics() | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
+            skipped=step.skipped,
+            peak=own_peak(self._device),
+        )
 
     def packs(self) -> bool:
         """Whether all models of the rank take the rows of a micro-batch concatenated, without padding."""
@@ -175,8 +275,8 @@ class TrainingRank(ABC):
         """
         self._require_written()
         state = self.engine.copy_state(directory)
-        exports = self.engine.copy_export(model, self._source) if model else []
-        exports += self.engine.copy_average(average, self._source) if average else []
+        exports = self.engine.copy_export(model, self._config.model) if model else []
+        exports += self.engine.copy_average(average, self._config.model) if average else []
         self._writer.start(directory, state, exports)
 
     def _require_written(self) -> None:
@@ -190,7 +290,7 @@ class TrainingRank(ABC):
 
     def try_save(self, directory: str) -> None:
         """Write what a checkpoint and an export consist of, with a small part of the weights."""
-        self.engine.try_save(directory, self._source)
+        self.engine.try_save(directory, self._config.model)
 
     def load(self, directory: str) -> int:
         """Resume from a checkpoint; returns the number of ranks that wrote it. It is unpickled: verify it first."""
@@ -213,11 +313,11 @@ class TrainingRank(ABC):
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face folder with the current weights."""
-        self.engine.export(directory, self._source)
+        self.engine.export(directory, self._config.model)
 
     def export_average(self, directory: str) -> None:
         """Write a Hugging Face folder with the moving average of the weights."""
-        self.engine.export_average(directory, self._source)
+        self.engine.export_average(directory, self._config.model)
 
     def health(self) -> WorkerHealth:
         """Health of the worker."""
@@ -237,28 +337,13 @@ class TrainingRank(ABC):
         self._store = None
 
 
-def update_metrics(
-    step: StepResult, outputs: Sequence[LossOutput], meter: UpdateMeter, device: Device, sequences: int
-) -> UpdateMetrics:
-    """Metrics of one update. Collective.
-
-    `sums` has this rank's share of the loss, `values` the means per loss token and the maxima over all ranks.
-    """
-    terms, sums = (
-        {name: sum(float(part[name]) for part in parts) for name in parts[0]}
-        for parts in ([output.terms for output in outputs], [output.sums for output in outputs])
-    )
-    maxima = {name: max(float(output.maxima[name]) for output in outputs) for name in outputs[0].maxima}
-    totals = all_reduce(sums, device, "sum")
-    tokens = totals.pop("tokens")
-    means = {name: total / max(tokens, 1.0) for name, total in totals.items()}
-    values = means | all_reduce(maxima, device, "max") | meter.metrics()
-    return UpdateMetrics(
-        sums=terms | {"tokens": sums["tokens"], "sequences": float(sequences)},
-        values=values | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
-        skipped=step.skipped,
-        peak=own_peak(device),
-    )
+def added(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """The sums of scalars by name."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + float(value)
+    return total
 
 
 def worker_health(name: str, version: int, device: Device) -> WorkerHealth:

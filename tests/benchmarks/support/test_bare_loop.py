@@ -65,9 +65,7 @@ def test_bare_loop_has_the_products_gradient(tiny_model: Path) -> None:
     assert len(ranks.micro_batches) > 1
     loss = 0.0
     for micro_batch in table.batches(ranks):
-        logprobs, entropy = module(
-            micro_batch.input_ids, micro_batch.attention_mask, micro_batch.positions, micro_batch.targets
-        )
+        logprobs, entropy = module(batch=micro_batch)
         rollout_logprobs = table.floats("rollout_logprobs", micro_batch)
         assert rollout_logprobs is not None
         weights = token_weights(

@@ -129,8 +129,7 @@ def loss_of(model: PreTrainedModel, table: pa.Table, plans: list[RankPlan], conf
     for plan in plans:
         for rows in plan.micro_batches:
             batch = tokens.cut(rows, plan)
-            inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids)
-            logprobs, entropy = module(*inputs)
+            logprobs, entropy = module(batch=batch)
             flat = policy_tokens(tokens, batch, plan, config, 6, logprobs, entropy)
             total = total + policy_loss(flat, config).loss
     return total

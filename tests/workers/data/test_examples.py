@@ -358,10 +358,10 @@ def test_packed_examples_are_isolated(tokenizer: Any, tmp_path: Path, tiny_model
     tokens, packed = (table.cut(range(4), plan, "cpu").tokens for plan in (PADDED, replace(PADDED, packed=True)))
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     module = CausalLogprobs(model, 1.0)
-    padded = module(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)[0]
+    padded = module(batch=tokens)[0]
     assert adapt(module, model, "cpu", packing=True)
     assert tokens.padding == tokens.input_ids.numel() - packed.input_ids.numel() > packed.padding == 0
-    together = module(packed.input_ids, packed.attention_mask, packed.positions, packed.targets, packed.position_ids)[0]
+    together = module(batch=packed)[0]
     assert torch.allclose(together, padded, atol=1e-5)
     gradients = [torch.autograd.grad(found.sum(), list(model.parameters())) for found in (padded, together)]
     for one, two in zip(*gradients, strict=True):

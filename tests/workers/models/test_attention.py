@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, str, bool]] = {
 
 def measured(module: CausalLogprobs, batch: TokenBatch) -> list[torch.Tensor]:
     """Log-probs of a batch, and the gradient of a weighted sum of them in every parameter."""
-    logprobs, _ = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids)
+    logprobs, _ = module(batch=batch)
     scale = torch.linspace(-1.0, 2.0, len(logprobs))
     parameters = [parameter for _, parameter in sorted(module.model.named_parameters())]
     gradients = torch.autograd.grad((logprobs * scale).sum(), parameters, allow_unused=True)

@@ -32,6 +32,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.token_batches import batch_of
 from tests.workers.models.test_modeling import SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.models.capabilities import adapt, check_deterministic
@@ -77,7 +78,7 @@ IDS = torch.tensor([[5, 9, 12, 31, 7, 44, 8, 21, 3, 40]])
 
 def logprobs(module: torch.nn.Module) -> torch.Tensor:
     """float32 [9], of all tokens but the first."""
-    return module(IDS, torch.ones_like(IDS), torch.arange(IDS.shape[1] - 1), IDS[0, 1:])[0]
+    return module(batch=batch_of(IDS, torch.arange(IDS.shape[1] - 1)))[0]
 
 
 def loaded(config: PreTrainedConfig, folder: Path) -> CausalLogprobs:

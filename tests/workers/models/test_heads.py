@@ -212,7 +212,7 @@ def test_a_tied_weight_gets_the_same_gradient_in_one_tensor(
         assert isinstance(embedding, nn.Embedding) and embedding.sparse == (shared and family != "llama")
         module = CausalLogprobs(model, temperature=0.7, chunks=2).eval()
         for _ in range(2):  # the second is added to the first
-            module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)[0].sum().backward()
+            module(batch=batch)[0].sum().backward()
         found.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
     assert found[0].keys() == found[1].keys()
     tolerance = 1e-5 if dtype == "float32" else 2e-2
@@ -229,7 +229,7 @@ def test_gradients_of_a_float32_model_are_those_of_its_whole_logits(family: str,
     model = load_causal(ModelConfig(path=str(tmp_path), dtype="float32"))
     assert isinstance(model.get_output_embeddings(), Float32Logits)
     module = CausalLogprobs(model, temperature=0.7, chunks=3, entropy_grad=True).eval()
-    logprobs, entropies = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+    logprobs, entropies = module(batch=batch)
     (logprobs.sum() + 0.3 * entropies.sum()).backward()
     found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
@@ -256,7 +256,7 @@ def test_log_probs_are_exact_for_the_states_of_a_bfloat16_model(family: str, tmp
         module = CausalLogprobs(model, temperature=0.7, chunks=3).eval()
         assert module.split_head
         with torch.no_grad():
-            states = module.hidden(batch.input_ids, batch.attention_mask).flatten(0, 1)[batch.positions].double()
+            states = module.states(batch)[1][batch.positions].double()
         output = model.get_output_embeddings()
         assert isinstance(output, nn.Linear) and output.weight.dtype == torch.bfloat16
         logits = states @ output.weight.detach().double().T

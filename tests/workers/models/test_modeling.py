@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from tests.token_batches import batch_of
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import CHUNK_LOGITS, ModelConfig
 from troupe.workers.contract.messages import RankPlan, token_scores
@@ -75,7 +76,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def run(module: torch.nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    return module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+    return module(batch=batch)
 
 
 def one_by_one(model: torch.nn.Module, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,9 +132,7 @@ def test_samples_behind_one_prompt_equal_single_samples(family: str, tmp_path: P
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = []
     for batch in (table.batch(rows), table.packed_batch(rows), table.packed_batch(rows, shared=True)):
-        logprobs, entropies = module(
-            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids
-        )
+        logprobs, entropies = module(batch=batch)
         scale = torch.arange(1.0, len(logprobs) + 1)
         gradients = torch.autograd.grad(
             (logprobs * scale).sum() + (entropies * scale).sum(), parameters, allow_unused=True
@@ -164,7 +163,7 @@ def test_distributions_are_the_models_own(family: str, tmp_path: Path) -> None:
     model = load_causal(save_model(FAMILIES[family], tmp_path))
     batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
     module = CausalLogprobs(model, temperature=0.7, chunks=3)
-    found = module.distributions(batch.input_ids, batch.attention_mask, batch.positions)
+    found = module.distributions(batch)
     assert found.shape == (len(batch.targets), 50) and not found.requires_grad
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(found)))
     logprobs, entropies = one_by_one(model.eval(), 0.7)
@@ -178,8 +177,7 @@ def test_distributions_behind_one_prompt_equal_single_samples(llama: ModelConfig
     assert adapt(module, model, "cpu", packing=True)
     table, rows = grouped(), [0, 1, 2, 3, 4, 6, 5]
     alone, together = (
-        module.distributions(batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids)
-        for batch in (table.batch(rows), table.packed_batch(rows, shared=True))
+        module.distributions(batch) for batch in (table.batch(rows), table.packed_batch(rows, shared=True))
     )
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
@@ -188,8 +186,7 @@ def test_another_temperature_for_one_pass(llama: ModelConfig) -> None:
     model = load_causal(llama)
     batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
     module = CausalLogprobs(model, temperature=0.7, chunks=3)
-    inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
-    logprobs, _ = module(*inputs, temperature=1.0)
+    logprobs, _ = module(batch=batch, temperature=1.0)
     torch.testing.assert_close(logprobs, one_by_one(model.eval(), 1.0)[0], rtol=1e-4, atol=1e-5)
 
 
@@ -219,10 +216,11 @@ def test_a_nonstandard_head_falls_back_to_full_logits(tmp_path: Path) -> None:
     module = CausalLogprobs(model, temperature=1.0, chunks=3)
     assert not module.split_head
     ids = torch.tensor([[5, 6, 7, 8]])
-    logprobs, _ = module(ids, torch.ones_like(ids), torch.tensor([1, 2]), torch.tensor([7, 8]))
+    batch = batch_of(ids, torch.tensor([1, 2]))
+    logprobs, _ = module(batch=batch)
     expected = model(ids).logits.log_softmax(-1)
     torch.testing.assert_close(logprobs, torch.stack([expected[0, 1, 7], expected[0, 2, 8]]), rtol=1e-4, atol=1e-5)
-    whole = module.distributions(ids, torch.ones_like(ids), torch.tensor([1, 2]))
+    whole = module.distributions(batch)
     torch.testing.assert_close(whole, expected[0, 1:3], rtol=1e-4, atol=1e-5)
 
 

@@ -164,9 +164,7 @@ def test_layers_that_recompute_give_the_gradients_of_padded_rows(reentrant: bool
             model.enable_input_require_grads()
         cut = table.packed_batch if checkpointing else table.batch
         batch = cut(range(len(SAMPLES)))
-        logprobs, _ = module.train()(
-            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids
-        )
+        logprobs, _ = module.train()(batch=batch)
         model.zero_grad()
         (logprobs * torch.arange(1.0, len(logprobs) + 1)).sum().backward()
         found.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])

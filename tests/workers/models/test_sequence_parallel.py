@@ -20,10 +20,7 @@ NO_GROUP: Any = None
 @pytest.mark.parametrize("size", [2, 3, 5, 16, 64])
 def test_the_parts_of_a_row_are_the_row_and_a_segment_of_padding(size: int) -> None:
     batch = TABLE.packed_batch(range(len(SAMPLES)))
-    parts = [
-        divide(SequenceGroup(NO_GROUP, size, rank), batch.input_ids, batch.attention_mask, batch.position_ids)
-        for rank in range(size)
-    ]
+    parts = [divide(SequenceGroup(NO_GROUP, size, rank), batch) for rank in range(size)]
     tokens = batch.input_ids.shape[1]
     widths = {part.input_ids.shape[1] for part in parts}
     assert widths == {-(-tokens // size)}
@@ -47,17 +44,17 @@ def test_a_row_of_one_token_is_divided_and_the_filler_is_not() -> None:
     """Each worker runs the filler, which has no loss; a token with a score must count once."""
     group = SequenceGroup(NO_GROUP, 2, 1)
     filler = TABLE.batch([])
-    own = divide(group, filler.input_ids, filler.attention_mask, filler.position_ids)
+    own = divide(group, filler)
     assert own.sequence is None and own.input_ids.numel() == 1
     alone = TokenTable(train_table([([7], [])])).packed_batch([0])
-    own = divide(group, alone.input_ids, alone.attention_mask, alone.position_ids)
+    own = divide(group, alone)
     assert own.sequence is group and len(own.find(alone.last).local) == 0
 
 
 def test_padded_rows_are_not_divided() -> None:
     batch = TABLE.batch(range(2))
     with pytest.raises(ValueError, match="packed rows only"):
-        divide(SequenceGroup(NO_GROUP, 2, 0), batch.input_ids, batch.attention_mask, batch.position_ids)
-    whole = divide(None, batch.input_ids, batch.attention_mask, batch.position_ids)
+        divide(SequenceGroup(NO_GROUP, 2, 0), batch)
+    whole = divide(None, batch)
     at = whole.find(batch.positions)
     assert whole.input_ids is batch.input_ids and at.gather(batch.targets) is batch.targets

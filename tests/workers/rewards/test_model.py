@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from tests.token_batches import batch_of
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.data.turn_ends import padding_besides
@@ -36,12 +37,6 @@ def batch() -> TokenBatch:
     return TokenTable(pa.table(columns)).batch(range(3))
 
 
-def fields(batch: TokenBatch) -> tuple[torch.Tensor | None, ...]:
-    """The arguments of `RewardScores`."""
-    tokens = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
-    return (*tokens, batch.last, batch.position_ids)
-
-
 def with_head(config: ModelConfig) -> Any:
     """A reward model whose head is not zero."""
     model = load_value(config)
@@ -55,7 +50,7 @@ def test_scores_are_those_of_the_plain_classifier(tiny_model: Path, tmp_path: Pa
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     ids = batch.input_ids.masked_fill(batch.attention_mask == 0, plain.config.pad_token_id)
     with torch.no_grad():
-        scores, _, logprobs = RewardScores(model)(*fields(batch))
+        scores, _, logprobs = RewardScores(model)(batch=batch)
         wanted = plain(input_ids=ids, attention_mask=batch.attention_mask).logits[:, 0]
     assert logprobs is None
     assert torch.allclose(scores, wanted, atol=1e-5)
@@ -65,14 +60,14 @@ def test_the_score_of_a_token_is_that_of_a_sequence_that_ends_there(tiny_model: 
     """So that of the last token is the score in use."""
     module = RewardScores(with_head(ModelConfig(path=str(tiny_model), dtype="float32")))
     with torch.no_grad():
-        scores, token_scores, _ = module(*fields(batch), read_at=batch.positions + 1)
+        scores, token_scores, _ = module(batch=batch, read_at=batch.positions + 1)
         assert torch.allclose(token_scores[batch.lengths.cumsum(0) - 1], scores, atol=1e-6)
         rows = [[5, 6, 7, 11, 2], [8, 9, 12, 13, 14, 2], [10, 15]]
         wanted = []
         for row, response in zip(rows, batch.lengths.tolist(), strict=True):
             for end in range(len(row) - response + 1, len(row) + 1):
                 ids = torch.tensor([row[:end]])
-                wanted.append(module(ids, torch.ones_like(ids), *(ids[0, :0],) * 2, torch.tensor([end - 1]))[0])
+                wanted.append(module(batch=batch_of(ids, ids[0, :0], torch.tensor([end - 1])))[0])
     assert torch.allclose(token_scores, torch.cat(wanted), atol=1e-5)
 
 
@@ -80,8 +75,8 @@ def test_the_language_head_shares_the_scored_backbone(tiny_model: Path, batch: T
     config = ModelConfig(path=str(tiny_model), dtype="float32")
     model = with_head(config)
     module = RewardScores(model, share_backbone(model, config, chunks=2))
-    scores, _, logprobs = module(*fields(batch))
-    wanted, _ = CausalLogprobs(load_causal(config), 1.0)(*fields(batch)[:4])
+    scores, _, logprobs = module(batch=batch)
+    wanted, _ = CausalLogprobs(load_causal(config), 1.0)(batch=batch)
     assert logprobs is not None
     assert torch.allclose(logprobs, wanted, atol=1e-5)
     # One set of parameters: the likelihood teaches the embeddings that the score is computed from.
@@ -112,9 +107,8 @@ def test_an_untied_language_head_is_kept_with_the_score(tmp_path: Path, batch: T
     """The saved folder has both trained heads."""
     config = base_model(tmp_path / "base", tied=False)
     module = RewardScores(model := with_head(config), share_backbone(model, config, chunks=1))
-    inputs = fields(batch)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scores, _, logprobs = module(*inputs)
+    scores, _, logprobs = module(batch=batch)
     assert logprobs is not None
     (scores.sum() + logprobs.sum()).backward()
     optimizer.step()
@@ -127,7 +121,7 @@ def test_an_untied_language_head_is_kept_with_the_score(tmp_path: Path, batch: T
     assert not torch.equal(load_causal(config).state_dict()[head], weights[f"language.model.{head}"])
     again = RewardScores(model := load_value(trained), share_backbone(model, trained, chunks=1))
     with torch.no_grad():
-        assert all(torch.equal(one, two) for one, two in zip(again(*inputs), module(*inputs), strict=True))
+        assert all(torch.equal(one, two) for one, two in zip(again(batch=batch), module(batch=batch), strict=True))
 
 
 def test_a_tied_language_head_adds_no_weight(tmp_path: Path) -> None:
@@ -208,7 +202,7 @@ def test_scores_with_bfloat16_weights_are_those_of_training(
     saved_scorer(LlamaConfig(**TINY), tmp_path, tiny_model)
     config = ModelConfig(path=str(tmp_path), dtype="bfloat16")
     with torch.no_grad():
-        trained, _, _ = RewardScores(load_value(config).eval())(*fields(batch))
+        trained, _, _ = RewardScores(load_value(config).eval())(batch=batch)
     model = RewardModel(config, 4096, "cpu")
     assert model.packs
     padded, packed = model._padded(ROWS), model._packed(ROWS)

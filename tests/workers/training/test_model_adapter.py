@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
+from tests.token_batches import batch_of
 from troupe.orchestrator.training.checkpoint import CheckpointError, has_adapters, write_merged
 from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.models.adapter import Adapter
@@ -148,9 +149,8 @@ def test_the_gradient_of_an_adapter_is_that_of_all_weights_projected(base: Path)
     source = ModelConfig(path=str(base), dtype="float32")
     whole, adapted = load_causal(source), load_causal(source)
     adapter = ModelAdapter(adapted, LORA, source)
-    positions, targets = torch.arange(5), IDS[0, 1:]
     for model in (whole, adapted):
-        logprobs, _ = CausalLogprobs(model, temperature=1.0)(IDS, None, positions, targets)
+        logprobs, _ = CausalLogprobs(model, temperature=1.0)(batch=batch_of(IDS, torch.arange(5)))
         (-logprobs.mean()).backward()
     full = {name: parameter.grad for name, parameter in whole.named_parameters()}
     found = dict(adapter.named_parameters())
@@ -188,7 +188,7 @@ def test_the_head_of_a_reward_model_trains_whole_and_its_language_model_does_not
     with torch.no_grad():
         for _, parameter in adapter.named_parameters():
             parameter += 0.2 * torch.randn_like(parameter)
-    expected = module(IDS, None, torch.arange(5), IDS[0, 1:], torch.tensor([5]))[0].detach()
+    expected = module(batch=batch_of(IDS, torch.arange(5), torch.tensor([5])))[0].detach()
     folder, target = tmp_path / "adapter", tmp_path / "whole"
     adapter.write(folder, str(base), {name: tensor.clone() for name, tensor in adapter.published()})
     (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')
@@ -198,6 +198,6 @@ def test_the_head_of_a_reward_model_trains_whole_and_its_language_model_does_not
     torch.testing.assert_close(by_peft, expected, rtol=0, atol=1e-4)
     assert list(merge({"adapter": str(folder), "target": str(target)})) == [{"layers": 4}]
     merged = RewardScores(load_value(ModelConfig(path=str(target), dtype="float32")))
-    found = merged(IDS, None, torch.arange(5), IDS[0, 1:], torch.tensor([5]))[0].detach()
+    found = merged(batch=batch_of(IDS, torch.arange(5), torch.tensor([5])))[0].detach()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert expected.abs() > 1e-3
