@@ -69,7 +69,7 @@ OWNERS = {
     "deepspeed": ("workers.training",),
     "duckdb": ("orchestrator.insight.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
-    "peft": ("workers.audit", "workers.models.adapter"),
+    "peft": ("workers.audit", "workers.training.adapter"),
     "vllm": (
         "workers.rollout",
         "workers.measured_rollout",

@@ -36,7 +36,7 @@ AVERAGE = "model-average"
 """Folder of a checkpoint that holds the moving average of its weights, if the run keeps one."""
 SAMPLES = "samples"
 """Folder of a checkpoint that holds finished samples of open groups. A run resumes without what is damaged there."""
-_MERGE = "troupe.workers.training.model_adapter:merge"
+_MERGE = "troupe.workers.training.adapter:merge"
 _MERGE_S = 3600.0
 STATE = "state.json"
 MANIFEST = "manifest.json"

@@ -24,9 +24,8 @@ from tests.real.rollout_helpers import rollout_config
 from tests.real.test_lora_engine import Policy, agrees, rows
 from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.engine import settings
-from troupe.workers.models.adapter import Adapter
 from troupe.workers.rollout import RolloutWorker
-from troupe.workers.training.model_adapter import ModelAdapter
+from troupe.workers.training.adapter import Adapter, ModelAdapter
 from troupe.workers.weights.device_sender import device_sender
 from troupe.workers.weights.file import WeightPublisher
 

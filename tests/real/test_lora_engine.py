@@ -22,7 +22,7 @@ from troupe.workers.engine import settings
 from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep
 from troupe.workers.models.adapter_files import DESCRIPTION, Description, as_bytes
 from troupe.workers.rollout import RolloutWorker
-from troupe.workers.training.model_adapter import ModelAdapter
+from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.weights.file import WeightDigestMismatch, WeightPublisher, read_payload
 from troupe.workers.weights.store import WeightStore
 

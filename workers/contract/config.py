@@ -420,19 +420,13 @@ class EngineProcess(Frozen):
     enforce_eager: bool
 
 
-class JudgeConfig(Frozen):
-    """Configuration of one judge worker."""
+class EngineWorkerConfig(Frozen):
+    """Configuration of a worker with an engine."""
 
     model: ModelConfig
     engine: EngineConfig
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine, by name."""
-    max_tokens: int
-    """Longest answer, in tokens."""
-    temperature: GreedyOrTemperature
-    """0: greedy."""
-    structured: StructuredConfig | None
-    """A form that every answer has."""
     device: Device
 
     @property
@@ -440,6 +434,17 @@ class JudgeConfig(Frozen):
         """What its processes need to know before they import vLLM."""
         engine = self.engine
         return EngineProcess(device=self.device, threads=engine.threads, enforce_eager=engine.enforce_eager)
+
+
+class JudgeConfig(EngineWorkerConfig):
+    """Configuration of one judge worker."""
+
+    max_tokens: int
+    """Longest answer, in tokens."""
+    temperature: GreedyOrTemperature
+    """0: greedy."""
+    structured: StructuredConfig | None
+    """A form that every answer has."""
 
 
 ENVIRONMENTS = ("agent", "guess_number", "openenv", "retry", "single_turn", "tools", "verifiers")
@@ -616,17 +621,12 @@ class AdvantageConfig(Frozen):
     """returns, gae, n_step: clip the (scaled) sequence reward to plus or minus this."""
 
 
-class RolloutConfig(Frozen):
+class RolloutConfig(EngineWorkerConfig):
     """Configuration of one rollout worker."""
 
-    model: ModelConfig
-    engine: EngineConfig
-    engine_options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's engine, by name."""
     sampling: SamplingConfig
     seed: int
     transfer_backend: TransferBackend
-    device: Device
     episodes: dict[str, EpisodeConfig] = Field(default_factory=dict)
     """Bounds of an episode in each environment, by its name, empty for one without a name."""
     turn_forms: bool = False
@@ -637,12 +637,6 @@ class RolloutConfig(Frozen):
     """KV cache of each GPU, if others share it, or None for what vLLM finds free (`gpu_memory_utilization`)."""
     lora: LoraConfig | None = None
     """The policy's adapters, which the engine loads on top of the model, or None if it loads all weights."""
-
-    @property
-    def process(self) -> EngineProcess:
-        """What its processes need to know before they import vLLM."""
-        engine = self.engine
-        return EngineProcess(device=self.device, threads=engine.threads, enforce_eager=engine.enforce_eager)
 
 
 class RankConfig(Frozen):

@@ -33,6 +33,7 @@ from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_activity import Activity, announce
+from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.background_save import BackgroundWriter
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import (
@@ -44,7 +45,6 @@ from troupe.workers.training.group import (
     sequence_group,
 )
 from troupe.workers.training.meter import UpdateMeter, profiled
-from troupe.workers.training.model_adapter import ModelAdapter
 from troupe.workers.training.zero3 import FrozenModule, partitioner_for, place_frozen
 
 if TYPE_CHECKING:

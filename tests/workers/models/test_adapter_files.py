@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
 
 from troupe.workers.contract.config import LoraConfig, ModelConfig
-from troupe.workers.models.adapter import Adapter
 from troupe.workers.models.adapter_files import read_adapter
 from troupe.workers.models.modeling import load_causal, load_value
-from troupe.workers.training.model_adapter import ModelAdapter
+from troupe.workers.training.adapter import Adapter, ModelAdapter
 
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "down_proj"))
 IDS = torch.tensor([[3, 5, 7, 11, 2, 9]])

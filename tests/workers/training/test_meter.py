@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from troupe.workers.contract.config import LoraConfig
-from troupe.workers.models.adapter import Adapter
 from troupe.workers.models.modeling import ModelModule
 from troupe.workers.training import meter
+from troupe.workers.training.adapter import Adapter
 from troupe.workers.training.meter import PEAK_FLOPS, UpdateMeter, operations
 
 PARAMETERS = 10**9

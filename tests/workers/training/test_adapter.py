@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.token_batches import batch_of
 from troupe.orchestrator.training.checkpoint import CheckpointError, has_adapters, write_merged
 from troupe.workers.contract.config import LoraConfig, ModelConfig
-from troupe.workers.models.adapter import Adapter
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
-from troupe.workers.training.model_adapter import ModelAdapter, merge
+from troupe.workers.training.adapter import Adapter, ModelAdapter, merge
 
 LORA = LoraConfig(rank=3, alpha=5, rslora=True, targets=("q_proj", "down_proj"))
 IDS = torch.tensor([[3, 5, 7, 11, 2, 9]])
