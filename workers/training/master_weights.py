@@ -1,4 +1,4 @@
-"""The master weights: those that the optimizer changes, in float32, of which the model's are rounded.
+"""The master weights: the optimizer's own, in float32, from which it rounds the model's.
 
 Under ZeRO each rank holds a part of them. The digest of a rank covers its own part, so that nothing is gathered.
 """

@@ -149,7 +149,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return adapter
 
     def _train_policy(self, reference: ModelConfig | None, temperature: float, entropy_grad: bool = False) -> None:
-        """Load a causal language model into DeepSpeed, and beside it a frozen reference.
+        """Load a causal language model into DeepSpeed, and a frozen reference if there is one.
 
         Args:
             reference: The reference, or None for none. If adapters train on it, it is the model without them.
@@ -202,7 +202,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
     def _update(
         self, plan: RankPlan, work: Sequence[Work[OutputT]], meter: UpdateMeter | None = None
     ) -> Update[OutputT]:
-        """One optimizer step on the sum of the losses, of which a profile is written if the plan asks for it.
+        """Take one optimizer step on the sum of the losses. Writes a profile if the plan asks for it.
 
         Args:
             plan: Work of this rank.
