@@ -22,7 +22,7 @@ PACKAGES = ("orchestrator", "workers")
 
 PURE = (
     *("workers.contract", "workers.algorithms"),
-    *("workers.models.token_batch", "workers.models.ragged", "workers.models.kept_tokens"),
+    *("workers.models.token_batch", "workers.models.ragged"),
     *("workers.telemetry", "workers.isolation", "workers.preload.forked_worker", "workers.preload.setup_worker"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
     *("orchestrator.roles", "orchestrator.plan", "orchestrator.model_facts", "orchestrator.live.diff"),
@@ -58,10 +58,7 @@ BUILT_ON = {"workers.judge": {"workers.rollout"}}
 """Roles whose worker is another one, with more around it."""
 
 PURE_LIBRARIES = {"packaging", "pydantic", "pydantic_core", "yaml", "numpy", "pyarrow"}
-TENSORS_IN_PURE = (
-    *("workers.algorithms", "workers.models.token_batch"),
-    *("workers.models.ragged", "workers.models.kept_tokens"),
-)
+TENSORS_IN_PURE = ("workers.algorithms", "workers.models.token_batch", "workers.models.ragged")
 """Modules of layer 0 that may import torch, because they compute on tensors."""
 
 OWNERS = {

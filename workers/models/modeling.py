@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
+from troupe.workers.contract.kept_tokens import BITMAP, bitmap_words
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.models.adapter_files import add_folder
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import OneDnnLinear, use_onednn
 from troupe.workers.models.exact import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
-from troupe.workers.models.kept_tokens import left_out
 from troupe.workers.models.partitioned import Partitioner
 from troupe.workers.models.proxy import proxy_for
 from troupe.workers.models.ragged import Ragged
@@ -329,6 +329,38 @@ def _of_sampler(logits: torch.Tensor, temperature: float, kept: Ragged | None) -
     if kept is None:
         return logits
     return logits.masked_fill(left_out(kept, logits.shape[-1], logits.device), -torch.inf)
+
+
+def left_out(kept: Ragged, vocabulary: int, device: torch.device) -> torch.Tensor:
+    """bool [T, vocabulary] on `device`: True on the tokens that were not left to the T sampled tokens.
+
+    Raises:
+        ValueError: a bitmap is of another vocabulary, or an id is beyond it.
+    """
+    recorded = kept.lengths > 0
+    maps = torch.zeros_like(recorded)
+    maps[recorded] = kept.values[kept.starts[recorded]] == BITMAP
+    listed = (recorded & ~maps).nonzero().flatten()
+    mapped = maps.nonzero().flatten()
+    result = torch.zeros(len(kept.lengths), vocabulary, dtype=torch.bool, device=device)
+    if len(listed):
+        ids = kept.take(listed)
+        if int(ids.values.max()) >= vocabulary:
+            raise ValueError(f"the sampler kept token {int(ids.values.max())} of a vocabulary of {vocabulary}")
+        result[listed.to(device)] = True
+        result[listed[ids.sequence()].to(device), ids.values.long().to(device)] = False
+    if len(mapped):
+        words_of = kept.lengths[mapped]
+        if (words_of != words_of[0]).any() or int(words_of[0]) > bitmap_words(vocabulary):
+            raise ValueError(f"the sampler's sets of tokens are of another vocabulary than the model's, {vocabulary}")
+        words = kept.take(mapped).values.view(len(mapped), -1)[:, 1:].contiguous()
+        packed = words.view(torch.uint8).to(device)
+        bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+        absent = bits.flatten(1)[:, :vocabulary] == 0
+        rows = mapped.to(device)
+        result[rows] = True  # also ids beyond a bitmap: some models have more logits than the one that sampled
+        result[rows, : absent.shape[1]] = absent
+    return result
 
 
 def _logit_scale(text_config: Any) -> float:

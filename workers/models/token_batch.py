@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as compute
 import torch
 
 from troupe.workers.contract.messages import (
@@ -21,7 +23,6 @@ from troupe.workers.contract.messages import (
     RankPlan,
     identities,
 )
-from troupe.workers.models.kept_tokens import read_kept
 from troupe.workers.models.ragged import Ragged, list_column, ragged, ragged_view
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
@@ -315,6 +316,43 @@ def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:
     keys = [(uid, values[start:end].tobytes()) for uid, start, end in zip(uids, starts, ends, strict=True)]
     number = {key: place for place, key in enumerate(dict.fromkeys(keys))}
     return [number[key] for key in keys]
+
+
+def read_kept(column: pa.ChunkedArray, lengths: torch.Tensor) -> Ragged | None:
+    """The words of every response token of a column `kept_tokens`, or None if it has none.
+
+    Args:
+        column: Lists of binaries: one for each response token, or null if a row was sampled from all tokens.
+        lengths: int64: response tokens of each row.
+
+    Raises:
+        ValueError: a row's number of entries is not its number of response tokens, or an entry is no sequence of words.
+    """
+    if column.null_count == len(column):
+        return None
+    array = column.combine_chunks()
+    array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
+    entries = torch.tensor(array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64))
+    restricted = torch.tensor(array.is_valid().to_numpy(zero_copy_only=False))
+    if wrong := ((entries != lengths) & restricted).nonzero().flatten().tolist():
+        row = wrong[0]
+        raise ValueError(f"row {row}: kept_tokens has {int(entries[row])} entries for {int(lengths[row])} tokens")
+    flat = array.flatten()
+    sizes = compute.call_function("binary_length", [flat]).to_numpy(zero_copy_only=False)
+    if (sizes % 4).any():
+        raise ValueError("kept_tokens has an entry that is no sequence of 32-bit words")
+    words = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+    words[torch.repeat_interleave(restricted, lengths)] = torch.from_numpy(sizes // 4)
+    return Ragged(torch.from_numpy(_bytes(flat).view(np.int32)), words)
+
+
+def _bytes(array: pa.Array) -> np.ndarray:
+    """uint8: the bytes of all entries of an array of large binaries."""
+    _, offsets, data = array.buffers()
+    if data is None or not len(array):
+        return np.empty(0, np.uint8)
+    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    return np.frombuffer(data, np.uint8)[bounds[0] : bounds[-1]].copy()
 
 
 def _name(table: pa.Table, row: int) -> str:

@@ -19,10 +19,9 @@ from hypothesis.extra import numpy as arrays
 from tests.kept_tokens import packed, words_of
 from troupe.workers.contract.kept_tokens import bitmap_words, keeps, kept_of, write_kept
 from troupe.workers.contract.messages import ROLLOUTS
-from troupe.workers.models.kept_tokens import left_out, read_kept
-from troupe.workers.models.modeling import CausalLogprobs
+from troupe.workers.models.modeling import CausalLogprobs, left_out
 from troupe.workers.models.ragged import Ragged
-from troupe.workers.models.token_batch import TokenTable
+from troupe.workers.models.token_batch import TokenTable, read_kept
 
 SETS = st.integers(1, 300).flatmap(
     lambda vocabulary: arrays.arrays(np.bool_, st.tuples(st.integers(1, 4), st.just(vocabulary)))
