@@ -89,7 +89,8 @@ class OverlapRun:
     def run(self, staleness: int, steps: int) -> tuple[list[dict[str, float]], float, float]:
         """Train; returns the lines of metrics.jsonl, CPU seconds and other load. Raises NotCorrect, TroupeError."""
         from benchmarks.support.pinned_workers import PinnedPolicy, PinnedRollout
-        from troupe.orchestrator.runs.session import RunRequest, run
+        from troupe.orchestrator.runs.session import RunRequest
+        from troupe.orchestrator.runs.training import train
 
         settings = self._settings
         spec = grpo_spec(settings, settings.model, steps, settings.groups * (steps + staleness), self._learning_rate)
@@ -97,7 +98,7 @@ class OverlapRun:
             out, console = Path(folder) / "run", MeteredConsole()
             classes = {"rollout": PinnedRollout, "policy": PinnedPolicy}
             request = RunRequest(with_staleness(spec, staleness), out, False, None, classes)
-            outcome = run(request, console)
+            outcome = train(request, console)
             lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         trained = outcome.ledger["trained"] + outcome.ledger["dropped"]
         if (stalest := max(line["staleness/max"] for line in lines)) > staleness:

@@ -60,7 +60,8 @@ def measure(settings: Settings, turns: int) -> Report:
     """Train `turns` steps after the warm-up. Raises NotCorrect, TroupeError."""
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.recording_timers import TimedPolicy, TimedReward, folder_of, of_workers, time_driver
-    from troupe.orchestrator.runs.session import RunRequest, run
+    from troupe.orchestrator.runs.session import RunRequest
+    from troupe.orchestrator.runs.training import train
 
     steps, name = turns + WARM_UP, f"recording-{os.getpid()}"
     with ExitStack() as stack:
@@ -74,7 +75,7 @@ def measure(settings: Settings, turns: int) -> Report:
         )
         classes = {"policy": TimedPolicy, "reward": TimedReward}
         request = RunRequest(spec, folder / name, False, None, classes)
-        run(request, console)
+        train(request, console)
         checks = {"recorded": check(request.out, steps)}
     return Report("recording_cost", asdict(settings) | {"turns": turns}, {PRODUCT: console.taken}, PRODUCT, checks)
 

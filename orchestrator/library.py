@@ -113,12 +113,12 @@ def _report_at_end(folder: Path, console: Console) -> None:
 def train(request: RunRequest, console: Console) -> Outcome:
     """Train as a request specifies, shown on a console, which is closed. Raises TroupeError."""
     from troupe.orchestrator.insight.verdicts.apply import RunningVerdicts
-    from troupe.orchestrator.runs.session import run as run_spec
+    from troupe.orchestrator.runs.training import train as train_run
 
     verdicts = RunningVerdicts(request.out, console.message)
     console.start(request.spec.name, request.spec.schedule.steps, verdicts)
     try:
-        ended = run_spec(request, console)
+        ended = train_run(request, console)
         console.finish(ended.summary(request.out))
     except BaseException:
         console.fail()
@@ -159,8 +159,8 @@ def evaluate(
         OSError: A run or a checkpoint has no model.
     """
     from troupe.orchestrator.rollouts.endpoint import Endpoint
-    from troupe.orchestrator.runs.evaluation import EvaluationOptions, evaluate_on_prompts
-    from troupe.orchestrator.runs.session import RunRequest, evaluate_offline
+    from troupe.orchestrator.runs.evaluation import EvaluationOptions, evaluate_offline, evaluate_on_prompts
+    from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.training.checkpoint import has_adapters
 
     url = str(model) if is_endpoint(model) else None

@@ -44,7 +44,7 @@ ABOVE_THE_ROOF = ("orchestrator.commands", "orchestrator.library")
 """What may import all of it."""
 PARTS_OF_A_RUN = {
     "orchestrator.insight.why.observer": "orchestrator.runs.session",
-    "orchestrator.insight.audit.auditor": "orchestrator.runs.rollouts",
+    "orchestrator.insight.audit.auditor": "orchestrator.runs.audit",
 }
 """The modules of the roof that a run needs, each with the one module that imports it."""
 AGENTS = "workers.agents"
@@ -399,7 +399,7 @@ def test_importing_the_worker_classes_imports_no_model_library() -> None:
 
 def test_the_driver_imports_no_model_library_to_start_workers() -> None:
     statement = (
-        "from troupe.orchestrator.runs import session; from troupe.orchestrator.roles.table import ROLES;"
+        "from troupe.orchestrator.runs import training; from troupe.orchestrator.roles.table import ROLES;"
         "from troupe.orchestrator.cluster.actors import actor_class;"
         "[actor_class(row.worker, row.protocol, concurrent=row.concurrent) for row in ROLES.values()]"
     )

@@ -135,7 +135,8 @@ def take_steps(
         TroupeError: The product's run failed.
     """
     # Imported here because engine processes import this module, and they do not need Ray.
-    from troupe.orchestrator.runs.session import RunRequest, run
+    from troupe.orchestrator.runs.session import RunRequest
+    from troupe.orchestrator.runs.training import train
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -160,7 +161,7 @@ def take_steps(
         for other in others.values():
             other.send("ready")
         console = AlternatingConsole(others, work, enough)
-        run(RunRequest(spec, folder / "run", False, None), console)
+        train(RunRequest(spec, folder / "run", False, None), console)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
         sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(len(lines))]

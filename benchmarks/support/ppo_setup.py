@@ -27,8 +27,9 @@ from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
+from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.rollouts import RolloutRun
-from troupe.orchestrator.runs.session import RunRequest, open_run
+from troupe.orchestrator.runs.session import RunRequest, open_session
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers
@@ -108,8 +109,10 @@ class PPOSetup:
         out.mkdir()
         data = load_data(spec)
         console = Console(io.StringIO())
-        async with open_run(RunRequest(spec, out, False, None), LocalFiles(spec), console) as context:
-            run = RolloutRun(spec, out, context, data)
+        request = RunRequest(spec, out, False, None)
+        async with open_session(request, console, local=LocalFiles(spec)) as context:
+            pools = RunPools(spec, context)
+            run = RolloutRun(spec, out, context, pools, data)
             try:
                 controller = await run.controller(folder_checkpoints(spec, out))
                 components, workers = controller.components, context.workers
@@ -141,7 +144,7 @@ class PPOSetup:
                     tokens=spec.schedule.prompts_per_step * spec.group_size * spec.sampling.max_tokens,
                 )
             finally:
-                await run.close()
+                await pools.close()
 
     async def step(self, turn: int) -> Turn:
         """Run one step of the product."""

@@ -63,8 +63,8 @@ def audit(
     Starts one engine and the policy with the run's own settings. Of a run folder, the newest checkpoint is pushed to
     the engine as the run pushes it. Exit code 1: rounding does not explain a gap.
     """
+    from troupe.orchestrator.runs.audit import audit as audit_run
     from troupe.orchestrator.runs.session import RunRequest
-    from troupe.orchestrator.runs.session import audit as audit_run
     from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
     from troupe.orchestrator.spec.derived.hub import uses_hub
     from troupe.orchestrator.spec.errors import SpecError

@@ -14,17 +14,15 @@ from typing import Any
 import pyarrow as pa
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.live.diff import field_changes
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import TRAINERS, row_of, settings_of
-from troupe.orchestrator.runs.session import RunRequest, open_run
+from troupe.orchestrator.runs.session import RunRequest, open_session
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.machine import Located
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.training.batch import unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step, read_steps
 from troupe.orchestrator.training.step_recorder import software
@@ -277,19 +275,18 @@ def replay(run: Path, step: int, console: Console, each: Each, address: str | No
 
 async def _replay(out: Path, plan: ReplayPlan, console: Console, each: Each, address: str | None) -> ReplayOutcome:
     timeout_s = plan.spec.schedule.train_timeout_s
-    local = fetch(plan.spec, console)
     run = RunRequest(plan.spec, out, resume=False, address=address)
-    async with open_run(run, local, console, frozenset(TRAINERS)) as context:
-        updates = _updates(plan.spec, context.workers, console)
+    async with open_session(run, console, roles=frozenset(TRAINERS)) as session:
+        updates = _updates(plan.spec, session.workers, console)
         console.message(f"repeating {steps_of(plan.folders)} from {plan.origin}")
         if plan.checkpoint is not None:
             await load_checkpoint(plan.checkpoint, updates.trainers, timeout_s)
-        replayer = Replayer(updates, context.cluster.put, timeout_s)
+        replayer = Replayer(updates, session.cluster.put, timeout_s)
         first = plan.folders[0].kept
         wrong = start_problem(first.before, await replayer.digests(), plan.origin)
         done: list[Repeated] = []
         for folder in plan.folders:
-            done.append(await unless_stopped(context.stop, replayer.repeat(folder)))
+            done.append(await session.unless_stopped(replayer.repeat(folder)))
             each(done[-1])
     changes = software_changes(plan.folders[-1].kept.software, software())
     return ReplayOutcome(tuple(done), wrong, tuple(changes))

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from troupe.orchestrator.data.prompts import evaluation_picks
 from troupe.orchestrator.data.summary import RunData, load_data
 from troupe.orchestrator.data.summary import describe
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.rollouts.endpoint import Endpoint, endpoint_sampler
-from troupe.orchestrator.rollouts.evaluation import metrics_of
-from troupe.orchestrator.rollouts.evaluation_log import as_json, described_sets, evaluation_as_json
+from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of, metrics_of
+from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog, as_json, described_sets, evaluation_as_json
 from troupe.orchestrator.rollouts.held_out import SetResult
-from troupe.orchestrator.runs.session import RunRequest, open_run, say
+from troupe.orchestrator.runs.offline import OfflineRun, load_offline
+from troupe.orchestrator.runs.pools import RunPools, open_pools
+from troupe.orchestrator.runs.session import RunRequest, Session, open_session, say
 from troupe.orchestrator.spec.examples import models_folder
+from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.training.batch import unless_stopped
 from troupe.orchestrator.training.checkpoint import write_merged
 from troupe.workers.contract.atomic_file import write_atomic
 
@@ -106,29 +108,81 @@ async def _sample(
     """The result of every set by its label."""
     spec = local.spec
     roles = named_roles(lambda row: row.evaluates and (endpoint is None or not row.samples))
-    async with open_run(request, local, console, roles) as context:
-        sampler = (
-            nullcontext()
-            if endpoint is None
-            else endpoint_sampler(
-                endpoint,
-                context.cluster.put,
-                max_tokens=spec.sampling.max_tokens,
-                concurrency=spec.roles.rollout.max_num_seqs,
-                timeout_s=spec.schedule.generate_timeout_s,
-            )
-        )
-        parts = RolloutRun(spec, request.out, context, data)
-        try:
-            await parts.start()
-            async with sampler as sample:
-                evaluator = parts.evaluator(sample=sample)
-                if evaluator is None:
-                    raise TroupeError("there are no held-out prompts to evaluate on")
-                running = evaluator.results(0, lambda done, total: console.phase("evaluate", done, total))
-                return await unless_stopped(context.stop, running)
-        finally:
-            await parts.close()
+    async with (
+        open_session(request, console, local=local, roles=roles) as session,
+        open_pools(spec, session) as pools,
+        _sampler(spec, session, endpoint) as sample,
+    ):
+        evaluator = held_out_evaluator(spec, pools, data, sample=sample)
+        if evaluator is None:
+            raise TroupeError("there are no held-out prompts to evaluate on")
+        running = evaluator.results(0, lambda done, total: console.phase("evaluate", done, total))
+        return await session.unless_stopped(running)
+
+
+def _sampler(
+    spec: RolloutSpec, session: Session, endpoint: Endpoint | None
+) -> AbstractAsyncContextManager[Sampler | None]:
+    """Samples at the endpoint, or None for engines."""
+    if endpoint is None:
+        return nullcontext()
+    return endpoint_sampler(
+        endpoint,
+        session.cluster.put,
+        max_tokens=spec.sampling.max_tokens,
+        concurrency=spec.roles.rollout.max_num_seqs,
+        timeout_s=spec.schedule.generate_timeout_s,
+    )
+
+
+def held_out_evaluator(
+    spec: RolloutSpec,
+    pools: RunPools,
+    data: RunData,
+    *,
+    responses: Path | None = None,
+    log: EvaluationLog | None = None,
+    sample: Sampler | None = None,
+) -> Evaluator | None:
+    """Held-out evaluation, if the spec has one.
+
+    Args:
+        spec: The spec.
+        pools: Its engines and reward workers.
+        data: Its data.
+        responses: Folder for the samples, or None to write none.
+        log: Keeps the results, or None to return them only.
+        sample: Samples the prompts from the tables themselves, or None for the engines.
+    """
+    if spec.evaluation is None or not data.held_out:
+        return None
+    sets: list[HeldOutSet] = []
+    cluster, console = pools.session.cluster, pools.session.console
+    for settings in spec.held_out_sets():
+        if settings.solved_at is None:
+            of = f" of {settings.name}" if settings.name else ""
+            where = f"data.{settings.section}" if settings.name else "evaluation"
+            hint = f"set {where}.solved_at to the reward of a right response"
+            console.message(f"held-out accuracy{of} is not reported for this reward: {hint}")
+        pool = data.held_out[settings.section]
+        picks = evaluation_picks(pool, spec.seed, spec.evaluation.prompts, settings.name)
+        table = cluster.put(pool.table) if sample is None else pool.table
+        sets.append(HeldOutSet(settings, picks, table, levels_of(pool, settings.level)))
+    return Evaluator(spec.seed, sets, sample or engine_sampler(pools.engines), pools.rewards, responses, log)
+
+
+async def evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Console) -> dict[str, float]:
+    """Metrics of the spec's model on held-out examples: the trainers compute the loss of their algorithm, with the
+    reference if it has one. Raises UsageError if the spec names no such data."""
+    local = fetch(spec, console)
+    data = load_offline(local.spec) if spec.data.eval is not None else None
+    if data is None or data.held_out is None:
+        raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
+    say(console, describe(data.pools))
+    async with open_session(request, console, local=local) as session:
+        evaluator = await session.unless_stopped(OfflineRun(spec, request.out, session).evaluator(data.held_out))
+        running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
+        return await session.unless_stopped(running)
 
 
 def _require_chat(spec: RolloutSpec) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from troupe.orchestrator.controller import Controller, RunComponents
-from troupe.orchestrator.data.examples import ExamplePool
-from troupe.orchestrator.data.mixture import PromptMixture
+from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
+from troupe.orchestrator.data.examples import ExamplePool, load_examples
+from troupe.orchestrator.data.mixture import DrawnSource, PromptMixture, drawn_rows
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
-from troupe.orchestrator.data.summary import data_metrics, named_examples
+from troupe.orchestrator.data.summary import Pools, data_metrics, named_examples
 from troupe.orchestrator.errors import DataError, TroupeError
 from troupe.orchestrator.run_checkpoints import RunCheckpoints
-from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.session import RunRequest, Session
 from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
+from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import load_checkpoint
@@ -32,42 +36,76 @@ from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.roles import TableRef
 
-Pools = tuple[ExamplePool, ExamplePool | None]
+
+@dataclass(frozen=True)
+class ExampleData:
+    """The data sets of an offline run."""
+
+    train: ExamplePool
+    held_out: ExamplePool | None
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Examples rendered before the start that do not fit the model, by the name of their section. They are among the
+    bad rows once all examples are tokenized."""
+
+    @property
+    def pools(self) -> Pools:
+        """The pools by the name of their section."""
+        return named_examples(self.train, self.held_out)
+
+    def drawn(self, state: Mapping[str, Any]) -> list[DrawnSource]:
+        """The sources that a checkpoint has drawn from, by the state of their order."""
+        return drawn_rows("data.train", self.train, state)
+
+
+def load_offline(spec: OfflineSpec) -> ExampleData:
+    """Reads the data sets of the spec. Raises DataError."""
+    return ExampleData(*load_examples(spec))
+
+
+async def train_offline(
+    request: RunRequest, session: Session, data: ExampleData, checkpoints: RunCheckpoints
+) -> RunOutcome:
+    """Trains in a session that has the trainers."""
+    spec = request.spec.offline
+    controller = await OfflineRun(spec, request.out, session).controller(data, checkpoints)
+    if checkpoints.found is not None:  # the resume stands
+        spec.write(request.out / RESOLVED_SPEC)
+    return await controller.run()
 
 
 class OfflineRun:
     """Assembles trainers, data and ledger into a controller."""
 
-    def __init__(self, spec: OfflineSpec, out: Path, context: RunContext) -> None:
-        if context.workers.examples is None:
+    def __init__(self, spec: OfflineSpec, out: Path, session: Session) -> None:
+        if session.workers.examples is None:
             raise TroupeError("the run has no trainer: it cannot train")
         self._spec = spec
         self._out = out
-        self._context = context
-        self._trainer = context.workers.examples
+        self._session = session
+        self._trainer = session.workers.examples
 
-    async def controller(self, pools: Pools, checkpoints: RunCheckpoints) -> Controller:
+    async def controller(self, data: ExampleData, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, found, done = self._spec, checkpoints.found, checkpoints.done
         profiles = UpdateProfiles(spec.output.profile, self._out)
-        updates = OfflineUpdates(spec, self._trainer, self._context.console, profiles)
+        updates = OfflineUpdates(spec, self._trainer, self._session.console, profiles)
         recovery = TrainerRecovery(
             spec=spec,
             updates=updates,
             push=None,
             store=checkpoints.store,
-            restart=self._context.launcher.restart,
-            console=self._context.console,
+            restart=self._session.launcher.restart,
+            console=self._session.console,
             done=done,
         )
-        examples, train = await self._tokenize(pools[0], "data.train")
-        held_out = pools[1] if spec.evaluation is not None else None
-        data = data_metrics(named_examples(*pools)) | _tokenized("train", pools[0], examples)
+        examples, train = await self._tokenize(data.train, "data.train")
+        held_out = data.held_out if spec.evaluation is not None else None
+        counts = data_metrics(data.pools) | _tokenized("train", data.train, examples)
         evaluator = None
         if held_out is not None:
             tokenized, table = await self._tokenize(held_out, "data.eval")
             evaluator = self._evaluator(tokenized, table)
-            data |= _tokenized("eval", held_out, tokenized)
+            counts |= _tokenized("eval", held_out, tokenized)
         order = self._order(examples)
         ledger = Ledger()
         if found is not None:
@@ -76,12 +114,12 @@ class OfflineRun:
                 order.restore(found.state["source"])
             loading = partial(load_checkpoint, found, updates.trainers, spec.schedule.train_timeout_s)
             for line in await recovery.retry(loading):
-                self._context.console.message(line)
+                self._session.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
-        cluster = self._context.cluster
+        cluster = self._session.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
-            source=OfflineSource(offline, self._context.console, self._context.stop),
+            source=OfflineSource(offline, self._session.console, self._session.stop),
             updates=updates,
             recovery=recovery,
             sync=None,
@@ -91,10 +129,10 @@ class OfflineRun:
             ledger=ledger,
             peaks=cluster.peaks,
             recorder=recorder,
-            data=data,
+            data=counts,
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
-        console, stop = self._context.console, self._context.stop
+        console, stop = self._session.console, self._session.stop
         return Controller(spec, components, checkpoints, sinks, console, stop)
 
     def _order(self, examples: Tokenized) -> PromptOrder:
@@ -121,9 +159,9 @@ class OfflineRun:
 
         Bad rows that were found before are reported when the data are read.
         """
-        self._context.console.phase("tokenise", 0, 1)
+        self._session.console.phase("tokenise", 0, 1)
         timeout_s = self._spec.schedule.train_timeout_s
-        summary, table = await self._trainer.tokenize(self._context.cluster.put(pool.table), timeout_s=timeout_s)
+        summary, table = await self._trainer.tokenize(self._session.cluster.put(pool.table), timeout_s=timeout_s)
         if summary.refused and self._spec.failures.on_bad_row == "stop":
             raise DataError(summary.problems[0])
         if not summary.usable:
@@ -132,7 +170,7 @@ class OfflineRun:
             )
         if summary.refused:
             words = f"{summary.refused} rows do not fit and are skipped"
-            self._context.console.message(f"{label}: {words}; the first: {summary.problems[0]}")
+            self._session.console.message(f"{label}: {words}; the first: {summary.problems[0]}")
         parts = {name: Tokenized(rows, pool.parts[name].digest) for name, rows in summary.sources.items()}
         return Tokenized(summary.usable, pool.digest, parts), table
 
@@ -140,7 +178,7 @@ class OfflineRun:
         return BatchMaker(self._trainer, self._reference(), table, self._spec.schedule)
 
     def _reference(self) -> ReferenceScorer | None:
-        reference, trainer = self._context.workers.reference, self._trainer
+        reference, trainer = self._session.workers.reference, self._trainer
         if reference is not None:
             return ReferenceScorer(reference, reference.score)
         return ReferenceScorer(trainer, trainer.reference_logprobs) if self._spec.reference_in_policy else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, cast
 
 from troupe.orchestrator.cluster.event_loop import gather_all
@@ -11,12 +12,15 @@ from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
+from troupe.orchestrator.pools.queues import EngineQueue, Queues
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
+from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
-from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.rollout import RolloutSpec, environment_role
+from troupe.orchestrator.training.checkpoint import Checkpoint, load_checkpoint
 from troupe.workers.contract import roles
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.judges import Judge
@@ -32,16 +36,19 @@ _END_TIMEOUT_S = 10.0
 class RunPools:
     """The pools of a run. Engines are connected to the environments, and reward workers to the judges."""
 
-    def __init__(self, spec: RolloutSpec, context: RunContext) -> None:
+    def __init__(self, spec: RolloutSpec, session: Session) -> None:
         """Connects and watches nothing yet."""
         self.spec = spec
-        self.context = context
+        self.session = session
         self.by_role: dict[str, ReplicaPool[Any]] = {
             role: resolve(path)(self, role)
             for role in spec.roles.present()
             if (path := row_of(spec, role).pool) is not None
         }
         """The pools that the run has."""
+        policy, self.handover = session.workers.policy, None
+        if policy is not None and spec.resolved_sleep != "none":
+            self.handover = MemoryHandover(self.engines, policy, spec.schedule.sync_timeout_s)
 
     @property
     def engines(self) -> EnginePool:
@@ -63,9 +70,17 @@ class RunPools:
         """The judge workers, if the run has them."""
         return cast("Any", self.by_role.get("judge"))
 
+    def queues(self) -> Queues:
+        """Work that waits for the engines. May be called from any thread."""
+        engines = [
+            EngineQueue(e.name, "asleep" if e.asleep else "evaluating" if e.held else e.state.value, e.outstanding)
+            for e in list(self.engines.engines)
+        ]
+        return Queues(tuple(engines), tuple(self.engines.starting), self.engines.waiting)
+
     def token_scorers(self) -> list[TokenScorer]:
         """The models that score tokens of every group during generation."""
-        spec, workers = self.spec, self.context.workers
+        spec, workers = self.spec, self.session.workers
         reference, policy, critic = workers.reference, workers.policy, workers.critic
         timeout_s = spec.schedule.score_timeout_s
         scorers: list[TokenScorer] = []
@@ -92,9 +107,29 @@ class RunPools:
             await pool.close()
 
 
+@asynccontextmanager
+async def open_pools(spec: RolloutSpec, session: Session) -> AsyncIterator[RunPools]:
+    """The pools of a run, connected; no worker is started after the block."""
+    pools = RunPools(spec, session)
+    try:
+        await pools.start()
+        yield pools
+    finally:
+        await pools.close()
+
+
+async def load_trainers(found: Checkpoint, spec: RolloutSpec, pools: RunPools) -> None:
+    """Makes policy and critic load a checkpoint."""
+    workers, console = pools.session.workers, pools.session.console
+    groups = [group for group in (workers.policy, workers.critic) if group is not None]
+    async with nullcontext() if pools.handover is None else pools.handover.training():
+        for line in await load_checkpoint(found, groups, spec.schedule.train_timeout_s):
+            console.message(line)
+
+
 def replica_pool(run: RunPools, role: str) -> ReplicaPool[Any]:
     """A pool of workers without links to other roles."""
-    workers, launch = run.context.workers.each(role), run.context.launcher.replica
+    workers, launch = run.session.workers.each(role), run.session.launcher.replica
     return ReplicaPool(workers, launch, RestartBudget.of_role(run.spec, role))
 
 
@@ -102,7 +137,7 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
     """The rollout engines, each connected to the environments."""
 
     async def start(name: str) -> Engine:
-        engine = await run.context.launcher.engine(name)
+        engine = await run.session.launcher.engine(name)
         for environments in run.environments:
             await environments.connect(engine)
         return engine
@@ -118,7 +153,7 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
 
         await gather_all(end(worker) for environments in run.environments for worker in list(environments.workers))
 
-    pool = EnginePool(run.context.workers.each(role), start, run.spec)
+    pool = EnginePool(run.session.workers.each(role), start, run.spec)
     pool.on_loss = end_episodes
     return pool
 
@@ -127,13 +162,13 @@ def reward_pool(run: RunPools, role: str) -> RewardPool:
     """The reward workers, each connected to the judges."""
 
     async def start(name: str) -> WorkerHandle[roles.Reward]:
-        worker: WorkerHandle[roles.Reward] = await run.context.launcher.replica(name)
+        worker: WorkerHandle[roles.Reward] = await run.session.launcher.replica(name)
         if run.judges is not None:
             await run.judges.connect(worker)
         return worker
 
     return RewardPool(
-        run.context.workers.each(role),
+        run.session.workers.each(role),
         timeout_s=run.spec.group_scoring_s,
         launch=start,
         budget=RestartBudget.of_role(run.spec, role),
@@ -150,10 +185,10 @@ def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentSe
 
     return LinkedPool(
         role,
-        run.context.workers.each(role),
+        run.session.workers.each(role),
         callers=Callers(lambda: run.engines.engines, connect),
-        make_link=run.context.cluster.environment_link,
-        launch=run.context.launcher.replica,
+        make_link=run.session.cluster.environment_link,
+        launch=run.session.launcher.replica,
         budget=RestartBudget.of_role(run.spec, role),
         watch_s=run.spec.failures.health_interval_s,
     )
@@ -168,14 +203,14 @@ def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, Worker
         await worker.call(roles.Reward.connect_judge, run.spec.schedule.score_timeout_s, judge)
 
     def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
-        return run.context.cluster.judge_link(name, workers, lost)
+        return run.session.cluster.judge_link(name, workers, lost)
 
     return LinkedPool(
         role,
-        run.context.workers.each(role),
+        run.session.workers.each(role),
         callers=Callers(lambda: run.rewards.workers, connect),
         make_link=make_link,
-        launch=run.context.launcher.replica,
+        launch=run.session.launcher.replica,
         budget=RestartBudget.of_role(run.spec, role),
         watch_s=run.spec.failures.health_interval_s,
     )

@@ -1,52 +1,39 @@
-"""One run from a spec to its outcome: start the cluster and the workers, run the controller, shut down in order."""
+"""The session of a run: a cluster and workers, from their start to an orderly end. Every kind of run is a function of one."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from troupe.orchestrator.plan.placement import role_sizes, room
 from troupe.orchestrator.cluster.ray_cluster import Cluster
-from troupe.orchestrator.controller import RunOutcome
-from troupe.orchestrator.data.examples import load_examples
-from troupe.orchestrator.data.mixture import drawn_rows
-from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
-from troupe.orchestrator.data.summary import load_data
-from troupe.orchestrator.data.summary import Pools, describe, named_examples
-from troupe.orchestrator.errors import UsageError, WorkerError
+from troupe.orchestrator.cluster.worker_server import server_of
+from troupe.orchestrator.data.prompt_check import PromptCheck
+from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
-from troupe.orchestrator.runs.offline import OfflineRun
-from troupe.orchestrator.runs.resume import require_same_rows, resumption
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import SAMPLERS
-from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.runs.rollouts import AuditReport, RolloutRun
-from troupe.orchestrator.run_checkpoints import RunCheckpoints, open_checkpoints
-from troupe.orchestrator.runs.context import RunContext
-from troupe.orchestrator.runs.lock import kept, locked
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
-from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, recorded_failure
-from troupe.orchestrator.training.batch import unless_failed, unless_stopped
-from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.telemetry.versions import versions as describe_versions
-from troupe.orchestrator.cluster.worker_server import server_of
+from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.workers.contract.roles import Worker
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -89,152 +76,6 @@ class RunRequest:
     """Stops the run from another thread."""
 
 
-AUDIT = "audit.json"
-"""File of a run folder with the report of the audit at its start."""
-
-
-def run(request: RunRequest, console: Console) -> RunOutcome:
-    """Trains as the spec specifies.
-
-    Raises:
-        TroupeError: The run cannot start or cannot continue, with one clear message.
-    """
-    request.out.mkdir(parents=True, exist_ok=True)
-    with locked(request.out) as lock, kept(lock, request.out / RESOLVED_SPEC):
-        return _run(request, console)
-
-
-def _run(request: RunRequest, console: Console) -> RunOutcome:
-    """Trains in a folder that no other run uses."""
-    spec, checkpoints = request.spec, open_checkpoints(request.spec, request.out, request.resume)
-    file = request.out / RESOLVED_SPEC
-    if checkpoints.found is None:
-        spec.write(file)
-    else:
-        say(console, resumption(request.out, checkpoints.found, spec, file).lines())
-    say(console, [f"warning: {line}" for line in spec.warnings()])
-    if spec.rollouts is None:
-        return asyncio.run(_train_offline(request, spec.offline, console, checkpoints))
-    return asyncio.run(_train_on_rollouts(request, spec.rollouts, console, checkpoints))
-
-
-def audit(request: RunRequest, console: Console) -> AuditReport:
-    """Compares sampler and trainer with plain float32 transformers, without training.
-
-    One engine and the policy are started. With `request.resume`, the policy loads the newest checkpoint in the run
-    folder, and its weights are pushed to the engine as the run pushes them.
-
-    Raises:
-        UsageError: The spec has no rollouts, or the folder no checkpoint.
-    """
-
-    if request.spec.rollouts is None:
-        raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
-    spec = one_engine(request.spec.rollouts)
-    found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
-    if request.resume and found is None:
-        raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")
-    return asyncio.run(_audit(replace(request, spec=spec), spec, console, found))
-
-
-def one_engine(spec: RolloutSpec) -> RolloutSpec:
-    """The spec of an audit: one engine unless engines share the policy's GPUs."""
-    rollout = spec.roles.rollout
-    if rollout.colocate_with is None:
-        rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
-    roles = spec.roles.model_copy(update={"rollout": rollout})
-    return spec.model_copy(update={"roles": roles})
-
-
-async def _audit(request: RunRequest, spec: RolloutSpec, console: Console, found: Checkpoint | None) -> AuditReport:
-    local = fetch(spec, console)
-    data = load_data(local.spec)
-    async with open_run(request, local, console, named_roles(lambda row: row.audited)) as context:
-        parts = RolloutRun(local.spec, request.out, context, data)
-        try:
-            await parts.start()
-            return await unless_stopped(context.stop, parts.audit(local.spec, found))
-        finally:
-            await parts.close()
-
-
-async def _train_on_rollouts(
-    request: RunRequest, spec: RolloutSpec, console: Console, checkpoints: RunCheckpoints
-) -> RunOutcome:
-    local = fetch(spec, console)
-    data = load_data(local.spec)
-    require_same_rows(checkpoints.found, data.drawn)
-    checks = _check_data(console, local.spec, data.pools, COUNTED)
-    async with open_run(request, local, console, resume_at=checkpoints.done, checks=checks) as context:
-        data = replace(data, refused=(await unless_stopped(context.stop, checks)).refused)
-        parts = RolloutRun(spec, request.out, context, data)
-        if context.observer is not None:
-            context.observer.queues = parts.queues
-        try:
-            await parts.start()
-            controller = await parts.controller(checkpoints)
-            if checkpoints.found is not None:  # the resume stands
-                spec.write(request.out / RESOLVED_SPEC)
-            if spec.audit.at_start:
-                report = await unless_stopped(context.stop, parts.audit(local.spec, checkpoints.found, controller))
-                say(console, report.lines())
-                (request.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
-                report.require()
-            parts.listen()
-            return await controller.run()
-        finally:
-            await parts.close()
-
-
-async def _train_offline(
-    request: RunRequest, spec: OfflineSpec, console: Console, checkpoints: RunCheckpoints
-) -> RunOutcome:
-    local = fetch(spec, console)
-    examples = load_examples(local.spec)
-    require_same_rows(checkpoints.found, partial(drawn_rows, "data.train", examples[0]))
-    checks = _check_data(console, local.spec, named_examples(*examples))
-    async with open_run(request, local, console, resume_at=checkpoints.done, checks=checks) as context:
-        await unless_stopped(context.stop, checks)
-        controller = await OfflineRun(spec, request.out, context).controller(examples, checkpoints)
-        if checkpoints.found is not None:  # the resume stands
-            spec.write(request.out / RESOLVED_SPEC)
-        return await controller.run()
-
-
-async def evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Console) -> dict[str, float]:
-    """Metrics of the spec's model on held-out examples: the trainers compute the loss of their algorithm, with the
-    reference if it has one. Raises UsageError if the spec names no such data."""
-    local = fetch(spec, console)
-    examples, held_out = load_examples(local.spec) if spec.data.eval is not None else (None, None)
-    if examples is None or held_out is None:
-        raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
-    say(console, describe(named_examples(examples, held_out)))
-    async with open_run(request, local, console) as context:
-        evaluator = await unless_stopped(context.stop, OfflineRun(spec, request.out, context).evaluator(held_out))
-        running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
-        return await unless_stopped(context.stop, running)
-
-
-def _check_data(console: Console, spec: RunSpec, pools: Pools, most: int = PROMPTS) -> asyncio.Task[PromptCheck]:
-    """Starts to render the first `most` prompts of each section in another process, while the workers start."""
-    loop = asyncio.get_running_loop()
-    rendering = loop.run_in_executor(None, check_prompts, spec, pools, most)
-    return loop.create_task(_usable(console, pools, rendering))
-
-
-async def _usable(console: Console, pools: Pools, rendering: Awaitable[PromptCheck]) -> PromptCheck:
-    """Says what the data are, and which of the rendered prompts cannot be used.
-
-    Raises:
-        UsageError: No prompt can be used with the model.
-    """
-    found = await rendering
-    if found.problems:
-        raise UsageError("\n".join(f"{field}: {problem}" for field, problem in found.problems))
-    say(console, [*describe(pools), *found.lines])
-    return found
-
-
 def _facts(spec: RunSpec) -> dict[str, object]:
     """Facts of a run: workers by role, and versions of the packages; and how it evaluates and rewards."""
     versions = dict(line.split(" ", 1) for line in describe_versions().splitlines())
@@ -249,57 +90,114 @@ def say(console: Console, lines: Sequence[str]) -> None:
         console.message(line)
 
 
+@dataclass(frozen=True)
+class Session:
+    """A cluster with the workers of a run, and the services that they are used with."""
+
+    spec: RunSpec
+    """With models that are folders."""
+    cluster: Cluster
+    launcher: WorkerLauncher
+    workers: Workers
+    console: Console
+    stop: asyncio.Event
+    """Set when the run must save and exit."""
+    observer: RunObserver | None = None
+    """Answers `troupe why`, or None if the run does not train."""
+
+    async def unless_stopped(self, work: Awaitable[T]) -> T:
+        """Awaits `work`. Raises StopRequested if the run is to stop."""
+        return await unless_stopped(self.stop, work)
+
+
 @asynccontextmanager
-async def open_run(
+async def open_session(
     request: RunRequest,
-    local: LocalFiles[RunSpec],
     console: Console,
+    *,
+    local: LocalFiles[RunSpec] | None = None,
     roles: frozenset[str] | None = None,
     resume_at: int | None = None,
     checks: asyncio.Task[PromptCheck] | None = None,
-) -> AsyncIterator[RunContext]:
-    """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block.
+) -> AsyncIterator[Session]:
+    """Starts a cluster and the workers of all roles (or of `roles`); all of it ends with the block.
 
     Args:
         request: The run.
-        local: Its spec, with models that are folders.
         console: Shows the start.
+        local: The spec with models that are folders, or None to fetch what it names.
         roles: Roles to start, or None for all.
         resume_at: Steps that the run has completed, or None to record and observe nothing, as this is no training.
         checks: Checks the data during the start. If they fail, the start ends; otherwise they may go on in the block.
     """
+    local = local or fetch(request.spec, console)
     console.phase("start Ray", 0, 1)
-    engines = roles is None or any(name in roles for name in SAMPLERS)
-    server = server_of(request.spec, request.address) if engines else None
-    cluster = Cluster.connect(room(request.spec), request.address, server)
-    if resume_at is not None:
-        cluster.events.open(request.out, resume_at)
-        cluster.events.record("run_started", **_facts(request.spec), capacity=cluster.capacity(), resume_at=resume_at)
-    cluster.watch(request.spec.failures.stopped_s)
-    stop = asyncio.Event()
-    observer = None if resume_at is None else RunObserver(request.out, request.spec.name, console, cluster)
-    try:
-        with _interrupts(cluster, stop, request.switch), recorded_failure(cluster.events):
+    with _connected(request, roles) as cluster:
+        stop = asyncio.Event()
+        with (
+            _observed(request, resume_at, console, cluster) as observer,
+            _interrupts(cluster, stop, request.switch),
+            recorded_failure(cluster.events),
+        ):
             launcher = WorkerLauncher(local.spec, cluster, local.snapshots, request.classes)
-            started = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
-            console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
-            with nullcontext() if observer is None else observer.reporting():
-                opened = launcher.open(roles, partial(console.phase, "start workers"))
-                workers = await unless_stopped(stop, opened if checks is None else unless_failed(checks, opened))
+            reporting = nullcontext if observer is None else observer.reporting
+            with reporting():
+                workers = await unless_stopped(stop, _launch(request.spec, launcher, roles, console, checks))
             try:
-                with nullcontext() if observer is None else observer.reporting():
-                    yield RunContext(cluster, launcher, workers, console, stop, observer)
+                with reporting():
+                    yield Session(local.spec, cluster, launcher, workers, console, stop, observer)
             finally:
                 console.phase("close", 0, 1)
                 await cluster.close(CLOSE_TIMEOUT_S)
+
+
+@contextmanager
+def _connected(request: RunRequest, roles: frozenset[str] | None) -> Iterator[Cluster]:
+    """A cluster with room for the run, whose workers are watched."""
+    engines = roles is None or any(name in roles for name in SAMPLERS)
+    server = server_of(request.spec, request.address) if engines else None
+    cluster = Cluster.connect(room(request.spec), request.address, server)
+    try:
+        cluster.watch(request.spec.failures.stopped_s)
+        yield cluster
     except WorkerError as error:
         error.add_note(f"worker logs: {cluster.logs}")
         raise
     finally:
-        cluster.events.close()
         cluster.abandon()
-        if observer is not None:
-            observer.close()
+
+
+@contextmanager
+def _observed(
+    request: RunRequest, resume_at: int | None, console: Console, cluster: Cluster
+) -> Iterator[RunObserver | None]:
+    """Records the events of a run that trains, and answers `troupe why` about it."""
+    if resume_at is None:
+        yield None
+        return
+    events = cluster.events
+    events.open(request.out, resume_at)
+    events.record("run_started", **_facts(request.spec), capacity=cluster.capacity(), resume_at=resume_at)
+    observer = RunObserver(request.out, request.spec.name, console, cluster)
+    try:
+        yield observer
+    finally:
+        observer.close()
+        events.close()
+
+
+async def _launch(
+    spec: RunSpec,
+    launcher: WorkerLauncher,
+    roles: frozenset[str] | None,
+    console: Console,
+    checks: asyncio.Task[PromptCheck] | None,
+) -> Workers:
+    """Starts the workers, unless the checks fail first."""
+    started = [size for size in role_sizes(spec) if roles is None or size.role in roles]
+    console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
+    opened = launcher.open(roles, partial(console.phase, "start workers"))
+    return await (opened if checks is None else unless_failed(checks, opened))
 
 
 @contextmanager

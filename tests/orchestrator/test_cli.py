@@ -293,7 +293,7 @@ def test_evaluating_another_model_keeps_the_reference_of_its_training(
         asked.append(request)
         return {"eval/loss": 0.5}
 
-    monkeypatch.setattr("troupe.orchestrator.runs.session.evaluate_offline", evaluated)
+    monkeypatch.setattr("troupe.orchestrator.runs.evaluation.evaluate_offline", evaluated)
     monkeypatch.chdir(ROOT)
     (base := spec.parent / "base").symlink_to(trained := spec.parent / "model")
     arguments = ["eval", str(DPO), "--set", f"model.path={base}", "--model", str(trained)]

@@ -15,8 +15,9 @@ from troupe.orchestrator.data.prompt_check import PromptCheck
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.runs import session as run_module
-from troupe.orchestrator.runs.session import RunRequest, open_run
+from troupe.orchestrator.runs import session as session_module
+from troupe.orchestrator.runs import training as training_module
+from troupe.orchestrator.runs.session import RunRequest, open_session
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
 
@@ -44,15 +45,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
         events=SimpleNamespace(close=lambda: None, record=lambda *_, **__: None),
         logs="logs",
     )
-    monkeypatch.setattr(run_module, "WorkerLauncher", Launcher)
-    monkeypatch.setattr(run_module, "Cluster", SimpleNamespace(connect=lambda *_: connected))
+    monkeypatch.setattr(session_module, "WorkerLauncher", Launcher)
+    monkeypatch.setattr(session_module, "Cluster", SimpleNamespace(connect=lambda *_: connected))
     return state
 
 
 async def started(checks: asyncio.Task[PromptCheck]) -> PromptCheck:
     spec = load_rollout_spec(GRPO)
     request = RunRequest(spec, Path(), False, None)
-    async with open_run(request, LocalFiles(spec, ()), Console(io.StringIO()), checks=checks):
+    async with open_session(request, Console(io.StringIO()), local=LocalFiles(spec, ()), checks=checks):
         return await checks
 
 
@@ -88,9 +89,9 @@ def test_a_run_begins_with_the_warnings_of_its_spec(monkeypatch: pytest.MonkeyPa
     def begin(*_: Any) -> LocalFiles:
         raise Begun
 
-    monkeypatch.setattr(run_module, "fetch", begin)
+    monkeypatch.setattr(training_module, "fetch", begin)
     spec, shown = load_rollout_spec(GRPO, ["roles.policy.warmup_updates=99"]), io.StringIO()
     with pytest.raises(Begun):
-        run_module.run(RunRequest(spec, tmp_path / "run", False, None), Console(shown))
+        training_module.train(RunRequest(spec, tmp_path / "run", False, None), Console(shown))
     (line,) = spec.warnings()
     assert f"warning: {line}" in " ".join(shown.getvalue().split())

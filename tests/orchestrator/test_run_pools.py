@@ -21,9 +21,9 @@ from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import row_of
-from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.rollouts import RolloutRun
+from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
@@ -79,11 +79,12 @@ def pools_of(spec: RolloutSpec) -> tuple[RunPools, Launcher]:
     return RunPools(spec, context), launcher
 
 
-def context_of(spec: RolloutSpec) -> tuple[RunContext, Launcher]:
+def context_of(spec: RolloutSpec) -> tuple[Session, Launcher]:
     launcher = Launcher()
     first = {role: [Handle(f"{role}-0")] for role in spec.roles.present() if row_of(spec, role).pool is not None}
     engines = [Engine(cast("Any", handle), "host") for handle in first.pop("rollout")]
-    context = RunContext(
+    context = Session(
+        spec,
         cast("Cluster", Links()),
         cast("WorkerLauncher", launcher),
         Workers({**first, "rollout": engines}),
@@ -142,7 +143,7 @@ def test_trainers_score_groups_during_generation_only_while_they_do_not_train(
     pools, _ = pools_of(load_rollout_spec(SPECS / "tiny-ppo.yaml", [f"schedule.max_staleness={staleness}"]))
     reference = ReferenceGroup("reference", [Handle("reference-0")], 1024)  # pyright: ignore[reportArgumentType]
     groups = {"policy": policy_group(FakePolicy()), "critic": critic_group(FakeCritic()), "reference": reference}
-    pools.context = replace(pools.context, workers=Workers({**pools.context.workers.by_role, **groups}))
+    pools.session = replace(pools.session, workers=Workers({**pools.session.workers.by_role, **groups}))
     assert [cast("Any", scorer._score_tokens).__name__ for scorer in pools.token_scorers()] == methods
 
 
@@ -171,8 +172,9 @@ async def test_engines_have_room_for_the_episodes_of_environments_that_are_added
     few = ["roles.environment.episodes=40", "roles.rollout.max_num_seqs=8", "algorithm.group_size=4"]
     spec = load_rollout_spec(SPECS / "tiny-environment.yaml", few)
     context, launcher = context_of(spec)
-    run = RolloutRun(spec, tmp_path, context, cast("RunData", None))
-    pool, scaler = run._pool, run._scaler
+    pools = RunPools(spec, context)
+    run = RolloutRun(spec, tmp_path, context, pools, cast("RunData", None))
+    pool, scaler = pools.engines, run.scaler
     assert pool.max_load == spec.engine_load == 40 + 8
     async with asyncio.timeout(60):
         await pool.acquire(48)

@@ -46,8 +46,9 @@ from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
-from troupe.orchestrator.runs.context import RunContext
+from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.rollouts import RolloutRun
+from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
@@ -171,16 +172,16 @@ class SharedWorkers:
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
         out.mkdir(exist_ok=True)
         checkpoints = folder_checkpoints(spec, out)
-        context = RunContext(self.cluster, self.launcher, workers, Console(io.StringIO()), stop or asyncio.Event())
-        parts = RolloutRun(spec, out, context, load_data(spec))
+        context = Session(spec, self.cluster, self.launcher, workers, Console(io.StringIO()), stop or asyncio.Event())
+        pools = RunPools(spec, context)
         try:
-            controller = await parts.controller(checkpoints)
+            controller = await RolloutRun(spec, out, context, pools, load_data(spec)).controller(checkpoints)
             assert controller.components.sync is not None
             if checkpoints.found is None:
                 await controller.components.sync.push(0)  # the engine still serves the previous policy
             return FinishedRun(out, await controller.run())
         finally:
-            await parts.close()
+            await pools.close()
 
 
 def guides_module() -> str:

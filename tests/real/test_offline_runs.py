@@ -42,8 +42,8 @@ from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
-from troupe.orchestrator.runs.context import RunContext
-from troupe.orchestrator.runs.offline import OfflineRun
+from troupe.orchestrator.runs.offline import OfflineRun, load_offline
+from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -160,7 +160,7 @@ class SharedWorkers:
     async def _train(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> int:
         """Train from the newest checkpoint in the folder, if there is one. Returns the number of steps of the run."""
         parts = await self._parts(spec, out, stop)
-        controller = await parts.controller(load_examples(spec), folder_checkpoints(spec, out))
+        controller = await parts.controller(load_offline(spec), folder_checkpoints(spec, out))
         return (await controller.run()).steps_done
 
     async def _parts(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> OfflineRun:
@@ -179,7 +179,7 @@ class SharedWorkers:
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
         launcher = WorkerLauncher(spec, self.cluster)
         console = Console(io.StringIO())
-        return OfflineRun(spec, out, RunContext(self.cluster, launcher, workers, console, stop))
+        return OfflineRun(spec, out, Session(spec, self.cluster, launcher, workers, console, stop))
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,10 @@ from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, mea
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import SAMPLERS, named
 from troupe.orchestrator.rollouts.scheduler import group_request
-from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.runs.pools import RunPools
-from troupe.orchestrator.runs.session import RunRequest, open_run
+from troupe.orchestrator.runs.session import RunRequest, Session, open_session
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.training.batch import unless_stopped
 from troupe.workers.contract.measurements import EngineReading, MeasuredEngine
 from troupe.workers.contract.messages import Peak
 from troupe.workers.contract.roles import RolloutEngine, TableRef
@@ -103,19 +101,18 @@ async def _launch(
 ) -> None:
     """Adds the results of the points until one fails; at least one result. The others need other engines."""
     spec = launch_spec(points)
-    local = fetch(spec, console)
     run = measured_run(spec, request.address)
     roles = named(lambda row: row.samples or row.behind == RolloutEngine.generate.__name__)
     measured = 0
     warm = 0  # engines that have sampled: the first batch of an engine is slower
     try:
-        async with open_run(run, local, console, roles) as context, rare_collections():
+        async with open_session(run, console, roles=roles) as session, rare_collections():
             for point in points:
                 prompts, warm_up = pools[_data_key(point)], point.workers > warm
-                bench = _PointBench(request, point, prompts, context, warm_up=warm_up)
+                bench = _PointBench(request, point, prompts, session, warm_up=warm_up)
                 console.message(f"measuring {point.label or point.spec.name}")
                 try:
-                    add(await unless_stopped(context.stop, bench.run()))
+                    add(await session.unless_stopped(bench.run()))
                 except StopRequested:
                     raise
                 except TroupeError as error:
@@ -148,15 +145,15 @@ class _PointBench:
     """Measures one point on engines that run."""
 
     def __init__(
-        self, request: BenchRequest, point: Point, prompts: PromptPool, context: RunContext, *, warm_up: bool
+        self, request: BenchRequest, point: Point, prompts: PromptPool, session: Session, *, warm_up: bool
     ) -> None:
         self._request = request
         self._prompts = prompts
         self._point = point
         self._spec = point.spec
         self._settings = group_settings(point.spec, prompts)
-        engines = context.workers.engines[: point.workers]
-        self._context = replace(context, workers=context.workers.with_engines(engines))
+        engines = session.workers.engines[: point.workers]
+        self._session = replace(session, workers=session.workers.with_engines(engines))
         self._engines = engines
         self._meters = [cast("WorkerHandle[MeasuredEngine]", engine.handle) for engine in engines]
         self._unmeasured = int(warm_up)
@@ -167,8 +164,8 @@ class _PointBench:
         batches = self._unmeasured + self._request.batches
         spec = measured_spec(self._spec, batches)
         picks = BatchPrompts(prompt_order(spec, self._prompts), batches, spec.schedule.prompts_per_step)
-        pools = RunPools(spec, self._context)
-        table = self._context.cluster.put(self._prompts.table)
+        pools = RunPools(spec, self._session)
+        table = self._session.cluster.put(self._prompts.table)
         use = MeasuredEngine.use_sampling
         await gather_all(meter.call(use, _METER_TIMEOUT_S, spec.sampling) for meter in self._meters)
         sampling = SamplingBatches(spec, pools.engines, picks.next, table, self._settings)
@@ -177,7 +174,7 @@ class _PointBench:
         try:
             await pools.start()
             for number in range(batches):
-                self._context.console.phase("measure", number, batches)
+                self._session.console.phase("measure", number, batches)
                 bare_first = self._request.baseline and number % 2 == 1
                 if bare_first:
                     bare.append(await self._bare(picks.by_batch[number], table))
@@ -193,7 +190,7 @@ class _PointBench:
             measures_of(self._point, product[skip:], bare[skip:]),
             groups=product[-1].groups,
             peak=await self._peak(),
-            gpu_type=self._context.cluster.gpu_type() if spec.device == "cuda" else "",
+            gpu_type=self._session.cluster.gpu_type() if spec.device == "cuda" else "",
         )
 
     async def _product(self, sampling: SamplingBatches) -> MeasuredBatch:
@@ -224,7 +221,7 @@ class _PointBench:
     async def _peak(self) -> Peak:
         """Memory of the largest engine."""
         await gather_all(engine.health(_METER_TIMEOUT_S) for engine in self._engines)  # the answers report it
-        return self._context.cluster.peaks.of(role_of(self._engines[0].name))
+        return self._session.cluster.peaks.of(role_of(self._engines[0].name))
 
     async def _readings(self) -> Sequence[EngineReading]:
         """What every engine did since its last reading."""

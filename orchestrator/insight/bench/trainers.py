@@ -14,20 +14,17 @@ from typing import cast
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import StopRequested, TroupeError
-from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.insight.bench.batches import GroupLengths, train_batch
 from troupe.orchestrator.insight.bench.engines import explained, measured_run
 from troupe.orchestrator.insight.bench.results import Result
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
-from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
-from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.runs.pools import RunPools
-from troupe.orchestrator.runs.session import RunRequest, open_run
+from troupe.orchestrator.runs.session import RunRequest, Session, open_session
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.training.batch import Batch, unless_stopped
+from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.state import PenaltyState
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.measurements import MeasuredEngine, UpdateParts
@@ -199,13 +196,11 @@ def measure_transfers(request: TrainingRequest, console: Console) -> Iterator[Tr
 
 async def _trainers(request: TrainingRequest, console: Console) -> TrainResult:
     spec, groups = _without_records(request.fastest.point.spec), request.fastest.groups
-    local = fetch(spec, console)
-    async with open_run(
-        RunRequest(spec, Path(), False, request.address), local, console, frozenset(TRAINERS)
-    ) as context:
-        training = _Training(local.spec, context, groups)
-        steps = [await unless_stopped(context.stop, training.step()) for _ in range(1 + request.repeats)][1:]
-        peaks = context.cluster.peaks
+    run = RunRequest(spec, Path(), False, request.address)
+    async with open_session(run, console, roles=frozenset(TRAINERS)) as session:
+        training = _Training(session.spec.rollouts, session, groups)
+        steps = [await session.unless_stopped(training.step()) for _ in range(1 + request.repeats)][1:]
+        peaks = session.cluster.peaks
         return TrainResult(
             steps=len(steps),
             step_s=median(step.seconds for step in steps),
@@ -219,11 +214,10 @@ async def _trainers(request: TrainingRequest, console: Console) -> TrainResult:
 
 async def _transfers(request: TrainingRequest, spec: RolloutSpec, console: Console) -> TransferMeasures:
     spec = _without_records(spec)
-    local = fetch(spec, console)
     run = measured_run(spec, request.address)
-    async with open_run(run, local, console, frozenset({spec.trainer, *SAMPLERS})) as context:
-        sending = _Sending(local.spec, context, request.fastest.groups)
-        updates = [await unless_stopped(context.stop, sending.update(n)) for n in range(1, 2 + request.repeats)]
+    async with open_session(run, console, roles=frozenset({spec.trainer, *SAMPLERS})) as session:
+        sending = _Sending(session.spec.rollouts, session, request.fastest.groups)
+        updates = [await session.unless_stopped(sending.update(n)) for n in range(1, 2 + request.repeats)]
         return transfer_measures(updates[1:])
 
 
@@ -235,11 +229,11 @@ def _without_records(spec: RolloutSpec) -> RolloutSpec:
 class _Training:
     """Trains on one batch again and again."""
 
-    def __init__(self, spec: RolloutSpec, context: RunContext, groups: Sequence[GroupLengths]) -> None:
-        workers = context.workers
-        self._updates = RolloutUpdates(spec, workers.require_policy(), workers.critic, context.console)
+    def __init__(self, spec: RolloutSpec, session: Session, groups: Sequence[GroupLengths]) -> None:
+        workers = session.workers
+        self._updates = RolloutUpdates(spec, workers.require_policy(), workers.critic, session.console)
         summary, table = train_batch(groups, read_size(Path(spec.model.path)).vocabulary, spec.seed)
-        self._batch = Batch(summary, context.cluster.put(table))
+        self._batch = Batch(summary, session.cluster.put(table))
         self._step, self._state = spec.critic_warmup, PenaltyState()
         self.groups = self._updates.trainers
 
@@ -254,12 +248,11 @@ class _Training:
 class _Sending:
     """Sends one version of the weights after another, each with the policy after a small update."""
 
-    def __init__(self, spec: RolloutSpec, context: RunContext, groups: Sequence[GroupLengths]) -> None:
-        policy, timeout_s = context.workers.require_policy(), spec.schedule.sync_timeout_s
-        pool = RunPools(spec, context).engines
-        self._training = _Training(spec, context, groups[:1])
-        self._sync = weight_sync(spec, policy, pool, context.cluster)
-        self._handover = MemoryHandover(pool, policy, timeout_s) if spec.resolved_sleep != "none" else None
+    def __init__(self, spec: RolloutSpec, session: Session, groups: Sequence[GroupLengths]) -> None:
+        pools = RunPools(spec, session)
+        pool, self._handover = pools.engines, pools.handover
+        self._training = _Training(spec, session, groups[:1])
+        self._sync = weight_sync(spec, session.workers.require_policy(), pool, session.cluster)
         self._meters = [cast("WorkerHandle[MeasuredEngine]", engine.handle) for engine in pool.engines]
 
     async def update(self, version: int) -> Transfer:

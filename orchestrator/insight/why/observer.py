@@ -78,8 +78,7 @@ class RunObserver:
     def __init__(self, run_folder: Path, name: str, console: Console, cluster: Cluster) -> None:
         """Observes from now on; a folder that cannot be written costs the observer, not the run."""
         self.folder = run_folder / FOLDER
-        self.queues: Callable[[], Queues] = Queues
-        """What waits for engines."""
+        self._queues: Callable[[], Queues] = Queues
         self._mailbox = Mailbox(self.folder)
         self._run_folder = run_folder
         self._name = name
@@ -108,6 +107,10 @@ class RunObserver:
             return
         write_stacks_on_signal(self._cluster.logs / STACKS)
         self._thread.start()
+
+    def follow(self, queues: Callable[[], Queues]) -> None:
+        """Reports the work that waits for engines from now on; `queues` is called in any thread."""
+        self._queues = queues
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -176,7 +179,7 @@ class RunObserver:
             DriverFacts(os.getpid(), socket.gethostname()),
             waited,
             workers=workers,
-            queues=self.queues(),
+            queues=self._queues(),
             kills_before=self._kills_before,
         )
 

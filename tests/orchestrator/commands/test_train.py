@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.errors import TroupeError, WorkerError
-from troupe.orchestrator.runs import session as run_module
+from troupe.orchestrator.runs import training as training_module
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.telemetry.console import Console
@@ -39,7 +39,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> Callable[[Ends], 
             console.step(1, {"reward/mean": 0.0})
             return end()
 
-        monkeypatch.setattr(run_module, "run", train)
+        monkeypatch.setattr(training_module, "train", train)
 
     return use
 
@@ -100,7 +100,7 @@ def test_a_run_that_does_not_begin_leaves_the_records_of_another_as_they_are(
 
     shutil.copy(RECORDED / "sick-never-solved.jsonl", tmp_path / "metrics.jsonl")
     ends(stopped)
-    monkeypatch.setattr(run_module, "run", refuse)
+    monkeypatch.setattr(training_module, "train", refuse)
     result = run(monkeypatch, str(GRPO), "--out", str(tmp_path))
     assert str(result.exception) == "another run uses the folder"
     assert "next:" not in result.stdout and not (tmp_path / "report.html").exists()

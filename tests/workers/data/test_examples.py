@@ -23,8 +23,8 @@ from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.runs.context import RunContext
 from troupe.orchestrator.runs.offline import OfflineRun
+from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.offline_source import ExampleEvaluator
@@ -228,7 +228,7 @@ async def evaluator_of(loaded: OfflineSpec, tokenizer: Any, said: io.StringIO) -
     workers: Any = SimpleNamespace(examples=ExampleGroup("policy", [worker], 256), reference=None)
     cluster: Any = SimpleNamespace(put=lambda table: table)
     launcher: Any = None
-    context = RunContext(cluster, launcher, workers, Console(said), asyncio.Event())
+    context = Session(loaded, cluster, launcher, workers, Console(said), asyncio.Event())
     return await OfflineRun(loaded, Path(), context).evaluator(pool(loaded))
 
 

@@ -12,7 +12,8 @@ from tests.conftest import ROOT
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.audit.attribution import Cause, Gap
 from troupe.orchestrator.insight.audit.auditor import AuditFailed, AuditReport
-from troupe.orchestrator.runs.session import RunRequest, audit, one_engine
+from troupe.orchestrator.runs.audit import audit, one_engine
+from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, read_document
 from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.audit import PromptDifference

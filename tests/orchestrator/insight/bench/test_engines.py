@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -39,7 +38,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     state = SimpleNamespace(room=4, broken={}, refused={}, starts=[])
 
     @asynccontextmanager
-    async def open_run(request: Any, *_: Any) -> AsyncIterator[Any]:
+    async def open_session(request: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
         role = request.spec.roles.rollout
         if role.workers > state.room:
             raise DoesNotFit(f"no room for {role.workers} engines")
@@ -47,7 +46,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise state.refused[role.max_num_seqs]
         state.starts.append((role.workers, role.max_num_seqs))
 
-        yield SimpleNamespace(stop=asyncio.Event())
+        async def unless_stopped(work: Any) -> Any:
+            return await work
+
+        yield SimpleNamespace(unless_stopped=unless_stopped)
 
     class PointBench:
         def __init__(self, request: Any, own: Point, prompts: Any, context: Any, *, warm_up: bool) -> None:
@@ -58,7 +60,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise error
             return result(self._point.settings)
 
-    monkeypatch.setattr(engines, "open_run", open_run)
+    monkeypatch.setattr(engines, "open_session", open_session)
     monkeypatch.setattr(engines, "_PointBench", PointBench)
     return state
 

@@ -1,0 +1,114 @@
+"""The audit of a run: sampler and trainer against plain float32 transformers, alone or before the first step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from troupe.orchestrator.data.summary import RunData, load_data
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport, token_scorer
+from troupe.orchestrator.roles.table import named as named_roles
+from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
+from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
+from troupe.orchestrator.runs.session import RunRequest, Session, open_session
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore
+
+AUDIT = "audit.json"
+"""File of a run folder with the report of the audit at its start."""
+
+
+def audit(request: RunRequest, console: Console) -> AuditReport:
+    """Compares sampler and trainer with plain float32 transformers, without training.
+
+    One engine and the policy are started. With `request.resume`, the policy loads the newest checkpoint in the run
+    folder, and its weights are pushed to the engine as the run pushes them.
+
+    Raises:
+        UsageError: The spec has no rollouts, or the folder no checkpoint.
+    """
+    if request.spec.rollouts is None:
+        raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
+    spec = one_engine(request.spec.rollouts)
+    found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
+    if request.resume and found is None:
+        raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")
+    return asyncio.run(_audit(replace(request, spec=spec), spec, found, console))
+
+
+def one_engine(spec: RolloutSpec) -> RolloutSpec:
+    """The spec of an audit: one engine unless engines share the policy's GPUs."""
+    rollout = spec.roles.rollout
+    if rollout.colocate_with is None:
+        rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
+    roles = spec.roles.model_copy(update={"rollout": rollout})
+    return spec.model_copy(update={"roles": roles})
+
+
+async def _audit(request: RunRequest, spec: RolloutSpec, found: Checkpoint | None, console: Console) -> AuditReport:
+    local = fetch(spec, console)
+    data = load_data(local.spec)
+    roles = named_roles(lambda row: row.audited)
+    async with (
+        open_session(request, console, local=local, roles=roles) as session,
+        open_pools(local.spec, session) as pools,
+    ):
+        sync = weight_sync(local.spec, session.workers.require_policy(), pools.engines, session.cluster)
+        if spec.trains_adapters:
+            await session.unless_stopped(sync.push(0))
+        weights = RunAudit(local.spec, session, pools, data, sync)
+        load = None if found is None else partial(load_trainers, found, local.spec, pools)
+        return await session.unless_stopped(weights.run(found, load))
+
+
+@dataclass(frozen=True)
+class RunAudit:
+    """The engines and the policy of a run, to be compared with the float32 scorer."""
+
+    spec: RolloutSpec
+    """With models that are folders."""
+    session: Session
+    pools: RunPools
+    data: RunData
+    sync: WeightSync
+
+    async def run(
+        self, found: Checkpoint | None, load: Callable[[], Awaitable[object]] | None = None
+    ) -> AuditReport:
+        """Compares the initial weights, or those of a checkpoint.
+
+        Args:
+            found: The checkpoint, or None for the initial weights.
+            load: Makes the trainers load it, or None if they have.
+        """
+        session, spec = self.session, self.spec
+        policy = session.workers.require_policy()
+        prompts = self.data.train, session.cluster.put(self.data.train.table)
+        scorer = token_scorer(spec, session.cluster, session.launcher.seat(policy.workers[0].name))
+        auditor = Auditor(spec, self.pools.engines, policy, prompts, scorer)
+        session.console.phase("audit", 0, 1)
+        if found is not None:
+            await auditor.warm()
+            if load is not None:
+                await load()
+            await self.sync.push(found.step)
+        report = await auditor.run(self._weights(found))
+        await auditor.forget()
+        session.console.phase("audit", 1, 1)
+        return report
+
+    def _weights(self, found: Checkpoint | None) -> AuditedWeights:
+        model, adapter = Path(self.spec.model.path), self.spec.model.adapter
+        own = None if adapter is None else Path(adapter)
+        if found is None:
+            return AuditedWeights("the initial weights", 0, model, adapter=own)
+        label, trained = f"the checkpoint of step {found.step}", found.path / MODEL
+        if self.spec.trains_adapters:
+            return AuditedWeights(label, found.step, model, adapter=trained, previous_adapter=own)
+        return AuditedWeights(label, found.step, trained, model)
