@@ -84,11 +84,9 @@ def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[
     if failures:
         return SampleReward("; ".join(failures), None)
     reward = total(weight * (o.value or 0.0) for weight, o in zip(weights, outcomes, strict=True))
-    return (
-        SampleReward("ok", reward)
-        if math.isfinite(reward)
-        else SampleReward(f"sum: not a finite number: {reward}", None)
-    )
+    if not math.isfinite(reward):
+        return SampleReward(f"sum: not a finite number: {reward}", None)
+    return SampleReward("ok", reward)
 
 
 def reward_spans(

@@ -30,7 +30,7 @@ _SLOPE_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Check:
-    """RewardResult of one check."""
+    """Result of one check."""
 
     name: str
     problem: str = ""

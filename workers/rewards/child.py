@@ -14,13 +14,12 @@ import json
 import os
 import reprlib
 import socket
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.isolation.inside import connection, limit_memory
 from troupe.workers.rewards.loading import RewardFunctionError, check_machine, load
-from troupe.workers.rewards.results import Reply, describe, parse_batch, parse_value, user_traceback
+from troupe.workers.rewards.results import ErrorReplies, Reply, parse_batch, parse_value
 
 if TYPE_CHECKING:
     import asyncio
@@ -66,7 +65,7 @@ class FunctionCaller:
         self._args: dict[str, Any] = order["args"]
         self._batched: bool = order["batched"]
         self._timeout_s: float = order["timeout_s"]
-        self._shown: set[str] = set()
+        self._errors = ErrorReplies()
         self._runner: asyncio.Runner | None = None
         is_async = any(inspect.iscoroutinefunction(target) for target in (function, type(function).__call__))
         self.concurrent = is_async and not self._batched
@@ -93,7 +92,7 @@ class FunctionCaller:
         except MemoryError:
             raise
         except BaseException as error:
-            reply = self._failed(error)
+            reply = self._errors.describe(error)
             reply["failure"] += f" (one call for {len(samples)} samples)"
             return [reply] * len(samples)
 
@@ -103,7 +102,7 @@ class FunctionCaller:
         except MemoryError:
             raise
         except BaseException as error:
-            return self._failed(error)
+            return self._errors.describe(error)
 
     async def _all(self, samples: Sequence[dict[str, Any]]) -> list[Reply]:
         import asyncio
@@ -123,7 +122,7 @@ class FunctionCaller:
         except BaseException as error:
             if limit.expired():
                 return {"failure": f"timeout after {self._timeout_s:g} s", "cause": "timeout"}
-            return self._failed(error)
+            return self._errors.describe(error)
 
     def _call(self, sample: dict[str, Any]) -> Any:
         return self._function(sample["response"], sample["answer"], read_metadata(sample), **self._args)
@@ -139,14 +138,6 @@ class FunctionCaller:
 
             self._runner = asyncio.Runner()
         return self._runner.run(coroutine)
-
-    def _failed(self, error: BaseException) -> Reply:
-        """The reply for an exception. Its traceback is printed once for each cause: one is enough to find the fault."""
-        reply = describe(error)
-        if reply["cause"] not in self._shown:
-            self._shown.add(reply["cause"])
-            traceback.print_exception(type(error), error, user_traceback(error))
-        return reply
 
 
 def read_metadata(sample: dict[str, Any]) -> dict[str, Any]:

@@ -178,6 +178,21 @@ def describe(error: BaseException) -> Reply:
     return {"failure": f"{line} ({Path(file).name}:{number})", "cause": f"{kind} at {file}:{number}"}
 
 
+class ErrorReplies:
+    """Describes what user code raises, and prints one traceback for each cause: it is enough to find the fault."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def describe(self, error: BaseException) -> Reply:
+        """The reply for an exception."""
+        reply = describe(error)
+        if reply["cause"] not in self._shown:
+            self._shown.add(reply["cause"])
+            traceback.print_exception(type(error), error, user_traceback(error))
+        return reply
+
+
 def user_place(error: BaseException) -> tuple[str, int] | None:
     """File and line of the user's code that raised: the innermost that is in no library, else the function's own.
 

@@ -23,7 +23,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -32,7 +31,7 @@ from troupe.workers.agents.environments.base import Environment, EnvironmentLoad
 from troupe.workers.contract.environments import Row, read_observation
 from troupe.workers.isolation.descendants import MARK
 from troupe.workers.isolation.inside import connection, limit_memory
-from troupe.workers.rewards.results import describe, user_traceback
+from troupe.workers.rewards.results import ErrorReplies
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 _PR_SET_PDEATHSIG = 1
@@ -115,7 +114,7 @@ class EpisodeHost:
         self._create = create
         self._environment: Environment | None = None
         self._runner: asyncio.Runner | None = None
-        self._shown: set[str] = set()
+        self._errors = ErrorReplies()
 
     def serve(self, connection: socket.socket) -> None:
         """Answer requests until the connection closes. Raises MemoryError if user code used up its memory."""
@@ -130,11 +129,7 @@ class EpisodeHost:
         except MemoryError:
             raise
         except BaseException as error:
-            reply = describe(error)
-            if reply["cause"] not in self._shown:  # one traceback for each cause
-                self._shown.add(reply["cause"])
-                traceback.print_exception(type(error), error, user_traceback(error))
-            return json.dumps({"failure": reply["failure"]})
+            return json.dumps({"failure": self._errors.describe(error)["failure"]})
 
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["op"] == "close":
