@@ -13,7 +13,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import sys
 import sysconfig
 import tempfile
@@ -25,7 +24,6 @@ from typing import Literal
 
 import psutil
 
-from troupe.orchestrator.cluster.ray_environment import ADDRESS_VARIABLE, temporary_folder
 from troupe.orchestrator.plan import nvidia
 from troupe.orchestrator.plan.nvidia import Graphics
 from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE, installed_versions
@@ -106,7 +104,6 @@ class Resources:
     folders: tuple[Folder, ...]
     open_files: tuple[int, int]
     """Soft and hard limit."""
-    processes: int
 
 
 @dataclass(frozen=True)
@@ -116,14 +113,8 @@ class Machine:
     software: Software
     resources: Resources
     graphics: Graphics = field(default_factory=Graphics)
-    loopback: str = ""
-    """Why a connection to 127.0.0.1 failed; empty if it works."""
     proxy: str = ""
     """The proxy variable that also applies to 127.0.0.1; empty if none does."""
-    temporary: str = ""
-    """Folder in which Ray puts its sessions."""
-    ray_address: str = ""
-    """RAY_ADDRESS."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +155,7 @@ def gather(working: Path) -> Machine:
         _software(),
         _resources(working),
         nvidia.graphics(),
-        loopback=_loopback(),
         proxy=_proxy(),
-        temporary=temporary_folder(),
-        ray_address=os.environ.get(ADDRESS_VARIABLE, ""),
     )
 
 
@@ -228,12 +216,7 @@ def _resources(working: Path) -> Resources:
             _folder("Ray's folder", ray),
         ),
         open_files=(_limit(files[0]), _limit(files[1])),
-        processes=min(_limits(_limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]), _pids_limit()), default=UNLIMITED),
     )
-
-
-def _limits(*values: int) -> list[int]:
-    return [value for value in values if value != UNLIMITED]
 
 
 def _limit(value: int) -> int:
@@ -276,11 +259,6 @@ def _memory_limit(memory: int) -> tuple[int, int]:
     return best, max(0, used)
 
 
-def _pids_limit() -> int:
-    limits = [_read(group / "pids.max").strip() for group in _groups("pids")]
-    return min((int(limit) for limit in limits if limit.isdecimal()), default=UNLIMITED)
-
-
 def _groups(controller: str) -> Iterator[Path]:
     """Folders of the control groups around this process, of version 1 or 2, innermost first."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():
@@ -292,18 +270,6 @@ def _groups(controller: str) -> Iterator[Path]:
         inner = top / own.lstrip("/")
         # In a container the path may be the host's, which is not visible; the container's own group is at the top.
         yield from (folder for folder in (inner, *inner.parents) if folder.is_dir() and folder.is_relative_to(top))
-
-
-def _loopback() -> str:
-    """Why a connection to a free port of 127.0.0.1 fails; empty if it works."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(2.0)
-            with socket.create_connection(server.getsockname()[:2], timeout=2.0):
-                server.accept()[0].close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _proxy() -> str:
