@@ -527,10 +527,6 @@ class FakeTrainer:
         """Writes the groups of the table."""
         return write_tables(folder, {KEPT_BATCH: pa.table({"uids": list(batch.uids)})})
 
-    async def weight_digests(self) -> dict[str, str]:
-        """One weight."""
-        return {} if self.rank else {"weight": await self.digest()}
-
     async def export(self, directory: str) -> None:
         """As `save`."""
         await self.save(directory)

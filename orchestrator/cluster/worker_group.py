@@ -316,10 +316,6 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
         return await self._repeated(keep)
 
-    async def weight_digests(self, *, timeout_s: float) -> dict[str, str]:
-        """Digest of each whole parameter, in the optimizer's precision."""
-        return (await self._compute(Trainer.weight_digests, timeout_s))[0]
-
     async def export(self, directory: str, *, timeout_s: float) -> None:
         """Writes the model as a Hugging Face folder."""
         await self._broadcast(Trainer.export, timeout_s, directory)

@@ -165,7 +165,7 @@ class _Measured:
         write_atomic(self._page.with_suffix(".json"), json_text(record))
 
     def _record(self) -> dict[str, Any]:
-        from troupe.orchestrator.insight.bench.record import record_of
+        from troupe.orchestrator.insight.bench.bounds import record_of
 
         return record_of(self.rollouts, self._cores, self._train, self._transfers)
 

@@ -71,7 +71,7 @@ class Recorded:
     """The results of one benchmark."""
 
     def __init__(self, file: str, record: Mapping[str, Any]) -> None:
-        """`record`: as `orchestrator/insight/bench/record.py` writes it; otherwise raises KeyError or TypeError."""
+        """`record`: as `orchestrator/insight/bench/bounds.py` writes it; otherwise raises KeyError or TypeError."""
         self._file = file
         self._device, self._gpu = record["device"], record["gpu"]
         self._points = [point for point in record["points"] if point["measures"]]

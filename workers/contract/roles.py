@@ -311,10 +311,6 @@ class Trainer(Worker, Protocol):
         """Writes a step's batch, and these rows of its texts, to files. Not collective."""
         ...
 
-    def weight_digests(self) -> Reply[dict[str, str]]:
-        """Digest of each whole parameter, in the optimizer's precision; empty on all ranks but the first."""
-        ...
-
     def export(self, directory: str) -> Reply[None]:
         """Writes the model as a Hugging Face folder."""
         ...

@@ -32,7 +32,7 @@ from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.background_save import HostCopies, Write
 from troupe.workers.training.checkpoint_files import opened, rank_file, rank_files, restrict_loading, save_trained_only
 from troupe.workers.training.group import import_deepspeed
-from troupe.workers.training.master_weights import WeightSnapshot, own_part, whole_weights
+from troupe.workers.training.master_weights import WeightSnapshot, own_part
 from troupe.workers.training.offload import StateOffload, gradient_buffers, optimizer_states
 from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
 from troupe.workers.training.resharding import ReshardingLoader, reshard_average
@@ -236,12 +236,6 @@ class TrainEngine:
     def digest(self) -> str:
         """Digest of this rank's part of the weights, in the optimizer's precision. Not collective."""
         return tensors_digest(own_part(self._engine, self._stage, self.rank))
-
-    def weight_digests(self) -> dict[str, str]:
-        """Digest of each whole parameter that trains, in the optimizer's precision; only on rank 0. Collective."""
-        self._states.reload()
-        weights = whole_weights(self._model)
-        return {name: tensors_digest((weight,)) for name, weight in weights if self.rank == 0}
 
     @property
     def gathers(self) -> bool:

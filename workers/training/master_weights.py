@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 
 def master_weights(engine: Any, stage: int) -> list[torch.Tensor]:
@@ -36,18 +35,6 @@ def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
             held = min(max(parameter.ds_numel - rank * width, 0), width)
             yield flat[start : start + held]
             start += width
-
-
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter that trains. Collective."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        full = safe_get_full_fp32_param(parameter)
-        # Without ZeRO and in float32 the optimizer changes the parameter itself.
-        yield name, parameter.detach() if full is None else full.detach()
 
 
 class WeightSnapshot:

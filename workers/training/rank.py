@@ -307,10 +307,6 @@ class TrainingRank(ABC, Generic[ConfigT]):
         tables = {KEPT_BATCH: batch} if texts is None else {KEPT_BATCH: batch, KEPT_TEXTS: picked(texts, rows)}
         return write_tables(folder, tables)
 
-    def weight_digests(self) -> dict[str, str]:
-        """Digest of each whole parameter, in the optimizer's precision; empty on all ranks but the first."""
-        return self.engine.weight_digests()
-
     def export(self, directory: str) -> None:
         """Write a Hugging Face folder with the current weights."""
         self.engine.export(directory, self._config.model)

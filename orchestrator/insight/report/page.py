@@ -73,7 +73,7 @@ def write_bench_page(record: dict[str, Any], output: Path) -> Path:
     """Write the page of a benchmark.
 
     Args:
-        record: The results (`orchestrator/insight/bench/record.py`).
+        record: The results (`orchestrator/insight/bench/bounds.py`).
         output: The file. It is replaced as a whole.
 
     Returns:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.insight.verdicts import data, learning, responses, speed, updates
+from troupe.orchestrator.insight.verdicts import data, learning, speed, updates
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
@@ -33,7 +33,7 @@ Rule = Callable[[History], Iterator[Verdict]]
 RULES: tuple[Rule, ...] = (
     *(learning.entropy_collapse, learning.reward_hacking, learning.no_signal, learning.reward_falls),
     *(learning.penalty_dominates, learning.overfitting),
-    *(responses.length_explosion, responses.length_collapse, responses.truncation),
+    *(learning.length_explosion, learning.length_collapse, learning.truncation),
     *(updates.kl_explosion, updates.steps_too_large, updates.clip_fraction_stuck, updates.sampler_gap),
     *(updates.gradient_spikes, updates.clipped_gradients, updates.blind_critic),
     *(data.failing_rewards, data.repeated_data, data.unusable_data, data.dropped_samples),

@@ -14,7 +14,7 @@ from tests.orchestrator.insight.bench.measured import GRPO, SENT, TRAINED, resul
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands.plan_table import measurements
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.insight.bench.record import record_of
+from troupe.orchestrator.insight.bench.bounds import record_of
 from troupe.orchestrator.plan.measured import Recorded, with_peak
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.plan import Plan, plan

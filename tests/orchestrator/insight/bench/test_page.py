@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.browser import CHROMIUM, browser_page
 from tests.orchestrator.insight.bench.measured import SENT, TRAINED, point, result
 from troupe.orchestrator.commands.bench_table import advice, render
-from troupe.orchestrator.insight.bench.record import record_of
+from troupe.orchestrator.insight.bench.bounds import record_of
 from troupe.orchestrator.insight.bench.results import Result, with_efficiency
 from troupe.orchestrator.insight.bench.trainers import TransferResult
 from troupe.orchestrator.insight.report.page import write_bench_page
