@@ -1,17 +1,13 @@
-"""Estimators of the advantage against numbers worked by hand, naive float64 loops written from the papers, TRL's own
-arithmetic, and their invariances. Every batch is ragged, and most have holes in the loss mask."""
+"""Estimators of the advantage against numbers worked by hand, naive float64 loops written from the papers, and their
+invariances. Every batch is ragged, and most have holes in the loss mask."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -258,57 +254,6 @@ def test_rloo_compares_a_return_with_kl_to_the_others(clip: float | None) -> Non
     assert_close(run(config, samples).advantages, expected)
 
 
-def trl_rloo_advantages(rewards: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor, **args: Any):
-    """The lines of TRL's RLOOTrainer from the clipped reward to the advantage, run as they stand in its source.
-
-    Importing the trainer takes half a minute, so the statements are taken out of the file of the installed package.
-    """
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
-        pytest.skip("trl is not installed")
-    tree = ast.parse((Path(found.origin).parent / "trainer" / "rloo_trainer.py").read_text())
-    body = next(
-        node.body
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "_generate_and_score_completions"
-    )
-    source = [ast.unparse(statement) for statement in body]
-    first = next(number for number, line in enumerate(source) if line.startswith("if self.reward_clip_range:"))
-    last = next(number for number, line in enumerate(source) if line.startswith("advantages = torch.nan_to_num("))
-    names: dict[str, Any] = {
-        "torch": torch,
-        "gather": lambda tensor: tensor,
-        "nanstd": lambda tensor, dim=None: tensor.std() if dim is None else tensor.std(dim),
-        "self": SimpleNamespace(normalize_advantages=False, **args),
-        "rewards": rewards,
-        "num_generations": 4,
-        "old_per_token_logps": old,
-        "ref_per_token_logps": ref,
-        "completion_mask": mask,
-    }
-    exec("\n".join(source[first : last + 1]), names)
-    return names["advantages"]
-
-
-@pytest.mark.parametrize(("beta", "clip"), [(0.0, None), (0.05, None), (0.3, 1.5)])
-def test_rloo_is_trls(beta: float, clip: float | None) -> None:
-    samples = [replace(sample, mask=[True] * len(sample.mask)) for sample in batch_of(2, (4, 4, 4))]
-    width = max(len(sample.mask) for sample in samples)
-
-    def padded(column: str) -> torch.Tensor:
-        rows = [[float(x) for x in getattr(s, column)] + [0.0] * (width - len(s.mask)) for s in samples]
-        return torch.tensor(rows, dtype=torch.double)
-
-    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.double)
-    bounds = None if clip is None else (-clip, clip)
-    theirs = trl_rloo_advantages(
-        rewards, padded("old"), padded("ref"), padded("mask"), beta=beta, reward_clip_range=bounds
-    )
-    config = ALGORITHMS["rloo"].advantage.model_copy(update={"kl_coef": beta, "reward_clip": clip})
-    expected = [[a] * len(sample.mask) for a, sample in zip(theirs.tolist(), samples, strict=True)]
-    assert_close(run(config, samples).advantages, expected)
-
-
 # --- REINFORCE and its kin ---
 
 
@@ -514,29 +459,6 @@ def test_equal_step_rewards_carry_no_signal() -> None:
         rewards, ends, torch.tensor([0, 0, 1]), torch.tensor([0, 0]), torch.tensor([2, 1]), True
     )
     assert result.tolist() == [0.0, 0.0, 0.0]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**31), st.booleans())
-def test_process_supervision_against_a_plain_loop(seed: int, normalize: bool) -> None:
-    rng = np.random.default_rng(seed)
-    groups, lengths = sorted(rng.integers(0, 3, size=6).tolist()), rng.integers(1, 7, size=6).tolist()
-    steps = [
-        (float(rng.normal()), int(end), sample)
-        for sample, length in enumerate(lengths)
-        for end in sorted(rng.choice(np.arange(1, length + 1), size=int(rng.integers(0, length + 1)), replace=False))
-    ]
-    expected = []
-    for sample, length in enumerate(lengths):
-        all_rewards = [reward for reward, _, other in steps if groups[other] == groups[sample]]
-        scale = np.std(all_rewards, ddof=1) + STD_EPS if normalize and len(all_rewards) > 1 else 1.0
-        for t in range(1, length + 1):
-            later = [reward for reward, end, other in steps if other == sample and end >= t]
-            expected.append(sum((reward - np.mean(all_rewards)) / scale for reward in later))
-    rewards = torch.tensor([reward for reward, _, _ in steps], dtype=torch.double)
-    ends, samples = (torch.tensor([step[column] for step in steps], dtype=torch.int64) for column in (1, 2))
-    result = process_advantages(rewards, ends, samples, torch.tensor(groups), torch.tensor(lengths), normalize)
-    assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 # --- DCPO ---
