@@ -342,11 +342,11 @@ def test_imports_of_the_product_are_declared_and_nothing_else_is() -> None:
 
 
 def test_the_table_of_extras_is_that_of_the_project() -> None:
-    declared = PROJECT["optional-dependencies"]
-    assert set(declared) == {*EXTRAS, "all", "cpu", "gpu", "test", "dev"}
+    extras = PROJECT["optional-dependencies"]
+    assert set(extras) == {*EXTRAS, "all", "cpu", "gpu", "test", "dev"}
     for extra, modules in EXTRAS.items():
         assert of_extras(extra) == {distribution(module) for module in modules}, extra
-    (everything,) = map(Requirement, declared["all"])
+    (everything,) = map(Requirement, extras["all"])
     assert everything.name == PROJECT["name"] and everything.extras == {*EXTRAS} - {"trackers"}
     names = {canonicalize_name(requirement.name) for requirement in declared("all")}
     assert names >= of_extras(*EXTRAS.keys() - {"trackers"}), "the locks install them"
