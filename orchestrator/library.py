@@ -254,8 +254,7 @@ def plan(
     create_models([planned], lambda line: None)
     from troupe.orchestrator.plan.measured import Recorded
     from troupe.orchestrator.plan.placement import CPUS_PER_NODE
-    from troupe.orchestrator.plan.plan import described_nodes
-    from troupe.orchestrator.plan.stages import plan_stages
+    from troupe.orchestrator.plan.plan import described_nodes, plan_stages
 
     nodes = None if cluster is None else described_nodes(cluster, CPUS_PER_NODE)
     recorded = None if measured is None else Recorded.read(Path(measured))

@@ -27,8 +27,7 @@ PURE = (
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
     *("orchestrator.roles", "orchestrator.plan", "orchestrator.model_facts", "orchestrator.live.diff"),
     *("orchestrator.telemetry", "orchestrator.cluster.ray_environment"),
-    *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
-    "orchestrator.starter.environments",
+    *("orchestrator.starter.choices", "orchestrator.starter.sizing"),
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
 )
 """Layer 0, as folders and modules. They import each other, the standard library and data libraries."""
@@ -51,7 +50,7 @@ AGENTS = "workers.agents"
 AGENTS_INTERFACE = "workers.agents.interface"
 """What the rest of workers/ names of agents."""
 
-CREATES_MODELS = "orchestrator.starter.demo_models"
+CREATES_MODELS = "orchestrator.starter.demo"
 """Writes the models of the examples with transformers, in a separate process."""
 ROLES = {row.worker.partition(":")[0].removeprefix("troupe.") for row in table.ROLES.values()}
 BUILT_ON = {"workers.judge": {"workers.rollout"}}

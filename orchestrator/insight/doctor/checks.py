@@ -23,7 +23,7 @@ from troupe.orchestrator.insight.doctor.machine import (
 )
 from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import Node
-from troupe.orchestrator.plan.stages import plan_stages
+from troupe.orchestrator.plan.plan import plan_stages
 from troupe.orchestrator.plan.worker_memory import WIDTHS
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE

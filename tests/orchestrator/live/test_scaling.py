@@ -37,8 +37,7 @@ from troupe.orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageE
 from troupe.orchestrator.live import control
 from troupe.orchestrator.live.control import ControlServer, ask
 from troupe.orchestrator.live.diff import changed, differences, worker_changes
-from troupe.orchestrator.live.role_state import RoleState
-from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC

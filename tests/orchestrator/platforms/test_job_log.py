@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from troupe.orchestrator.platforms.job_log import RunProgress, run_progress
+from troupe.orchestrator.platforms.ray_jobs import RunProgress, run_progress
 
 LOG = """\
 INFO job_manager.py:568 -- Runtime env is setting up.

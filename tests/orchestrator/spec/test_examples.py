@@ -12,7 +12,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec import examples
 from troupe.orchestrator.spec.derived.paths import path_fields
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.starter.demo_models import MODELS
+from troupe.orchestrator.starter.demo import MODELS
 
 SPECS = ROOT / "deploy" / "specs"
 ELSEWHERE = ("/models/", "/data/", "models/policy-7b-instruct")

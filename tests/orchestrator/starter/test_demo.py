@@ -12,7 +12,7 @@ from troupe.orchestrator.commands.train import next_steps, write_run_report
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.starter import demo_models as demo
+from troupe.orchestrator.starter import demo
 from troupe.orchestrator.starter.command import InitFlags, copy_of
 from troupe.orchestrator.starter.demo import (
     DEFAULT,

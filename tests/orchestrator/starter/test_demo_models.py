@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.starter import demo_models as demo
+from troupe.orchestrator.starter import demo
 
 
 @pytest.mark.parametrize("name", demo.MODELS)
@@ -70,7 +70,7 @@ def test_a_model_is_made_as_it_always_was_from_a_script_that_is_run_once(tiny_mo
     """
     script, models = tmp_path / "script.py", tmp_path / "models"
     script.write_text(
-        "import pathlib, sys\nfrom troupe.orchestrator.starter import demo_models as demo\n"
+        "import pathlib, sys\nfrom troupe.orchestrator.starter import demo\n"
         "print('begins')\ndemo.make_models([demo.TINY], pathlib.Path(sys.argv[1]), print)\nprint('ends')\n"
     )
     command = [sys.executable, str(script), str(models)]
@@ -147,7 +147,7 @@ def test_a_download_that_fails_names_its_cause_and_the_remedy(tmp_path: Path, mo
 def test_looking_for_pip_leaves_setuptools_as_it_is(tmp_path: Path) -> None:
     """Its import hook disables itself where a process looks for pip, and torch's extensions then cannot be imported."""
     code = (
-        "import subprocess, sys, pathlib\nfrom troupe.orchestrator.starter import demo_models as demo\n"
+        "import subprocess, sys, pathlib\nfrom troupe.orchestrator.starter import demo\n"
         "subprocess.run = lambda *a, **k: 1 / 0\n"
         "try: demo.download_weights(pathlib.Path(sys.argv[1]), print)\n"
         "except ZeroDivisionError: import setuptools; print('imported')"

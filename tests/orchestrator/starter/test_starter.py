@@ -21,12 +21,12 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.data.summary import read_pools
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import read_size
-from troupe.orchestrator.plan.stages import plan_stages
+from troupe.orchestrator.plan.plan import plan_stages
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm
-from troupe.orchestrator.starter.columns import read_data
 from troupe.orchestrator.starter.command import InitFlags, complete, text_of, write
+from troupe.orchestrator.starter.data import read_data
 from troupe.orchestrator.starter.sizing import fitting_document, learning_rate, nodes
 
 DATA = ROOT / "deploy" / "specs" / "data"
