@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from deploy.demo.cluster import end
+from tests.real.cluster_demo import end
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 PORT = 6379

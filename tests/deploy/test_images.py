@@ -106,7 +106,7 @@ def test_only_what_is_copied_reaches_the_build() -> None:
         assert not admitted(path), path
     for folder in ("orchestrator", "workers"):
         assert admitted(f"{folder}/__init__.py") and not admitted(f"{folder}/__pycache__/a.pyc")
-    assert admitted("deploy/specs/data/texts.jsonl") and not admitted("deploy/demo/cluster.py")
+    assert admitted("deploy/specs/data/texts.jsonl") and not admitted("deploy/grafana/troupe.json")
     assert all(admitted(path) for path in wanted)
 
 

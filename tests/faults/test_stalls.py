@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.demo.cluster import free_port, node
 from tests.faults.stalls import (
     OWN_SHARED_MEMORY,
     UNBOUNDED,
@@ -29,6 +28,7 @@ from tests.faults.stalls import (
     why,
     workers,
 )
+from tests.real.cluster_demo import free_port, node
 from tests.real.commands import GRPO, Run, running
 
 pytestmark = [

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo.cluster import answers, free_port
 from tests.faults.stalls import deadly_environment, may_mount
+from tests.real.cluster_demo import answers, free_port
 from tests.real.commands import GRPO, Command, Run, ledger_balances, running, trajectories
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.demo.cluster import free_port, node
+from tests.real.cluster_demo import free_port, node
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch, own_logs
 from troupe.orchestrator.cluster.ray_cluster import Cluster

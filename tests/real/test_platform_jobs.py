@@ -20,9 +20,9 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 from ray.util import get_node_ip_address
 
-from deploy.demo.cluster import answers, free_port
 from tests.conftest import ROOT
 from tests.orchestrator.platforms.kubernetes.manifests import documents
+from tests.real.cluster_demo import answers, free_port
 from tests.real.commands import Command, metrics_lines, running
 from troupe.orchestrator.platforms.flags import NodeFlags, SlurmFlags
 from troupe.orchestrator.platforms.kubernetes.documents import entrypoint

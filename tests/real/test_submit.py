@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo.cluster import answers, free_port
 from tests.conftest import ROOT
+from tests.real.cluster_demo import answers, free_port
 from tests.real.commands import (
     EXIT_TIMEOUT_S,
     GRPO,
