@@ -108,6 +108,31 @@ def test_the_newest_checkpoints_are_kept(store: CheckpointStore) -> None:
         save(store, step)
     assert store.steps() == [10, 100, 1_000_000]
     assert names(store) == ["step-000010", "step-000100", "step-1000000"]
+    save(store, 11)  # of a run that resumed from step 10: later ones stay, and do not count
+    assert store.steps() == [10, 11, 100, 1_000_000]
+
+
+def test_a_protected_checkpoint_is_kept_beside_the_newest(store: CheckpointStore) -> None:
+    store.protected = frozenset({2})
+    for step in range(1, 7):
+        save(store, step)
+    assert store.steps() == [2, 4, 5, 6]
+
+
+def test_a_checkpoint_is_there_until_the_one_that_replaces_it_is(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 10)
+    replace, moved = os.replace, list[tuple[str, str]]()
+
+    def renamed(source: Path, target: Path) -> None:
+        moved.append((source.name, target.name))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    save(store, 10)
+    final, replaced = "step-000010", ".replaced-step-000010"
+    assert moved == [(final, replaced), (".saving-step-000010", final)] and names(store) == [final]
 
 
 def test_a_save_is_invisible_until_it_is_committed(store: CheckpointStore) -> None:
