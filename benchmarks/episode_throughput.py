@@ -29,6 +29,7 @@ from benchmarks.support.workload import Settings, add_settings, encode_prompts, 
 from troupe.workers.agents.environments.base import Environment
 from troupe.workers.contract.environments import OK, Message, Observation, Row
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.roles import RolloutEngine
 from troupe.workers.rollout import RolloutWorker
 
 OBSERVATION = "Go on, please."
@@ -196,7 +197,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         workers = await launcher.open(frozenset({"rollout", "environment"}))
         engine = workers.engines[0]
         link = cluster.environment_link(workers.each("environment"), "")
-        await engine.connect_environments("", link, TIMEOUT_S)
+        await engine.handle.call(RolloutEngine.connect_environments, TIMEOUT_S, "", link)
         pool, _ = load_pools(spec.data)
         tokenizer: Any = load_chat_tokenizer(spec.model)
         prompts = encode_prompts(Path(spec.model.path), pool.table, range(needed), longest)

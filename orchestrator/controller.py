@@ -11,7 +11,7 @@ from pathlib import Path
 from troupe.orchestrator.cluster.event_loop import rare_collections
 from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.replicas import RestartBudget
 from troupe.orchestrator.rollouts.held_out import held_out_lines
 from troupe.orchestrator.rollouts.run_weights import RunWeights
 from troupe.orchestrator.rollouts.weight_sync import WeightSync

@@ -14,7 +14,7 @@ from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGrou
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.plan.placement import Placement, Seat
-from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec

@@ -26,7 +26,8 @@ from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised, WorkerTimeout
-from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console

@@ -35,6 +35,7 @@ from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
+from troupe.workers.contract.roles import RolloutEngine
 
 _ATTEMPTS = 2
 """Attempts per group: the one that is lost with the engine, and the next."""
@@ -156,6 +157,6 @@ class RecoverySetup:
         async with asyncio.timeout(_SAMPLING_TIMEOUT_S):
             while True:
                 (engine,) = self._pool.engines
-                health = await engine.health(_TIMEOUT_S)
+                health = await engine.handle.call(RolloutEngine.health, _TIMEOUT_S)
                 if health.in_flight == samples:
                     return health.pid

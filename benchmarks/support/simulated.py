@@ -33,7 +33,8 @@ from tests.fakes import (
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, WorkerHandle
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
-from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer

@@ -13,14 +13,10 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import (
     EnginesLost,
     UpdateDamaged,
@@ -29,21 +25,23 @@ from troupe.orchestrator.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from troupe.orchestrator.pools.generation_meter import GenerationMeter
-from troupe.orchestrator.pools.memory_lock import MemoryLock
-from troupe.orchestrator.pools.replicas import ReplicaPool
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.engine import (
+    Engine,
+    EngineLoads,
+    EngineQueue,
+    EngineState,
+    GenerationMeter,
+    MemoryLock,
+    Queues,
+)
+from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract import roles
 from troupe.workers.contract.messages import (
     FinishedSamples,
     GroupRequest,
     GroupSummary,
-    WeightAck,
-    WeightUpdate,
-    WorkerHealth,
 )
-from troupe.workers.contract.roles import TableRef
+from troupe.workers.contract.roles import RolloutEngine, TableRef
 
 logger = logging.getLogger(__name__)
 
@@ -53,132 +51,12 @@ _RENEWALS = 2
 """Times that the weights are published again for one engine that starts."""
 
 
-class EngineState(Enum):
-    """Whether an engine receives groups."""
-
-    SERVING = "serving"
-    SUSPECT = "suspect"
-    """A call failed; the engine is being probed and receives no groups until it answers."""
-    LEAVING = "leaving"
-    """Finishes its groups and receives no more."""
-    GONE = "gone"
-    """Removed from the pool; its process was killed."""
-
-
-@dataclass(eq=False)
-class Engine:
-    """One engine and its state in the pool."""
-
-    handle: WorkerHandle[roles.RolloutEngine]
-    host: str
-    version: int = 0
-    outstanding: int = 0
-    """Samples of the groups dispatched to it."""
-    finished_ahead: int = 0
-    """Number of these that were finished already, as reported with the last group that it finished."""
-    finished_groups: int = 0
-    predecessor_fault: str = ""
-    """Fault that ended the engine that this one replaced, or empty if unknown or if it replaced none."""
-    missed_probes: int = 0
-    state: EngineState = EngineState.SERVING
-    asleep: bool = False
-    """Whether it has given its memory to the trainers. It is healthy, and groups wait in it until it has weights."""
-    held: bool = False
-    """Whether it keeps its weights, for an evaluation: it receives neither groups nor newer versions."""
-
-    @property
-    def name(self) -> str:
-        """The worker's name."""
-        return self.handle.name
-
-    def kill(self) -> None:
-        """Ends the worker's process."""
-        self.handle.kill()
-
-    @property
-    def load(self) -> int:
-        """Its unfinished samples as last reported; samples finished since then still count."""
-        return max(0, self.outstanding - self.finished_ahead)
-
-    def generate(
-        self, request: GroupRequest, prompts: TableRef, finished: TableRef | None, timeout_s: float
-    ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
-        """Samples one group, or the rest of it; returns its summary and a reference to its ROLLOUTS table."""
-        return self.handle.call_for_table(roles.RolloutEngine.generate, timeout_s, request, prompts, finished)
-
-    def finished_samples(self, timeout_s: float) -> Coroutine[Any, Any, tuple[tuple[FinishedSamples, ...], TableRef]]:
-        """The finished samples of the groups that run, and a reference to their ROLLOUTS table."""
-        return self.handle.call_for_table(roles.RolloutEngine.finished_samples, timeout_s)
-
-    def update_weights(self, update: WeightUpdate, timeout_s: float) -> Coroutine[Any, Any, WeightAck]:
-        """Loads a published version of the weights."""
-        return self.handle.call(roles.RolloutEngine.update_weights, timeout_s, update)
-
-    def write_weights(self, update: WeightUpdate, payload: TableRef, timeout_s: float) -> Coroutine[Any, Any, None]:
-        """Writes the bytes of a published version to the shared memory of the engine's node."""
-        return self.handle.call(roles.RolloutEngine.write_weights, timeout_s, update, payload)
-
-    def change_weights(self, update: WeightUpdate, delta: TableRef, timeout_s: float) -> Coroutine[Any, Any, bool]:
-        """Turns the engine's previous version into this one; returns False if it lacks the delta's base."""
-        return self.handle.call(roles.RolloutEngine.change_weights, timeout_s, update, delta)
-
-    def connect_environments(
-        self, name: str, link: roles.EnvironmentLink, timeout_s: float
-    ) -> Coroutine[Any, Any, None]:
-        """Uses these environment workers for new episodes in the environment of this name."""
-        return self.handle.call(roles.RolloutEngine.connect_environments, timeout_s, name, link)
-
-    def reset_prefix_cache(self, timeout_s: float) -> Coroutine[Any, Any, bool]:
-        """Forgets the states of earlier prompts."""
-        return self.handle.call(roles.RolloutEngine.reset_prefix_cache, timeout_s)
-
-    def sleep(self, timeout_s: float) -> Coroutine[Any, Any, None]:
-        """Gives its memory to the trainers, until it has new weights."""
-        return self.handle.call(roles.RolloutEngine.sleep, timeout_s)
-
-    def health(self, timeout_s: float) -> Coroutine[Any, Any, WorkerHealth]:
-        """Probes the engine."""
-        return self.handle.call(roles.RolloutEngine.health, timeout_s)
-
-
 Spawn = Callable[[str], Awaitable[Engine]]
 """Starts an engine under this name (placement, constructor and `start`)."""
 BringUp = Callable[[Engine], Awaitable[None]]
 """Loads the current weights into a new engine. Raises UpdateDamaged if they have to be published again."""
 Renew = Callable[[], Awaitable[None]]
 """Makes the trainers publish the current weights again, after a restart if one of them is lost."""
-
-
-class _Loads:
-    """Engines indexed by load: finds a least-loaded engine without scanning all of them.
-
-    Of several engines with the same load, the one that has had it longest comes first.
-    """
-
-    def __init__(self) -> None:
-        self._by_load: dict[int, dict[Engine, None]] = {}
-        self._load: dict[Engine, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._load)
-
-    def least(self) -> Engine | None:
-        """A least-loaded engine; None if there is no engine."""
-        return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
-
-    def update(self, engine: Engine) -> None:
-        """Indexes the engine by its current load."""
-        self.discard(engine)
-        self._load[engine] = engine.load
-        self._by_load.setdefault(engine.load, {})[engine] = None
-
-    def discard(self, engine: Engine) -> None:
-        """Removes the engine from the index; does nothing if it is not there."""
-        load = self._load.pop(engine, None)
-        if load is not None:
-            del self._by_load[load][engine]
-            if not self._by_load[load]:
-                del self._by_load[load]
 
 
 class EnginePool(ReplicaPool[Engine]):
@@ -192,8 +70,14 @@ class EnginePool(ReplicaPool[Engine]):
     that joins, recovers or is replaced, and by the loss of the last engine.
     """
 
-    def __init__(self, engines: Sequence[Engine], spawn: Spawn, spec: RolloutSpec) -> None:
-        super().__init__(engines, spawn, RestartBudget.of_role(spec, "rollout"), _RETRY_S)
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        spawn: Spawn,
+        spec: RolloutSpec,
+        on_loss: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        super().__init__(engines, spawn, RestartBudget.of_role(spec, "rollout"), _RETRY_S, on_loss)
         self.spec = spec
         self.max_load = spec.engine_load
         """Most unfinished samples of one engine, running and queued."""
@@ -213,7 +97,7 @@ class EnginePool(ReplicaPool[Engine]):
         """Faults that ended the engines that are being replaced, by name."""
         self._repeated_fault = ""
         """Why no further engine is started: a replacement died as its predecessor did; empty before that."""
-        self._loads = _Loads()
+        self._loads = EngineLoads()
         """Loads of the serving engines."""
         self._waiting: deque[tuple[int, asyncio.Future[Engine]]] = deque()
         """Calls of `acquire` in order of arrival: number of samples, and the future that receives the engine."""
@@ -244,10 +128,13 @@ class EnginePool(ReplicaPool[Engine]):
         """Engines that load a new version of the weights: all that are not held, or all if all are."""
         return [engine for engine in self.workers if not engine.held] or list(self.workers)
 
-    @property
-    def waiting(self) -> int:
-        """Groups that wait for an engine with room."""
-        return len(self._waiting)
+    def queues(self) -> Queues:
+        """Work that waits for the engines. May be called from any thread."""
+        engines = [
+            EngineQueue(e.name, "asleep" if e.asleep else "evaluating" if e.held else e.state.value, e.outstanding)
+            for e in list(self.workers)
+        ]
+        return Queues(tuple(engines), tuple(self.starting), len(self._waiting))
 
     async def generate(
         self, request: GroupRequest, prompts: TableRef, engine: Engine, finished: TableRef | None = None
@@ -255,7 +142,9 @@ class EnginePool(ReplicaPool[Engine]):
         """Runs a request on an engine returned by `acquire`; `finished` has the rows of `request.finished`."""
         timeout_s = self.spec.schedule.generate_timeout_s
         with self.meter.generating():
-            summary, rollouts = await engine.generate(request, prompts, finished, timeout_s)
+            summary, rollouts = await engine.handle.call_for_table(
+                RolloutEngine.generate, timeout_s, request, prompts, finished
+            )
         before = sum(sample.sampled_tokens for sample in request.finished)
         self.meter.add(sum(sample.sampled_tokens for sample in summary.samples) - before)
         engine.finished_ahead = summary.finished_ahead
@@ -267,7 +156,7 @@ class EnginePool(ReplicaPool[Engine]):
 
         async def ask(engine: Engine) -> tuple[tuple[FinishedSamples, ...], TableRef] | None:
             try:
-                return await engine.finished_samples(timeout_s)
+                return await engine.handle.call_for_table(RolloutEngine.finished_samples, timeout_s)
             except WorkerError as error:
                 logger.warning("its finished samples are not kept: %s", error)
                 return None
@@ -387,7 +276,7 @@ class EnginePool(ReplicaPool[Engine]):
     async def _probe(self, engine: Engine) -> WorkerError | None:
         """Why the engine is not healthy, or None if it is."""
         try:
-            await engine.health(self.spec.failures.health_interval_s)
+            await engine.handle.call(RolloutEngine.health, self.spec.failures.health_interval_s)
         except WorkerError as error:
             return error
         return None
@@ -402,7 +291,7 @@ class EnginePool(ReplicaPool[Engine]):
         async def probe(engine: Engine) -> None:
             transferring = self.transfer_lock.locked()
             try:
-                await engine.health(self.spec.failures.health_interval_s)
+                await engine.handle.call(RolloutEngine.health, self.spec.failures.health_interval_s)
             except WorkerError as error:
                 if isinstance(error, WorkerTimeout) and (transferring or self.transfer_lock.locked()):
                     return
@@ -423,7 +312,7 @@ class EnginePool(ReplicaPool[Engine]):
 
         async def sleep(engine: Engine) -> None:
             try:
-                await engine.sleep(timeout_s)
+                await engine.handle.call(RolloutEngine.sleep, timeout_s)
             except WorkerError as error:
                 await self.lose(engine, error)
             else:
@@ -497,7 +386,7 @@ class EnginePool(ReplicaPool[Engine]):
                             raise
                         logger.warning("%s; the trainers publish the weights again", error)
                         if self._sleeps:
-                            await engine.sleep(self.spec.schedule.sync_timeout_s)
+                            await engine.handle.call(RolloutEngine.sleep, self.spec.schedule.sync_timeout_s)
                 # Here neither the lock nor the memory is taken: trainers that are restarted for it push their weights.
                 await self.renew()
         except BaseException:

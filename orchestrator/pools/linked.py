@@ -15,8 +15,7 @@ from typing import Generic, TypeVar
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import WorkerError
-from troupe.orchestrator.pools.replicas import ReplicaPool
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.workers.contract.roles import Watched
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,6 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
             watch_s: Longest time to notice a frozen worker.
         """
         super().__init__(workers, launch, budget, retry_s=None)
-        self.on_change = self._connect_all
         self._role = role
         self._callers = callers
         self._make_link = make_link
@@ -107,6 +105,10 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
                 await asyncio.sleep(_DRAIN_POLL_S)
         except WorkerError as error:
             logger.warning("%s", error)
+
+    async def _membership_changed(self) -> None:
+        await super()._membership_changed()
+        await self._connect_all()
 
     def _link(self) -> LinkT:
         lost = "" if self.names else f"no {self._role} worker is left ({self.budget})"

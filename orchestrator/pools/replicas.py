@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.roles.table import row_of
+from troupe.orchestrator.spec.base import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,57 @@ class PoolWorker(Protocol):
 ReplicaT = TypeVar("ReplicaT", bound=PoolWorker)
 
 
+class RestartBudget:
+    """Restarts of one role that a run makes before it gives up.
+
+    Steps that are trained without a loss give used restarts back.
+    """
+
+    def __init__(self, role: str, limit: int, steps_per_restart: int = 0) -> None:
+        """Nothing is used yet.
+
+        Args:
+            role: `failures.{role}_restarts` is the limit.
+            limit: Restarts that can be in use at once.
+            steps_per_restart: Steps without a lost worker after which one restart is refunded, or 0 for never.
+        """
+        self.role = role
+        self._limit = limit
+        self._steps_per_restart = steps_per_restart
+        self._steps = 0
+        self.used = 0
+        """Restarts in use."""
+        self.total = 0
+        """Restarts in the whole run."""
+
+    @classmethod
+    def of_role(cls, spec: RunSpec, role: str) -> RestartBudget:
+        """The restarts that a spec allows a role."""
+        restarts, failures = row_of(spec, role).restarts, spec.failures
+        if restarts is None:
+            return cls(role, 0)
+        return cls(restarts.name, restarts.limit(failures), failures.steps_per_restart)
+
+    def take(self) -> bool:
+        """Uses one restart; False if all are in use."""
+        if self.used >= self._limit:
+            return False
+        self.used += 1
+        self.total += 1
+        self._steps = 0
+        return True
+
+    def after_step(self) -> None:
+        """Counts a trained step."""
+        self._steps += 1
+        if self.used and self._steps_per_restart and self._steps >= self._steps_per_restart:
+            self.used -= 1
+            self._steps = 0
+
+    def __str__(self) -> str:
+        return f"{self.used} of {self._limit} restarts used: failures.{self.role}_restarts"
+
+
 class ReplicaPool(Generic[ReplicaT]):
     """The replicas of one role.
 
@@ -50,6 +102,7 @@ class ReplicaPool(Generic[ReplicaT]):
         launch: Callable[[str], Awaitable[ReplicaT]] | None = None,
         budget: RestartBudget | None = None,
         retry_s: float | None = 0.0,
+        on_loss: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """Starts nothing.
 
@@ -58,6 +111,7 @@ class ReplicaPool(Generic[ReplicaT]):
             launch: Starts the worker of a name, ready for work; raises WorkerError. None to start no worker.
             budget: Restarts of the role, or None to replace no worker.
             retry_s: Wait before a failed start of a replacement is repeated, or None to not repeat it.
+            on_loss: Called with the name of a lost worker, before a replacement of this name starts.
         """
         self.workers = list(workers)
         """Workers that run, including workers that finish their work before their removal."""
@@ -66,10 +120,7 @@ class ReplicaPool(Generic[ReplicaT]):
         self.budget = budget or RestartBudget("no", 0)
         self.last_loss: WorkerError | TimeoutError | None = None
         """Error with which a worker was lost, or its replacement did not start."""
-        self.on_change: Callable[[], Awaitable[None]] | None = None
-        """Called after a worker has begun to serve or serves no more, and after a start has failed."""
-        self.on_loss: Callable[[str], Awaitable[None]] | None = None
-        """Called with the name of a lost worker, before a replacement of this name starts."""
+        self._on_loss = on_loss
         self._launch = launch
         self._retry_s = retry_s
         self._leaving: set[ReplicaT] = set()
@@ -251,8 +302,8 @@ class ReplicaPool(Generic[ReplicaT]):
             logger.error("replacing a worker failed: %s", task.exception())
 
     async def _lost(self, name: str) -> None:
-        if self.on_loss is not None:
-            await self.on_loss(name)
+        if self._on_loss is not None:
+            await self._on_loss(name)
 
     async def _started(self, name: str) -> None:
         """Forgets that a worker is being started."""
@@ -260,9 +311,8 @@ class ReplicaPool(Generic[ReplicaT]):
         await self._membership_changed()
 
     async def _membership_changed(self) -> None:
+        """Called after a worker has begun to serve or serves no more, and after a start has failed."""
         await self._notify()
-        if self.on_change is not None:
-            await self.on_change()
 
     async def _wait_for(self, condition: Callable[[], object]) -> None:
         """Waits until the condition holds after a change of the pool."""

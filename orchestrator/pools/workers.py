@@ -15,7 +15,7 @@ from troupe.orchestrator.cluster.worker_group import (
     WorkerGroup,
 )
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.engine import Engine
 from troupe.workers.contract import roles
 
 GroupT = TypeVar("GroupT", bound=WorkerGroup[Any])

@@ -15,7 +15,8 @@ from typing import Any
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool
 from troupe.orchestrator.errors import DataLost, EvaluationLost, WorkerError
-from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, summarize
 from troupe.orchestrator.rollouts.scheduler import sampling_seed

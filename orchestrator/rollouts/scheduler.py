@@ -27,7 +27,8 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError, WorkerRaised
-from troupe.orchestrator.pools.engines import EnginePool, EngineState
+from troupe.orchestrator.pools.engine import EngineState
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
 from troupe.orchestrator.rollouts.sample_counts import Counts, add, replaced_counts, sample_counts
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest

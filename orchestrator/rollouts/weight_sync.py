@@ -22,10 +22,11 @@ from troupe.orchestrator.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
-from troupe.workers.contract.roles import TableRef
+from troupe.workers.contract.roles import RolloutEngine, TableRef
 from troupe.workers.contract.weight_backends import BACKENDS
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class FileSync:
             return
         try:
             await self._write_to_hosts(update, [engine])
-            _verify(await engine.update_weights(update, self._timeout_s), update, engine)
+            _accept(await self._update(engine, update), update, engine)
         except UpdateDamaged:
             self._damaged = update
             raise
@@ -230,7 +231,7 @@ class FileSync:
     async def _apply(self, update: WeightUpdate, engine: Engine) -> WeightAck | None:
         """Loads an update into one engine; returns None if it does not answer, after reporting that to the pool."""
         try:
-            ack = await engine.update_weights(update, self._timeout_s)
+            ack = await self._update(engine, update)
         except (WorkerDied, WorkerTimeout) as error:
             await self._pool.report_failure(engine, error, in_transfer=True)
             if engine in self._pool.engines:  # it answers probes, but must not serve the previous version
@@ -238,8 +239,11 @@ class FileSync:
             if not self._pool.engines and not self._pool.starting:
                 raise EnginesLost(f"no rollout engine is left after version {update.version}: {error}") from error
             return None
-        _verify(ack, update, engine)
+        _accept(ack, update, engine)
         return ack
+
+    async def _update(self, engine: Engine, update: WeightUpdate) -> WeightAck:
+        return await engine.handle.call(RolloutEngine.update_weights, self._timeout_s, update)
 
     async def _write_to_hosts(self, update: WeightUpdate, engines: list[Engine]) -> None:
         """Writes the payload to the file of hosts that lack it, through one engine of each host.
@@ -272,7 +276,7 @@ class FileSync:
         """Writes the payload to one host, through the first of its engines that is not lost."""
         for engine in engines:
             try:
-                await engine.write_weights(update, payload, self._timeout_s)
+                await engine.handle.call(RolloutEngine.write_weights, self._timeout_s, update, payload)
             except (WorkerDied, WorkerTimeout) as error:
                 logger.warning("%s", error)
                 continue
@@ -292,7 +296,7 @@ class FileSync:
 
     async def _change(self, update: WeightUpdate, delta: TableRef, nbytes: int, engine: Engine) -> None:
         try:
-            changed = await engine.change_weights(update, delta, self._timeout_s)
+            changed = await engine.handle.call(RolloutEngine.change_weights, self._timeout_s, update, delta)
         except WorkerError as error:
             logger.warning("%s; sending version %d whole", error, update.version)
             return
@@ -409,7 +413,7 @@ class DeviceSync:
         connected_at = clock()
         sent = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
         for engine, ack in zip(engines, sent.acks, strict=True):
-            _verify(ack, sent, engine)
+            _accept(ack, sent, engine)
         self._connected = connected
         digests = {engine.name: sent.digest for engine in engines}
         times = connected_at - started, clock() - connected_at
@@ -418,7 +422,7 @@ class DeviceSync:
     async def _lose_dead(self, engine: Engine) -> None:
         """Makes the pool replace the engine if its process is gone or hangs; a closed one joins the next transfer."""
         try:
-            await engine.health(self._pool.spec.failures.health_interval_s)
+            await engine.handle.call(RolloutEngine.health, self._pool.spec.failures.health_interval_s)
         except (WorkerDied, WorkerTimeout) as error:
             await self._pool.lose(engine, error)
         except WorkerError:
@@ -429,8 +433,8 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _verify(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) -> None:
-    """Accepts an acknowledgement of exactly the version and digest sent; raises WeightsNotVerified otherwise."""
+def _accept(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) -> None:
+    """Takes over an acknowledgement of exactly the version and digest sent. Raises WeightsNotVerified otherwise."""
     if (ack.version, ack.digest) != (sent.version, sent.digest):
         raise WeightsNotVerified(
             f"{engine.name} acknowledged version {ack.version} digest {ack.digest}; "

@@ -10,11 +10,10 @@ from typing import Any, cast
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import WorkerError
-from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
-from troupe.orchestrator.pools.queues import EngineQueue, Queues
-from troupe.orchestrator.pools.replicas import ReplicaPool
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
@@ -69,14 +68,6 @@ class RunPools:
     def judges(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
         """The judge workers, if the run has them."""
         return cast("Any", self.by_role.get("judge"))
-
-    def queues(self) -> Queues:
-        """Work that waits for the engines. May be called from any thread."""
-        engines = [
-            EngineQueue(e.name, "asleep" if e.asleep else "evaluating" if e.held else e.state.value, e.outstanding)
-            for e in list(self.engines.engines)
-        ]
-        return Queues(tuple(engines), tuple(self.engines.starting), self.engines.waiting)
 
     def token_scorers(self) -> list[TokenScorer]:
         """The models that score tokens of every group during generation."""
@@ -153,9 +144,7 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
 
         await gather_all(end(worker) for environments in run.environments for worker in list(environments.workers))
 
-    pool = EnginePool(run.session.workers.each(role), start, run.spec)
-    pool.on_loss = end_episodes
-    return pool
+    return EnginePool(run.session.workers.each(role), start, run.spec, on_loss=end_episodes)
 
 
 def reward_pool(run: RunPools, role: str) -> RewardPool:
@@ -181,7 +170,7 @@ def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentSe
     name = next(name for name in run.spec.roles.environments() if environment_role(name) == role)
 
     async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
-        await engine.connect_environments(name, link, _CONNECT_TIMEOUT_S)
+        await engine.handle.call(roles.RolloutEngine.connect_environments, _CONNECT_TIMEOUT_S, name, link)
 
     return LinkedPool(
         role,

@@ -51,7 +51,7 @@ async def train_on_rollouts(
     spec, found = request.spec.rollouts, checkpoints.found
     async with open_pools(spec, session) as pools:
         if session.observer is not None:
-            session.observer.follow(pools.queues)
+            session.observer.follow(pools.engines.queues)
         run = RolloutRun(spec, request.out, session, pools, data)
         controller = await run.controller(checkpoints)
         if found is not None:  # the resume stands

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.fakes import FaultyEngine, FaultyWorker
 from tests.orchestrator.pools.test_linked import Service
 from troupe.orchestrator.errors import WorkerDied
-from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.spec.load import load_rollout_spec
 

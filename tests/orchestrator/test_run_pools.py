@@ -18,7 +18,7 @@ from troupe.orchestrator.cluster.worker_group import ReferenceGroup
 from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.launcher import WorkerLauncher
-from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import row_of
 from troupe.orchestrator.runs.pools import RunPools

@@ -43,7 +43,7 @@ from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, Seat
-from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.run_checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.pools import RunPools

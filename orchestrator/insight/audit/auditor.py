@@ -26,7 +26,7 @@ from troupe.orchestrator.training.batch import plan_rows
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, PromptDifference, ScoreRequest, TokenScores
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
-from troupe.workers.contract.roles import TableRef
+from troupe.workers.contract.roles import RolloutEngine, TableRef
 
 _WEIGHTS = "the update did not reach all weights that are used"
 _ADAPTER = "the engine does not compute with the adapter of this version"
@@ -237,7 +237,9 @@ class Auditor:
     async def forget(self) -> None:
         """Empties the engines' prefix caches."""
         timeout_s = self._spec.schedule.generate_timeout_s
-        await asyncio.gather(*(engine.reset_prefix_cache(timeout_s) for engine in self._pool.engines))
+        await asyncio.gather(
+            *(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._pool.engines)
+        )
 
     async def _measure(self, weights: AuditedWeights, *, thorough: bool) -> TokenScores:
         spec = self._spec

@@ -215,12 +215,13 @@ class _PointBench:
     async def _prepare(self) -> None:
         """Every batch begins with empty caches and meters."""
         timeout_s = self._spec.schedule.generate_timeout_s
-        await gather_all(engine.reset_prefix_cache(timeout_s) for engine in self._engines)
+        await gather_all(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._engines)
         await self._readings()
 
     async def _peak(self) -> Peak:
         """Memory of the largest engine."""
-        await gather_all(engine.health(_METER_TIMEOUT_S) for engine in self._engines)  # the answers report it
+        calls = (engine.handle.call(RolloutEngine.health, _METER_TIMEOUT_S) for engine in self._engines)
+        await gather_all(calls)  # the answers report it
         return self._session.cluster.peaks.of(role_of(self._engines[0].name))
 
     async def _readings(self) -> Sequence[EngineReading]:

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.cluster.inspection import NodeFacts, ProcessFacts
 from troupe.orchestrator.cluster.proc import started_at
-from troupe.orchestrator.pools.queues import Queues
+from troupe.orchestrator.pools.engine import Queues
 from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.workers.contract.atomic_file import write_atomic
 

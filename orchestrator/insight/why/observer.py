@@ -42,7 +42,7 @@ from troupe.orchestrator.insight.why.facts import (
 )
 from troupe.orchestrator.insight.why.waiting import is_bounded, roles_behind
 from troupe.orchestrator.live.mailbox import Mailbox
-from troupe.orchestrator.pools.queues import Queues
+from troupe.orchestrator.pools.engine import Queues
 from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.timeline import DRIVER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from troupe.orchestrator.pools.generation_meter import GenerationMeter
+from troupe.orchestrator.pools.engine import GenerationMeter
 
 
 class Clock:

@@ -11,7 +11,7 @@ from tests.fakes import FaultyWorker
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.replicas import RestartBudget
 from troupe.workers.contract.messages import WorkerGone, WorkerHealth
 from troupe.workers.contract.roles import Watched
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.clock import on_virtual_time
 from troupe.orchestrator.errors import WorkerDied
-from troupe.orchestrator.pools.replicas import ReplicaPool
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 
 
 class Named:
@@ -37,7 +36,7 @@ def test_who_is_told_of_a_loss_is_told_before_a_replacement_of_the_same_name_sta
     async def run() -> None:
         worker = Named("rollout-0")
         pool = ReplicaPool([worker], launch, RestartBudget("engine", restarts))
-        pool.on_loss = lost
+        pool._on_loss = lost
         await pool.lose(worker, WorkerDied("rollout-0", "generate", "gone"))
         await pool.until_started("rollout-0")
         await pool.close()

@@ -13,8 +13,8 @@ import pytest
 from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import EnginesLost, WorkerRaised
-from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.orchestrator.pools.memory_lock import MemoryLock
+from troupe.orchestrator.pools.engine import Engine, MemoryLock
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import CheckpointStore

@@ -12,8 +12,7 @@ from tests.clock import on_virtual_time
 from tests.fakes import FakePolicy, FakeReward, FakeTable, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError
-from troupe.orchestrator.pools.replicas import ReplicaPool
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 
 TABLE = FakeTable("rollouts", ("p0",), samples=4)

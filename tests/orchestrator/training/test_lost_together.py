@@ -14,8 +14,8 @@ from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.errors import UpdateDamaged, WorkerError
-from troupe.orchestrator.pools.engines import Engine
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.replicas import RestartBudget
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate
 
 

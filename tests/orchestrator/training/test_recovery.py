@@ -13,7 +13,7 @@ from tests.fakes import FaultyWorker, fakes_of, restart_fakes
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.pools.replicas import RestartBudget
 
 METHODS = ("compute_logprobs", "prepare", "update", "publish_weights", "save", "export")
 

@@ -10,7 +10,7 @@ from troupe.orchestrator.cluster.inspection import NodeFacts, ProcessFacts
 from troupe.orchestrator.cluster.stack_dumps import Frame, Thread
 from troupe.orchestrator.insight.why.diagnosis import diagnose
 from troupe.orchestrator.insight.why.facts import Call, DriverFacts, Facts, RunFacts
-from troupe.orchestrator.pools.queues import EngineQueue, Queues
+from troupe.orchestrator.pools.engine import EngineQueue, Queues
 
 USER = Frame("/home/ada/reward.py", 12, "score", "while True: pass")
 LIBRARY = Frame("/x/site-packages/vllm/v1/engine/core.py", 5, "run_busy_loop")
