@@ -149,10 +149,11 @@ class ReplicaPool(Generic[ReplicaT]):
             WorkerError: The call failed, or every worker was lost and none can be replaced.
         """
         while True:
-            await self._wait_for(lambda: self.serving or not self.starting)
-            if not self.serving:
-                raise self.exhausted()
-            worker = min(self.serving, key=self._calls.__getitem__)
+            if not (serving := self.serving):
+                await self._wait_for(lambda: self.serving or not self.starting)
+                if not (serving := self.serving):
+                    raise self.exhausted()
+            worker = min(serving, key=self._calls.__getitem__)
             try:
                 async with self.busy(worker):
                     return await call(worker)

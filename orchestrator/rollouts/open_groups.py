@@ -1,12 +1,22 @@
-"""Progress of a group that is neither trained nor dropped, as a checkpoint keeps and a resumed run restores it."""
+"""Groups that are neither trained nor dropped: while they run, in a checkpoint, and in the run that resumes from it."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from troupe.orchestrator.data.pools import RowTable
+from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
+from troupe.orchestrator.spec.rollout import GroupSettings
+from troupe.orchestrator.spec.sections import ScheduleConfig
+from troupe.orchestrator.training.ledger import OpenGroup
 from troupe.workers.contract.messages import FinishedSamples
 from troupe.workers.contract.roles import TableRef
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """An open group with finished samples."""
+    """An open group with finished samples, as a checkpoint keeps and a resumed run restores it."""
 
     prompt_uid: str
     attempt: int
@@ -44,3 +54,96 @@ class GroupProgress:
             return len(self.scored.summary.samples) == group_size
         indices = () if self.finished is None else (one.sample_index for one in self.finished.summary.samples)
         return all(index < group_size for index in indices)
+
+
+@dataclass(eq=False)
+class ScheduledGroup:
+    """A group of the scheduler: dispatched, and neither trained nor dropped yet."""
+
+    order: int
+    pick: PromptPick
+    attempt: int
+    running: bool = False
+    """Whether it is being generated or scored."""
+    started_at_version: int = 0
+    """Weight version of the engine at the start of the latest attempt, or of the attempt with the finished samples."""
+    finished: Samples | None = None
+    """Samples that are not sampled again: an earlier run has finished them, or all of them wait for their scores."""
+    scored: ScoredGroup | None = None
+    failed: int = 0
+    """Samples that failed since the last batch."""
+
+    def progress(self, partial: Samples | None) -> GroupProgress | None:
+        """What a checkpoint keeps of it, or None without finished samples.
+
+        Args:
+            partial: Its samples that the engine has finished, if it says so.
+        """
+        # The engine may have answered before it finished the rest.
+        parts = [part for part in (self.finished, partial) if part is not None]
+        finished = max(parts, key=lambda part: len(part.summary.samples), default=None)
+        if self.scored is None and finished is None:
+            return None
+        return GroupProgress(self.pick.prompt_uid, self.attempt, self.started_at_version, self.scored, finished)
+
+
+class ResumedGroups:
+    """The groups that were open at the checkpoint from which a run resumes, and that are not opened again yet."""
+
+    def __init__(self, open_groups: Sequence[OpenGroup]) -> None:
+        """`open_groups`: from the ledger; without `keep` all of them are sampled again."""
+        self.waiting = deque(open_groups)
+        self._kept: dict[str, GroupProgress] = {}
+        self._failed: Mapping[str, int] = {}
+
+    def keep(
+        self,
+        groups: Sequence[GroupProgress],
+        *,
+        settings: RowTable[GroupSettings],
+        schedule: ScheduleConfig,
+        version: int,
+        failed: Mapping[str, int],
+    ) -> int:
+        """Keeps the finished samples of these groups, and returns how many failed ones are sampled again.
+
+        A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
+        reach, is sampled again like a group without progress.
+
+        Args:
+            groups: Progress of open groups.
+            settings: How groups are sampled, by the row of their prompt.
+            schedule: Has the staleness limit.
+            version: Version of the policy.
+            failed: Failed samples of open groups, by prompt_uid.
+        """
+        known = {group.prompt_uid: (group.attempt, settings[group.row].samples) for group in self.waiting}
+        usable = [
+            group
+            for group in sorted(groups, key=lambda group: group.started_at_version)
+            if (own := known.get(group.prompt_uid)) is not None and group.attempt == own[0] and group.fits(own[1])
+        ]
+        # As many groups as were open at one version or before fill the next batches, the oldest first.
+        for place, group in enumerate(usable):
+            trained_at = version + place // schedule.prompts_per_step
+            if trained_at - group.started_at_version <= schedule.max_staleness:
+                self._kept[group.prompt_uid] = group
+            else:
+                logger.warning("sampling %s again: its samples are too old for this spec", group.prompt_uid)
+        self._failed = {uid: samples for uid, samples in failed.items() if uid in self._kept}
+        return sum(failed.values()) - sum(self._failed.values())
+
+    @property
+    def groups(self) -> int:
+        """Number of groups that continue."""
+        return len(self._kept)
+
+    @property
+    def samples(self) -> int:
+        """Number of finished samples that are not sampled again."""
+        return sum(group.samples for group in self._kept.values())
+
+    def take(self, prompt_uid: str) -> tuple[GroupProgress, int] | None:
+        """The progress and the failed samples of a group that continues, once, or None if it is sampled again."""
+        progress = self._kept.pop(prompt_uid, None)
+        return None if progress is None else (progress, self._failed.get(prompt_uid, 0))

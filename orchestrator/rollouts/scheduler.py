@@ -18,7 +18,7 @@ import hashlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
@@ -26,22 +26,20 @@ from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick
-from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError, WorkerRaised
+from troupe.orchestrator.errors import DataLost, WorkerError, WorkerRaised
 from troupe.orchestrator.pools.engine import EngineState
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
-from troupe.orchestrator.rollouts.sample_counts import Counts, add, replaced_counts, sample_counts
+from troupe.orchestrator.rollouts.open_groups import GroupProgress, ResumedGroups, Samples, ScheduledGroup
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
+from troupe.orchestrator.rollouts.step_counts import StepCounts
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.workers.contract.environments import OK
-from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, RewardSummary
+from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, RewardSummary, SampleSummary
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
 
-_REFUSALS_PER_GROUP = 8
-"""A step with this many refused prompts per group of the batch has the wrong data, not a few bad rows."""
 _OPENED_AT_ONCE = 16
 """Groups opened in one iteration of the event loop; opening a whole step at once would block thousands of engines."""
 
@@ -51,16 +49,27 @@ def sampling_seed(seed: int, prompt_uid: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt_uid}".encode(), digest_size=4).digest()) >> 1
 
 
-def group_request(seed: int, prompt_uid: str, row: int, settings: GroupSettings) -> GroupRequest:
-    """The request for the samples of a prompt in a run with this seed, at the first attempt."""
+def group_request(
+    seed: int,
+    prompt_uid: str,
+    row: int,
+    settings: GroupSettings,
+    *,
+    attempt: int = 0,
+    candidates: bool = False,
+    finished: tuple[SampleSummary, ...] = (),
+) -> GroupRequest:
+    """The request for the samples of a prompt in a run with this seed; see `GroupRequest`."""
     return GroupRequest(
         prompt_uid=prompt_uid,
         row=row,
-        attempt=0,
+        attempt=attempt,
         samples=settings.samples,
         seed=sampling_seed(seed, prompt_uid),
         max_tokens=settings.max_tokens,
         environment=settings.environment,
+        candidates=candidates,
+        finished=finished,
     )
 
 
@@ -70,24 +79,6 @@ Progress = Callable[[int, int], None]
 """Called with (finished groups, groups of the batch) while a batch is collected."""
 Observe = Callable[[int, RewardSummary], None]
 """Called with the row of the prompt and the rewards of a group that is replaced although it is scored."""
-
-
-@dataclass(eq=False)
-class _Open:
-    """An open group: dispatched, and neither trained nor dropped yet."""
-
-    order: int
-    pick: PromptPick
-    attempt: int
-    running: bool = False
-    """Whether it is being generated or scored."""
-    started_at_version: int = 0
-    """Weight version of the engine at the start of the latest attempt, or of the attempt with the finished samples."""
-    finished: Samples | None = None
-    """Samples that are not sampled again: an earlier run has finished them, or all of them wait for their scores."""
-    scored: ScoredGroup | None = None
-    failed: int = 0
-    """Samples that failed since the last batch."""
 
 
 class RolloutScheduler:
@@ -129,18 +120,17 @@ class RolloutScheduler:
         self._failures = spec.failures
         self._seed = spec.seed
         self.settings = settings or RowTable.of((0,), spec.group_settings)
-        self._samples_per_step = spec.samples_per_step
         self._min_group = algorithms.row_of(spec.algorithm).min_group_size
         self._greedy_baseline = algorithms.advantage(spec.algorithm).baseline == "greedy"
         """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
-        self._replaceable = algorithms.dynamic_sampling(spec.algorithm) * spec.schedule.prompts_per_step
-        """Groups without signal that may be replaced in a step."""
         self._signal = SignalTest(group_filter(spec.algorithm))
         self.version = version
         self._served = version
         self._pool = pool
         self._scorer = scorer
         self._ledger = ledger
+        self.counts = StepCounts(spec, ledger.describe_drops)
+        self._resumption = ResumedGroups(ledger.open_groups())
         self._next_prompt = next_prompt
         self._prompt_pool = prompt_pool
         self._observe = observe
@@ -148,77 +138,42 @@ class RolloutScheduler:
         self._order = 0
         self._opening = False
         """Whether a task that opens the free slots is running."""
-        self._groups: dict[str, _Open] = {}
+        self._groups: dict[str, ScheduledGroup] = {}
         """All open groups by prompt_uid, including the groups of the batch in training."""
-        self._finished: list[_Open] = []
+        self._finished: list[ScheduledGroup] = []
         """Scored groups that are not in a batch yet."""
-        self._batch: list[_Open] = []
+        self._batch: list[ScheduledGroup] = []
         """Groups of the batch that is being trained."""
         self._running: Counter[int] = Counter()
         """Number of running groups by the version at which they started; versions without any are absent."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._progress = asyncio.Event()
         self._failure: BaseException | None = None
-        self._failed_samples = 0
-        self._refused = 0
-        self._without_signal = 0
-        """Zero-advantage groups replaced since the last batch."""
-        self.replaced: Counts = {}
-        """Samples of the groups that were replaced for the last batch, by metric (see `sample_counts`)."""
-        self._replaced_since: Counts = {}
-        """Counts of the groups that were replaced since."""
-        self._in_checkpoint = deque(ledger.open_groups())
-        """Groups that were open at the checkpoint from which the run resumes, and that are not opened again yet."""
-        self._kept: dict[str, GroupProgress] = {}
-        """Their progress in the checkpoint, by prompt_uid."""
-        self._failed: dict[str, int] = {}
-        """Failed samples of these since the last batch."""
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[GroupProgress]) -> int:
         """Takes over the checkpoint's progress of open groups, before the start.
 
-        A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
-        reach, is sampled again like a group without progress.
-
         Args:
-            state: A value of `state`; without a count, it is 0 (checkpoints of earlier versions).
-            groups: Progress of open groups.
+            state: A value of `state`.
+            groups: Progress of open groups; those that `ResumedGroups.keep` does not keep are sampled again.
 
         Returns:
             Finished samples that are not sampled again.
         """
-        self._refused = state.get("refused", 0)
-        self._without_signal = state.get("without_signal", 0)
-        self._replaced_since = dict(state.get("replaced", {}))
-        known = {group.prompt_uid: (group.attempt, self.settings[group.row].samples) for group in self._in_checkpoint}
-        usable = [
-            group
-            for group in sorted(groups, key=lambda group: group.started_at_version)
-            if (own := known.get(group.prompt_uid)) is not None and group.attempt == own[0] and group.fits(own[1])
-        ]
-        # As many groups as were open at one version or before fill the next batches, the oldest first.
-        for place, group in enumerate(usable):
-            trained_at = self.version + place // self._schedule.prompts_per_step
-            if trained_at - group.started_at_version <= self._schedule.max_staleness:
-                self._kept[group.prompt_uid] = group
-            else:
-                logger.warning("sampling %s again: its samples are too old for this spec", group.prompt_uid)
-        # The failed samples of a group that is sampled again may not fail again.
-        failed: Mapping[str, int] = state.get("failed_open", {})
-        self._failed = {uid: samples for uid, samples in failed.items() if uid in self._kept}
-        again = sum(failed.values()) - sum(self._failed.values())
-        self._failed_samples = state.get("failed_samples", 0) - again
-        return sum(group.samples for group in self._kept.values())
+        again = self._resumption.keep(
+            groups,
+            settings=self.settings,
+            schedule=self._schedule,
+            version=self.version,
+            failed=state.get("failed_open", {}),
+        )
+        self.counts.restore(state, again)
+        return self._resumption.samples
 
     def state(self) -> dict[str, Any]:
         """Counts since the last batch, JSON-ready."""
-        return {
-            "failed_samples": self._failed_samples,
-            "failed_open": {uid: group.failed for uid, group in self._groups.items() if group.failed},
-            "refused": self._refused,
-            "without_signal": self._without_signal,
-            "replaced": dict(self._replaced_since),
-        }
+        failed = {uid: group.failed for uid, group in self._groups.items() if group.failed}
+        return self.counts.state() | {"failed_open": failed}
 
     def progress(self, running: Sequence[tuple[Sequence[FinishedSamples], TableRef]]) -> list[GroupProgress]:
         """Progress of every open group that has finished samples, in order of dispatch.
@@ -227,27 +182,21 @@ class RolloutScheduler:
             running: Finished samples of the running groups, by engine (`EnginePool.finished_samples`).
         """
         partial = {(one.prompt_uid, one.attempt): Samples(one, table) for own, table in running for one in own}
-        found: list[GroupProgress] = []
-        for uid, group in self._groups.items():
-            # The engine may have answered before it finished the rest.
-            parts = [part for part in (group.finished, partial.get((uid, group.attempt))) if part is not None]
-            finished = max(parts, key=lambda part: len(part.summary.samples), default=None)
-            if group.scored is not None or finished is not None:
-                found.append(GroupProgress(uid, group.attempt, group.started_at_version, group.scored, finished))
-        return found
+        found = (group.progress(partial.get((uid, group.attempt))) for uid, group in self._groups.items())
+        return [progress for progress in found if progress is not None]
 
     def start(self) -> None:
         """Opens all slots that the staleness limit allows; groups in flight at the last checkpoint come first."""
-        left: deque[OpenGroup] = deque()
-        self._opened += len(self._kept)
-        for known in self._in_checkpoint:
-            if (progress := self._kept.get(known.prompt_uid)) is not None:
-                self._continue(PromptPick(known.prompt_uid, known.row), progress)
+        resumption, left = self._resumption, deque[OpenGroup]()
+        self._opened += resumption.groups
+        for known in resumption.waiting:
+            if (kept := resumption.take(known.prompt_uid)) is not None:
+                self._continue(PromptPick(known.prompt_uid, known.row), *kept)
             elif self._free > 0:
                 self._reopen(known)
             else:  # the spec has fewer slots than the checkpoint's
                 left.append(known)
-        self._in_checkpoint, self._kept = left, {}
+        resumption.waiting = left
         self._dispatch()
 
     async def next_batch(self, progress: Progress | None = None) -> list[ScoredGroup]:
@@ -275,10 +224,7 @@ class RolloutScheduler:
                 taken = set(ready)
                 self._finished = [group for group in self._finished if group not in taken]
                 self._batch = ready
-                self._failed_samples = 0
-                self._refused = 0
-                self._without_signal = 0
-                self.replaced, self._replaced_since = self._replaced_since, {}
+                self.counts.begin_batch()
                 for group in self._groups.values():
                     group.failed = 0
                 return batch
@@ -288,7 +234,7 @@ class RolloutScheduler:
     def resample(self, groups: Sequence[ScoredGroup]) -> None:
         """Samples groups of the last batch again, because their data were lost before training."""
         self._batch = []
-        add(self._replaced_since, self.replaced)  # they belong to the batch that is sampled again
+        self.counts.batch_lost()
         for group in groups:
             uid = group.summary.prompt_uid
             self._launch(PromptPick(uid, group.row), self._ledger.retry(uid))
@@ -316,7 +262,7 @@ class RolloutScheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _ready(self) -> list[_Open] | None:
+    def _ready(self) -> list[ScheduledGroup] | None:
         """The next batch if it can be formed now: the groups that started first, and of these those opened first.
 
         It is not formed while more groups would be left than the batches until their limit can take.
@@ -354,8 +300,8 @@ class RolloutScheduler:
     def _open_some(self) -> None:
         """Opens up to `_OPENED_AT_ONCE` free slots with the next prompts."""
         for _ in range(min(self._free, _OPENED_AT_ONCE)):
-            if self._in_checkpoint:
-                self._reopen(self._in_checkpoint.popleft())
+            if self._resumption.waiting:
+                self._reopen(self._resumption.waiting.popleft())
                 continue
             self._opened += 1
             pick = self._next_prompt()
@@ -377,23 +323,22 @@ class RolloutScheduler:
 
     def _launch(self, pick: PromptPick, attempt: int) -> None:
         """Starts the task of a group."""
-        self._create_task(pick.prompt_uid, self._run, self._open(pick, attempt))
+        self._create_task(pick.prompt_uid, self._run, self._add(pick, attempt))
 
-    def _continue(self, pick: PromptPick, progress: GroupProgress) -> None:
-        """Opens a group with its existing progress."""
-        group = self._open(pick, progress.attempt)
-        group.started_at_version, group.scored = progress.started_at_version, progress.scored
-        group.finished, group.failed = progress.finished, self._failed.get(pick.prompt_uid, 0)
-        if group.scored is not None:
-            group.scored = replace(group.scored, row=pick.row)
+    def _continue(self, pick: PromptPick, progress: GroupProgress, failed: int) -> None:
+        """Opens a group with its existing progress; `failed` of its samples failed since the last batch."""
+        group = self._add(pick, progress.attempt)
+        group.started_at_version, group.finished, group.failed = progress.started_at_version, progress.finished, failed
+        if progress.scored is not None:
+            group.scored = replace(progress.scored, row=pick.row)
             self._finished.append(group)
         else:
             # Its samples have an age while it waits for an engine too: `_ready` must not pass it over.
-            self._start(group, group.started_at_version)
+            self._mark_running(group, group.started_at_version)
             self._create_task(pick.prompt_uid, self._run, group)
 
-    def _open(self, pick: PromptPick, attempt: int) -> _Open:
-        group = self._groups[pick.prompt_uid] = _Open(self._order, pick, attempt)
+    def _add(self, pick: PromptPick, attempt: int) -> ScheduledGroup:
+        group = self._groups[pick.prompt_uid] = ScheduledGroup(self._order, pick, attempt)
         self._order += 1
         return group
 
@@ -411,7 +356,7 @@ class RolloutScheduler:
         finally:
             self._progress.set()
 
-    async def _run(self, group: _Open) -> None:
+    async def _run(self, group: ScheduledGroup) -> None:
         """Generates and scores a group, again whenever its data are lost, up to `max_attempts` times."""
         for _ in range(self._failures.max_attempts):
             try:
@@ -421,10 +366,10 @@ class RolloutScheduler:
                 logger.warning("sampling %s again: %s", group.pick.prompt_uid, error)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 group.finished = None
-                self._stop(group)
+                self._mark_idle(group)
         self._replace(group, f"its data were lost {self._failures.max_attempts} times", failed=True)
 
-    async def _attempt(self, group: _Open) -> None:
+    async def _attempt(self, group: ScheduledGroup) -> None:
         """Generates and scores a group once, and keeps, drops or replaces it.
 
         Raises:
@@ -453,7 +398,7 @@ class RolloutScheduler:
             scored = replace(scored, greedy_reward=rewards.rewards[0])
         self._settle(group, scored)
 
-    async def _generate(self, group: _Open) -> list[tuple[GroupSummary, TableRef]]:
+    async def _generate(self, group: ScheduledGroup) -> list[tuple[GroupSummary, TableRef]]:
         """Generates on the least-loaded engine; a failed engine costs an attempt, not the group.
 
         Groups that a leaving engine could not finish run on another engine without the cost of an attempt.
@@ -470,9 +415,12 @@ class RolloutScheduler:
             done = () if group.finished is None else group.finished.summary.samples
             samples = settings.samples - len(done) + self._greedy_baseline
             engine = await self._pool.acquire(samples)
-            self._start(group, engine.version if group.finished is None else group.started_at_version)
-            request = replace(
-                group_request(self._seed, group.pick.prompt_uid, group.pick.row, settings),
+            self._mark_running(group, engine.version if group.finished is None else group.started_at_version)
+            request = group_request(
+                self._seed,
+                group.pick.prompt_uid,
+                group.pick.row,
+                settings,
                 attempt=group.attempt,
                 candidates=True,
                 finished=done,
@@ -488,7 +436,7 @@ class RolloutScheduler:
                 if isinstance(error, WorkerRaised):
                     group.finished = None  # its rows may be what failed, or are lost with their node
                 if group.finished is None:
-                    self._stop(group)
+                    self._mark_idle(group)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
@@ -500,7 +448,7 @@ class RolloutScheduler:
             if self._ledger.is_current(request.prompt_uid, request.attempt):
                 return results
 
-    def _settle(self, group: _Open, scored: ScoredGroup) -> None:
+    def _settle(self, group: ScheduledGroup, scored: ScoredGroup) -> None:
         """Keeps or replaces a scored group, and drops its samples without reward.
 
         A group is replaced if too few of its samples have a reward, or if it has no signal and the budget for such
@@ -514,28 +462,28 @@ class RolloutScheduler:
             failed_before = scored.summary.samples[sample_index].status != OK
             reason = status if failed_before else f"reward: {status}"
             self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, reason)
-        group.failed += len(failures)
-        self._count_failures(len(failures))
+        if failures:
+            group.failed += len(failures)
+            self.counts.fail(len(failures))
         settings = self.settings[scored.row]
-        if self._without_signal < self._replaceable and (why := self._signal.problem(scored, settings)):
-            self._without_signal += 1
-            add(self._replaced_since, sample_counts(scored, settings.environment))
+        if self.counts.may_replace and (why := self._signal.problem(scored, settings)):
+            self.counts.replace_without_signal(scored, settings)
             self._drop(group, f"no signal: {why}")
             if self._observe is not None:
                 self._observe(group.pick.row, scored.rewards)
             self._dispatch()
             return
-        self._stop(group)
+        self._mark_idle(group)
         group.scored = scored
         self._finished.append(group)
 
-    def _start(self, group: _Open, version: int) -> None:
+    def _mark_running(self, group: ScheduledGroup, version: int) -> None:
         """Marks the group as running on an engine of this version."""
-        self._stop(group)
+        self._mark_idle(group)
         group.running, group.started_at_version = True, version
         self._running[version] += 1
 
-    def _stop(self, group: _Open) -> None:
+    def _mark_idle(self, group: ScheduledGroup) -> None:
         """Marks the group as no longer running: it is scored, dropped or about to start again."""
         if group.running:
             group.running = False
@@ -544,7 +492,7 @@ class RolloutScheduler:
                 del self._running[group.started_at_version]
 
     def _replace(
-        self, group: _Open, reason: str, *, failed: bool, detail: str = "", scored: ScoredGroup | None = None
+        self, group: ScheduledGroup, reason: str, *, failed: bool, detail: str = "", scored: ScoredGroup | None = None
     ) -> None:
         """Drops a failed or refused group, counts it, and opens its slot for another prompt.
 
@@ -553,35 +501,14 @@ class RolloutScheduler:
         logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)
         if failed:
-            settings = self.settings[group.pick.row]
-            add(self._replaced_since, replaced_counts(settings.samples, scored, settings.environment))
-            self._count_failures(settings.samples)
+            self.counts.replace_failed(scored, self.settings[group.pick.row])
         else:
-            self._count_refusal(reason)
+            self.counts.refuse(reason)
         self._dispatch()
 
-    def _drop(self, group: _Open, reason: str) -> None:
+    def _drop(self, group: ScheduledGroup, reason: str) -> None:
         """Drops the remaining samples of the group and frees its slot."""
-        self._stop(group)
+        self._mark_idle(group)
         del self._groups[group.pick.prompt_uid]
         self._ledger.drop_group(group.pick.prompt_uid, reason)
         self._opened -= 1
-
-    def _count_refusal(self, reason: str) -> None:
-        """Counts a refused prompt; raises BatchFailed if this step has too many."""
-        self._refused += 1
-        if self._refused > _REFUSALS_PER_GROUP * self._schedule.prompts_per_step:
-            raise BatchFailed(
-                f"{self._refused} prompts of this step were refused, more than {_REFUSALS_PER_GROUP} for each group of "
-                f"the batch; check the data; the last: {reason}"
-            )
-
-    def _count_failures(self, samples: int) -> None:
-        """Counts failed samples; raises BatchFailed if this step has too many."""
-        self._failed_samples += samples
-        budget = self._failures.max_failed_fraction * self._samples_per_step
-        if self._failed_samples > budget:
-            raise BatchFailed(
-                f"{self._failed_samples} samples of this step failed, more than failures.max_failed_fraction allows "
-                f"({budget:.0f}); reasons so far: {self._ledger.describe_drops()}"
-            )

@@ -24,9 +24,9 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.kept_samples import write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
-from troupe.orchestrator.rollouts.sample_counts import add, sample_counts
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
+from troupe.orchestrator.rollouts.step_counts import add, sample_counts
 from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers, std
@@ -166,7 +166,7 @@ class RolloutSource:
     def _sample_counts(self) -> dict[str, float]:
         """Samples of the step and time of scoring: of the batch, and of the groups replaced on the way to it."""
         scheduler = self._components.scheduler
-        counts = dict(scheduler.replaced)
+        counts = dict(scheduler.counts.replaced)
         for group in self._groups:
             add(counts, sample_counts(group, scheduler.settings[group.row].environment))
         return counts

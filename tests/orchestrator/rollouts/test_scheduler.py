@@ -30,9 +30,9 @@ from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, EnginesLost
 from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
-from troupe.orchestrator.rollouts.sample_counts import replaced_counts, sample_counts
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, TokenScorer
+from troupe.orchestrator.rollouts.step_counts import replaced_counts, sample_counts
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.algorithms.custom import CustomAlgorithm, GroupRewards
@@ -514,7 +514,7 @@ def test_samples_of_replaced_groups_are_counted_once_across_a_checkpoint_and_a_l
         rollouts.scheduler.start()
         for _ in range(2):  # the data of the first batch are lost, and it is sampled again
             batch = await asyncio.wait_for(rollouts.scheduler.next_batch(), 10)
-            assert len(batch) == 5 and rollouts.scheduler.replaced == counted
+            assert len(batch) == 5 and rollouts.scheduler.counts.replaced == counted
             assert rollouts.scheduler.state()["replaced"] == {}
             rollouts.scheduler.resample(batch)
             assert rollouts.scheduler.state()["replaced"] == counted
@@ -527,7 +527,7 @@ def test_samples_of_replaced_groups_are_counted_once_across_a_checkpoint_and_a_l
     resumed.scheduler.restore(first.scheduler.state(), [])
     assert resumed.scheduler.state()["replaced"] == counted
     on_virtual_time(resumed.train(1))
-    assert resumed.scheduler.replaced == counted
+    assert resumed.scheduler.counts.replaced == counted
 
 
 def test_a_group_that_no_engine_could_generate_has_no_failed_rewards() -> None:
