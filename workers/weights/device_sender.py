@@ -9,6 +9,7 @@ together: after a failure as well, so that no rank waits for another in a gather
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -89,10 +90,28 @@ def device_sender(
 class _Sender:
     """Base of both kinds of sender."""
 
-    def __init__(self, link: EngineLink, buckets: Sequence[Bucket], device: torch.device) -> None:
+    def __init__(
+        self, link: EngineLink, buckets: Sequence[Bucket], described: dict[str, Any], rank: int, device: torch.device
+    ) -> None:
+        """Connects to the engines. Collective.
+
+        Args:
+            link: The engines.
+            buckets: The layout of all weights.
+            described: The layout as the engines receive it.
+            rank: Rank of this trainer; only rank 0 calls the engines.
+            device: Device of the weights.
+        """
         self._link = link
         self._buckets = buckets
+        self._rank = rank
         self._device = device
+        if rank == 0:
+            self._join(described)
+
+    @abstractmethod
+    def _join(self, described: dict[str, Any]) -> None:
+        """Make the engines join; called on rank 0."""
 
     def _finish(self, version: int, sums: Sequence[torch.Tensor]) -> WeightsSent:
         """Make the engines serve the sent weights if they have received these checksums."""
@@ -104,26 +123,18 @@ class _Sender:
 class GroupSender(_Sender):
     """Broadcasts from rank 0 of the trainers to every engine process."""
 
-    def __init__(
-        self,
-        link: EngineLink,
-        buckets: Sequence[Bucket],
-        described: dict[str, Any],
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(link, buckets, device)
-        self._group: TransferGroup | None = None
+    _group: TransferGroup | None = None
+    """On rank 0, until a transfer fails."""
+
+    def _join(self, described: dict[str, Any]) -> None:
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="engines")
-        if rank == 0:
-            address = own_address()
-            store = open_store(address)
-            size = 1 + link.processes
-            joined = self._calls.submit(
-                link.join, described | {"address": address, "port": store.port, "first_rank": 1, "world_size": size}
-            )
-            self._group = TransferGroup(store, 0, size, device, check=lambda: _raise_failure(joined))
-            joined.result()
+        address = own_address()
+        store = open_store(address)
+        size = 1 + self._link.processes
+        place = {"address": address, "port": store.port, "first_rank": 1, "world_size": size}
+        joined = self._calls.submit(self._link.join, described | place)
+        self._group = TransferGroup(store, 0, size, self._device, check=lambda: _raise_failure(joined))
+        joined.result()
 
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
         """Send these weights as `version`; see `DeviceSender.send`."""
@@ -148,7 +159,7 @@ class GroupSender(_Sender):
         if self._group is not None:
             self._group.leave()
             self._group = None
-        self._calls.shutdown(wait=False, cancel_futures=True)
+            self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _broadcast(self, group: TransferGroup, tensors: NamedTensors, received: Future[None]) -> list[torch.Tensor]:
         """Send all buckets, the next one packed while one is under way; returns the checksums of the packed bytes."""
@@ -173,19 +184,14 @@ class SharedGpuSender(_Sender):
     """Makes the engine processes copy every bucket from a buffer on the GPU that they share with a trainer rank."""
 
     def __init__(
-        self,
-        link: EngineLink,
-        buckets: Sequence[Bucket],
-        described: dict[str, Any],
-        rank: int,
-        device: torch.device,
+        self, link: EngineLink, buckets: Sequence[Bucket], described: dict[str, Any], rank: int, device: torch.device
     ) -> None:
-        super().__init__(link, buckets, device)
-        self._rank = rank
+        super().__init__(link, buckets, described, rank, device)
         self._buffer: torch.Tensor | None = None
         self._handles: list[PlainHandle] = []
-        if rank == 0:
-            link.join(described)
+
+    def _join(self, described: dict[str, Any]) -> None:
+        self._link.join(described)
 
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
         """Send these weights as `version`; see `DeviceSender.send`."""

@@ -8,7 +8,6 @@ layers multiply with.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +23,11 @@ from troupe.workers.models.adapter_files import DESCRIPTION, Description
 from troupe.workers.models.digests import base_digest
 from troupe.workers.weights.adapter_slots import LayerAdapter, missing_parts, slot_problem
 from troupe.workers.weights.cpu_kernels import multiply_at_once, multiply_experts_without_adapters
-from troupe.workers.weights.file import WeightDigestMismatch, open_weights
-from troupe.workers.weights.shared_memory import FileMapping
 from troupe.workers.weights.vllm_transfer import (
     EngineExtension,
-    FileInitInfo,
+    FileReader,
     FileUpdateInfo,
     LoadedWeights,
-    LoadingEngine,
 )
 
 if TYPE_CHECKING:
@@ -56,11 +52,8 @@ class _Version:
     tensors: dict[str, torch.Tensor]
 
 
-class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
+class AdapterTransferEngine(FileReader):
     """Loads verified adapters for the model, which stays as it is."""
-
-    init_info_cls = FileInitInfo
-    update_info_cls = FileUpdateInfo
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
@@ -70,11 +63,7 @@ class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
             multiply_at_once()
         self._adapted: Any = model
         self._base = base_digest(vllm_config.model_config.model)
-        self._mapping = FileMapping(mmap.PROT_READ)
         self._received: _Version | None = None
-
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Does nothing: no preparation is needed."""
 
     def start_weight_update(self) -> None:
         """Begin an update: from now on the process reports no version."""
@@ -89,14 +78,9 @@ class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
             OSError: The file cannot be read.
         """
         update = update_info.update()
-        try:
-            with open_weights(update, self._mapping) as weights:
-                weights.verify()
-                # vLLM scales B in place, and the next version is written to the same memory.
-                tensors = {name: tensor.clone() for name, tensor in weights.tensors()}
-        except WeightDigestMismatch as error:
-            self.loaded["mismatch"] = error.got
-            raise
+        with self._verified(update) as weights:
+            # vLLM scales B in place, and the next version is written to the same memory.
+            tensors = {name: tensor.clone() for name, tensor in weights.tensors()}
         if DESCRIPTION not in tensors:
             raise AdapterRefused(f"version {update.version} holds weights, not adapters")
         description = Description.of(tensors.pop(DESCRIPTION))
@@ -108,9 +92,6 @@ class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
         self._received = _Version(update.version, update.digest, description, tensors)
         if problem := missing_parts(self._by_layer(tensors), description.config["r"]):
             raise AdapterRefused(f"version {update.version}: {problem}")
-
-    def finish_weight_update(self) -> None:
-        """Does nothing: vLLM now drops its adapters."""
 
     def use(self) -> None:
         """Replace all adapters of the engine by the received version."""
@@ -148,10 +129,6 @@ class AdapterTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
                 self._settings(received).vllm_lora_scaling_factor,
             )
         return LoadedWeights(version=None, digest="", mismatch=f"none: {problem}") if problem else self.loaded
-
-    def shutdown(self) -> None:
-        """Release the file."""
-        self._mapping.drop()
 
     def _require(self) -> _Version:
         if self._received is None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -27,7 +29,7 @@ from troupe.workers.telemetry.stacks import write_stacks_on_signal
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.buckets import Bucket, buckets_of, checksums, unpack, weights_digest
 from troupe.workers.weights.cpu_kernels import logits_in_blocks
-from troupe.workers.weights.file import DTYPES, WeightDigestMismatch, open_weights
+from troupe.workers.weights.file import DTYPES, MappedWeights, WeightDigestMismatch, open_weights
 from troupe.workers.weights.gpu_handles import gpu_id, open_handle
 from troupe.workers.weights.reload import ModelReload
 from troupe.workers.weights.shared_memory import FileMapping
@@ -92,11 +94,8 @@ class LoadingEngine(WeightTransferEngine[InitT, UpdateT]):
         self._reload.abandon()
 
 
-class FileWeightTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
-    """Loads a verified weight file into the running model.
-
-    The model changes only after the digest has been verified: a corrupted update leaves the old weights in place.
-    """
+class FileReader(LoadingEngine[FileInitInfo, FileUpdateInfo]):
+    """Loads what a published file holds, after its digest has been verified."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -110,12 +109,34 @@ class FileWeightTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Does nothing: no preparation is needed."""
 
+    def finish_weight_update(self) -> None:
+        """Does nothing: `receive_weights` has received all of an update, or has raised."""
+
+    def shutdown(self) -> None:
+        """Release the file."""
+        self._mapping.drop()
+
+    @contextmanager
+    def _verified(self, update: WeightUpdate) -> Iterator[MappedWeights]:
+        """The file of an update. Raises WeightDigestMismatch, after noting the digest that it has."""
+        try:
+            with open_weights(update, self._mapping) as weights:
+                weights.verify()
+                yield weights
+        except WeightDigestMismatch as error:
+            self.loaded["mismatch"] = error.got
+            raise
+
+
+class FileWeightTransferEngine(FileReader):
+    """Loads a verified weight file into the running model.
+
+    The model changes only after the digest has been verified: a corrupted update leaves the old weights in place.
+    """
+
     def start_weight_update(self) -> None:
         """Clear the last failure. The layerwise reload starts after the file has been verified."""
         self.loaded["mismatch"] = ""
-
-    def finish_weight_update(self) -> None:
-        """Does nothing: `receive_weights` ends with a complete model or raises."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Verify and load an update.
@@ -126,25 +147,16 @@ class FileWeightTransferEngine(LoadingEngine[FileInitInfo, FileUpdateInfo]):
             OSError: the file cannot be read.
         """
         update = update_info.update()
-        try:
-            with open_weights(update, self._mapping) as weights:
-                weights.verify()
-                self.loaded = LoadedWeights(version=None, digest="", mismatch="")
-                self._reload.begin()
-                try:
-                    self._reload.load(weights.tensors())
-                except BaseException:
-                    self._reload.abandon()
-                    raise
-                self._reload.end()
-        except WeightDigestMismatch as error:
-            self.loaded["mismatch"] = error.got
-            raise
+        with self._verified(update) as weights:
+            self.loaded = LoadedWeights(version=None, digest="", mismatch="")
+            self._reload.begin()
+            try:
+                self._reload.load(weights.tensors())
+            except BaseException:
+                self._reload.abandon()
+                raise
+            self._reload.end()
         self.loaded = LoadedWeights(version=update.version, digest=update.digest, mismatch="")
-
-    def shutdown(self) -> None:
-        """Release the file."""
-        self._mapping.drop()
 
 
 @dataclass
