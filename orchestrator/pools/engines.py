@@ -185,7 +185,7 @@ class EnginePool(ReplicaPool[Engine]):
     def hold(self) -> Engine | None:
         """Takes the least-loaded engine, with its weights, out of the dispatch; returns None if no other would serve.
 
-        It finishes the groups that it has. `let_go` ends this.
+        It finishes the groups that it has. `end_hold` ends this.
         """
         engine = self._loads.least() if len(self._loads) > 1 else None
         if engine is not None:
@@ -194,7 +194,7 @@ class EnginePool(ReplicaPool[Engine]):
         return engine
 
     async def none_held(self) -> None:
-        """Waits until every engine that was let go receives groups again, or is lost."""
+        """Waits until every engine whose hold has ended receives groups again, or is lost."""
         await self._wait_for(lambda: not any(engine.held for engine in self.workers))
 
     async def reserve(self, engine: Engine, samples: int) -> bool:
@@ -213,8 +213,8 @@ class EnginePool(ReplicaPool[Engine]):
         engine.outstanding += samples
         return True
 
-    def let_go(self, engine: Engine) -> None:
-        """Lets a held engine receive groups again, in the background, once it has the other engines' weights."""
+    def end_hold(self, engine: Engine) -> None:
+        """Makes a held engine receive groups again, in the background, once it has the other engines' weights."""
         task = asyncio.create_task(self._rejoin(engine), name=f"rejoin {engine.name}")
         self._replacing.add(task)
         task.add_done_callback(self._replaced)

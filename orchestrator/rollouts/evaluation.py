@@ -291,5 +291,5 @@ class EvaluationBeside:
                     raise
                 logger.warning("the evaluation of step %d begins again on %s: %s", step, other.name, error)
             finally:
-                self._pool.let_go(engine)
+                self._pool.end_hold(engine)
             engine = other

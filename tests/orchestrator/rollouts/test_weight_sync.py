@@ -554,7 +554,7 @@ def test_an_engine_that_is_let_go_gets_weights_without_samples_and_not_those_of_
         assert set((await sync.push(2)).engines) == {engine.name for engine in pool.engines} - {held.name}
         sender.trained = ", after an update"
         held.outstanding = 1
-        pool.let_go(held)
+        pool.end_hold(held)
         await asyncio.sleep(0.01)
         assert held.version == 1 and held.held
         await pool.release(held, 1)
