@@ -61,7 +61,7 @@ class Run:
             return Engine(FaultyWorker(name, self.engine), "host")
 
         context: Any = SimpleNamespace(
-            workers=SimpleNamespace(each=lambda role: self.engines if role == "rollout" else roles[role]),
+            workers=SimpleNamespace(policy=None, each=lambda role: self.engines if role == "rollout" else roles[role]),
             launcher=SimpleNamespace(replica=replica, engine=engine),
             cluster=SimpleNamespace(environment_link=self._link),
         )
