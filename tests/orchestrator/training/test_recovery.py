@@ -211,10 +211,13 @@ def test_the_budget_ends_the_run_and_says_by_what(tmp_path: Path) -> None:
 
 
 def test_more_steps_than_are_kept_cannot_be_repeated(tmp_path: Path) -> None:
-    run = RecoveringRun(tmp_path, ("policy-0", "update", 6))
-    run.change(checkpoint={"every_steps": 0}, failures={"replay_steps": 1})
-    with pytest.raises(WorkerError, match=r"more than failures.replay_steps \(1\) steps since the last checkpoint"):
+    run = RecoveringRun(tmp_path, ("policy-0", "update", 6))  # in step 4, behind three steps
+    run.change(checkpoint={"every_steps": 0}, failures={"replay_steps": 2})
+    with pytest.raises(WorkerError, match=r"more than failures.replay_steps \(2\) steps since the last checkpoint"):
         run.run()
+    run = RecoveringRun(tmp_path / "kept", ("policy-0", "update", 6))
+    run.change(checkpoint={"every_steps": 0}, failures={"replay_steps": 3})
+    assert run.run().steps_done == 4
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
