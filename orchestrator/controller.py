@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import rare_collections
 from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError
@@ -15,11 +16,10 @@ from troupe.orchestrator.pools.replicas import RestartBudget
 from troupe.orchestrator.rollouts.held_out import held_out_lines
 from troupe.orchestrator.rollouts.run_weights import RunWeights
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
-from troupe.orchestrator.run_checkpoints import RunCheckpoints
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.telemetry.metrics import PeakMemory, PhaseTimers, merge_updates
+from troupe.orchestrator.telemetry.metrics import PeakMemory, PhaseTimers
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.telemetry.timeline import CallLog
@@ -34,13 +34,11 @@ from troupe.orchestrator.training.batch import (
     unless_stopped,
 )
 from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
-from troupe.orchestrator.training.change_events import ChangeEvents
-from troupe.orchestrator.training.evaluations import Evaluators, RunEvaluations
+from troupe.orchestrator.training.evaluations import RunEvaluations
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.parts import RunPart, UpdatedStep, states_of
+from troupe.orchestrator.training.parts import Metrics, Moment, RunPart, UpdatedStep, close_parts
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.remote_checkpoints import Uploads
-from troupe.orchestrator.training.saves import Moment, RunSaves, SaveContext
+from troupe.orchestrator.training.saves import RunSaves
 from troupe.orchestrator.training.state import BestState
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import Penalty, Updates
@@ -76,6 +74,22 @@ class RunComponents:
     """Digest of the rows that are evaluated, or empty if there are none."""
     beside: EvaluationBesideTraining | None = None
     """Evaluates while training continues (`evaluation.beside`), or None if training waits."""
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a run: those on which the loop depends, and all in the order in which a step passes them."""
+
+    penalty: Penalty
+    best: BestCheckpoints
+    evaluations: RunEvaluations
+    saves: RunSaves
+    alarm: Alarm
+    all: tuple[RunPart, ...]
+
+    def states(self) -> dict[str, Any]:
+        """The states of the parts, by name."""
+        return {part.name: part.snapshot() for part in self.all if part.name}
 
 
 @dataclass(frozen=True)
@@ -128,63 +142,34 @@ class Controller:
         self,
         spec: RunSpec,
         components: RunComponents,
-        checkpoints: RunCheckpoints,
+        parts: RunParts,
         sinks: MetricSinks,
         console: Console,
         stop: asyncio.Event,
+        done: int = 0,
     ) -> None:
-        """Resumes from the checkpoint that is found. Raises CheckpointError if its state has another form."""
+        """`done`: steps that the run has completed; the parts have their state."""
         self._spec = spec
         self.components = components
+        self.parts = parts
         self.sinks = sinks
         self.console = console
-        self.version = checkpoints.done
+        self.version = done
         self.stop = stop
         self._recorder = components.recorder
         self._timers = self._new_timers()
         sync, recovery, source = components.sync, components.recovery, components.source
         self._weights = None if sync is None else RunWeights(sync, recovery, self._recorder, source.mark_served)
-        self.penalty = Penalty(spec.kl_penalty)
-        self.best = BestCheckpoints(spec, components.held_out_rows, checkpoints.store)
-        targets = SaveContext(
-            source=source,
-            recovery=recovery,
-            store=checkpoints.store,
-            uploads=Uploads(checkpoints.remote, spec.failures.failed_saves, spec.schedule.train_timeout_s),
-            recorder=self._recorder,
-            console=console,
-            best=self.best,
-        )
-        self._saves = RunSaves(spec, components.updates, targets, checkpoints.done)
-        evaluators = Evaluators(components.evaluator, components.beside)
-        self._evaluations = RunEvaluations(spec, evaluators, self._saves, self._recorder, console, sinks)
-        self._alarm = Alarm(spec.alarm, self._recorder.events)
-        self.parts: tuple[RunPart, ...] = (
-            self.penalty,
-            self.best,
-            components.step_recorder,
-            self._evaluations,
-            self._saves,
-            self._alarm,
-            *(() if components.scaler is None else (components.scaler,)),
-            ChangeEvents(components.ledger, self._recorder.events),
-        )
-        """The parts in the order in which a step passes them."""
-        if checkpoints.found is not None:
-            with checkpoints.found.restoring():
-                states = states_of(checkpoints.found.state)
-                for part in self.parts:
-                    if part.name in states:
-                        part.restore(states[part.name])
 
     async def run(self) -> RunOutcome:
         """Trains until the last step, or saves and returns after the step during which `stop` was set."""
         try:
             async with rare_collections():
+                for part in self.parts.all:
+                    await part.open()
                 return await self._run()
         finally:
-            for part in self.parts:
-                await part.close()
+            await close_parts(self.parts.all)
             self.sinks.close()
 
     async def _run(self) -> RunOutcome:
@@ -196,18 +181,18 @@ class Controller:
         spec, source = self._spec, self.components.source
         heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self.components.recovery.watch())
         try:
-            trial = self._saves.begin_trial()  # the trainers have nothing else to do until there is a batch
+            trial = self.parts.saves.begin_trial()  # the trainers have nothing else to do until there is a batch
             if self.version and self._weights is not None:
                 await self._weights.push(self.version)
-            if (evaluation := self._evaluations.at_start(self.version)) is not None:
+            if (evaluation := self.parts.evaluations.at_start(self.version)) is not None:
                 await unless_stopped(self.stop, unless_failed(trial, evaluation))
-            for part in self.parts:
+            for part in self.parts.all:
                 part.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; a resumed run's is part of its first step
             source.start()
             self._timers = self._new_timers()
-            while self.version < spec.schedule.steps and not (self._alarm.stops or self.best.no_gain):
+            while self.version < spec.schedule.steps and not (self.parts.alarm.stops or self.parts.best.no_gain):
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     step = self.step(self.version)
                     step = step if self._weights is None else self._weights.guard(step)
@@ -225,36 +210,36 @@ class Controller:
         finally:
             heartbeat.cancel()
             watch.cancel()
-            await self._evaluations.cancel()
+            await self.parts.evaluations.cancel()
             if self._weights is not None:
                 await self._weights.cancel()
             await source.close()
             await self.components.recovery.close()
             await self._recorder.close()
         await source.flush()
-        await self._saves.last(snapshot, self._moment())
+        await self.parts.saves.last(snapshot, self._moment())
         await self._recorder.close()
         ledger = self.components.ledger
         ledger.check()
-        early = self.best.no_gain if self.version < spec.schedule.steps else ""
+        early = self.parts.best.no_gain if self.version < spec.schedule.steps else ""
         how = "finished" if self.version >= spec.schedule.steps or early else "stopped"
-        how = "alarm" if how == "stopped" and self._alarm.stops else how
+        how = "alarm" if how == "stopped" and self.parts.alarm.stops else how
         self._recorder.events.record("run_ended", how=how, **({"detail": early} if early else {}))
         return RunOutcome(
             self.version,
             how != "finished",
-            self._evaluations.first,
-            self._evaluations.last,
+            self.parts.evaluations.first,
+            self.parts.evaluations.last,
             ledger.counts(),
             ledger.drop_reasons(),
             self.components.peaks.summary(),
             early,
-            self.best.state,
+            self.parts.best.state,
         )
 
     async def _settle(self) -> SourceSnapshot:
         """Waits for background work; returns what to save, before the groups in flight are cancelled."""
-        await self._evaluations.leave(self.version)
+        await self.parts.evaluations.leave(self.version)
         if self._weights is not None:
             await self._weights.settle()
         await self.components.step_recorder.settle()
@@ -264,22 +249,21 @@ class Controller:
         return PhaseTimers(record=self._recorder.phase)
 
     async def step(self, step: int) -> None:
-        """One step: take a batch, update, sync the weights, account for the samples, report."""
+        """One step: take a batch, update, sync the weights, account for the samples, let the parts follow."""
         self._recorder.events.step = step + 1
         batch = await self.components.source.next_batch(self.version, self._timers)
         trained = await self._update(step, batch)
         await self._sync(step + 1)
         await self._account(trained)
-        await self._report(trained)
-        await self._save()
+        await self._follow(trained)
 
     async def _update(self, step: int, batch: Batch) -> UpdatedStep:
         """Policy and critic learn from a batch."""
         with self._timers.phase("update"):
-            for part in self.parts:
+            for part in self.parts.all:
                 await part.before_update()
-            before = self.penalty.state
-            updates, self.penalty.state = await self.components.recovery.train(step, batch, before)
+            before = self.parts.penalty.state
+            updates, self.parts.penalty.state = await self.components.recovery.train(step, batch, before)
         return UpdatedStep(step + 1, batch, before, updates, self._timers)
 
     async def _sync(self, version: int) -> None:
@@ -293,55 +277,31 @@ class Controller:
 
     async def _account(self, step: UpdatedStep) -> None:
         """The step's samples are trained; the next ones may start."""
-        for part in self.parts:
+        for part in self.parts.all:
             await part.after_update(step)
         self.version = step.number
         self.components.source.mark_trained(self.version)
-        for budget in (self.components.recovery.budget, *self.components.budgets):
-            budget.after_step()
         await asyncio.sleep(0)  # dispatch the groups that wait for an engine before computing metrics
 
     def _may_overlap(self, version: int) -> bool:
         """Whether the loop may continue before the engines have a version: an evaluation and the end need it."""
         last = version == self._spec.schedule.steps
-        return self._spec.overlaps_steps and not last and not self._evaluations.is_due(version)
+        return self._spec.overlaps_steps and not last and not self.parts.evaluations.is_due(version)
 
-    async def _report(self, step: UpdatedStep) -> None:
-        """Evaluates if that is due, and writes the step's metrics."""
-        components, timers = self.components, step.timers
-        with timers.phase("evaluate"):
-            evaluation = await self._evaluations.make_if_due(step.number)
-        metrics = components.source.metrics(step.number, timers.total())
-        await asyncio.sleep(0)  # aggregating thousands of samples took one iteration of the event loop
-        metrics |= step.batch.summary.metrics
-        metrics |= merge_updates(step.updates)
-        metrics |= {"seconds/step": timers.total()}
-        metrics |= {f"seconds/{name}": seconds for name, seconds in timers.seconds().items()}
-        metrics |= {f"utilisation/{name}": share for name, share in timers.shares().items()}
-        metrics |= {f"ledger/{name}": float(count) for name, count in components.ledger.counts().items()}
-        metrics |= {"updates": float(len(step.updates)), "trainer_restarts": float(components.recovery.budget.total)}
-        metrics |= components.peaks.metrics()
-        metrics |= components.data
-        metrics |= evaluation
-        for part in self.parts:
-            metrics |= part.after_step(step.number, metrics)
+    async def _follow(self, step: UpdatedStep) -> None:
+        """Evaluates if that is due, writes the step's metrics, and then a checkpoint if one is due."""
+        metrics: Metrics = {}
+        for part in self.parts.all:
+            metrics |= await part.after_step(step, metrics)
         self.sinks.write(step.number, metrics)
         self.console.step(step.number, metrics)
-
-    async def _save(self) -> None:
-        """Writes a checkpoint if one is due, and the step's samples and timeline."""
         self._timers = self._new_timers()  # this step's metrics are written: the next step's include the checkpoint
-        if self._evaluations.pending not in (None, self.version) and self._saves.is_due(self._moment()):
-            with self._timers.phase("evaluate"):
-                await self._evaluations.settle()  # it decides what the commit keeps, and no resumed run has its weights
-        with self._timers.phase("checkpoint"):
-            await self._saves.save_if_due(self._moment())
-        await self.components.source.save_trajectories(self.version)
-        await self._recorder.end_step(self.version)
+        now = self._moment()
+        for part in self.parts.all:
+            await part.end_step(now)
 
     def _moment(self) -> Moment:
-        candidate = self.best.compares and self._evaluations.pending == self.version
-        return Moment(self.version, {part.name: part.snapshot() for part in self.parts if part.name}, candidate)
+        return Moment(self.version, self._timers, self.parts.states)
 
     async def _heartbeat(self) -> None:
         """Probes the source's workers at a fixed interval; runs as a task until the run ends."""

@@ -300,7 +300,7 @@ def export(
 
 def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
     """Folder of the model in a checkpoint of a run; see `export`. Raises OSError without a valid checkpoint."""
-    from troupe.orchestrator.run_checkpoints import best_step
+    from troupe.orchestrator.runs.checkpoints import best_step
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
 
     checkpoints = _folder(run) / "checkpoints"

@@ -26,7 +26,7 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
-from troupe.orchestrator.run_checkpoints import folder_checkpoints
+from troupe.orchestrator.runs.checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.runs.session import RunRequest, open_session
@@ -221,7 +221,7 @@ class PPOSetup:
         critic = RolloutUpdates(with_fields(spec, roles={"critic": warmup}), self.policy, self.critic, console)
         for name, one in (("policy update", policy), ("critic update", critic)):
             with parts.timed(name):
-                updates, _ = await one.run(turn, batch, self.controller.penalty.state)
+                updates, _ = await one.run(turn, batch, self.controller.parts.penalty.state)
             self.gaps += [update["policy/rollout_logprob_gap"] for update in updates if name == "policy update"]
 
 

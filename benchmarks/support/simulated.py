@@ -40,7 +40,8 @@ from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
-from troupe.orchestrator.run_checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.sinks import LoggedRun, MetricSinks
@@ -224,7 +225,8 @@ class Simulation:
         recovery = TrainerRecovery(spec, updates, sync.push, store, _restart, self.clock)
         recorder = StepRecorder(spec, out, updates.trainers)
         components = RunComponents(source, updates, recovery, sync, None, ledger, recorder)
-        return Controller(spec, components, RunCheckpoints(store), sinks, self.clock, self.stop), pool
+        parts = run_parts(spec, components, RunCheckpoints(store), sinks, self.clock)
+        return Controller(spec, components, parts, sinks, self.clock, self.stop), pool
 
     def _drawn(self, prompts: PromptSource) -> NextPrompt:
         on_prompt = self.on_prompt

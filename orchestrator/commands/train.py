@@ -169,7 +169,7 @@ def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunReque
     `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
     rest.
     """
-    from troupe.orchestrator.run_checkpoints import saved_run
+    from troupe.orchestrator.runs.checkpoints import saved_run
     from troupe.orchestrator.runs.session import RunRequest
 
     request = RunRequest(planned.spec, planned.out, resume, address)

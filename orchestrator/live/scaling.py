@@ -19,7 +19,7 @@ from troupe.orchestrator.live.diff import changed, differences
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.training.parts import Metrics, RunPart
+from troupe.orchestrator.training.parts import Metrics, RunPart, UpdatedStep
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class WorkerScaler(RunPart):
             for role, config in self.spec.roles.scaled().items()
         )
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
         """Apply the autoscaling rule to the fraction of the step for which the trainer waited for samples.
 
         Returns:

@@ -14,7 +14,8 @@ from troupe.orchestrator.data.mixture import DrawnSource, PromptMixture, drawn_r
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import Pools, data_metrics, named_examples
 from troupe.orchestrator.errors import DataError, TroupeError
-from troupe.orchestrator.run_checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.runs.session import RunRequest, Session
 from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
@@ -133,7 +134,8 @@ class OfflineRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._session.console, self._session.stop
-        return Controller(spec, components, checkpoints, sinks, console, stop)
+        parts = run_parts(spec, components, checkpoints, sinks, console)
+        return Controller(spec, components, parts, sinks, console, stop, done)
 
     def _order(self, examples: Tokenized) -> PromptOrder:
         """The order of examples. Raises DataError: no example of a source can be used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
@@ -24,9 +25,10 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
-from troupe.orchestrator.run_checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.audit import AUDIT, RunAudit
 from troupe.orchestrator.runs.evaluation import held_out_evaluator
+from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
 from troupe.orchestrator.runs.session import RunRequest, Session, say
 from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
@@ -36,6 +38,7 @@ from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.parts import RunPart
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.step_recorder import StepRecorder
@@ -56,14 +59,39 @@ async def train_on_rollouts(
         controller = await run.controller(checkpoints)
         if found is not None:  # the resume stands
             spec.write(request.out / RESOLVED_SPEC)
-        if spec.audit.at_start:
-            await run.audit(found, controller)
-        control = ControlServer(request.out, run.scaler)
-        control.open()
-        try:
-            return await controller.run()
-        finally:
-            await control.close()
+        return await controller.run()
+
+
+@dataclass(frozen=True)
+class AuditAtStart(RunPart):
+    """Compares sampler and trainer with the float32 scorer before the first step, and keeps the report."""
+
+    audited: RunAudit
+    found: Checkpoint | None
+    out: Path
+
+    async def open(self) -> None:
+        """Raises TroupeError if there is a gap that rounding does not explain."""
+        session = self.audited.session
+        report = await session.unless_stopped(self.audited.run(self.found))
+        say(session.console, report.lines())
+        (self.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        report.require()
+
+
+class LiveControl(RunPart):
+    """Accepts changes of the spec while the run is active (`troupe scale`, `troupe apply`)."""
+
+    def __init__(self, server: ControlServer) -> None:
+        self._server = server
+
+    async def open(self) -> None:
+        """Accepts changes from now on."""
+        self._server.open()
+
+    async def close(self) -> None:
+        """Accepts no more changes."""
+        await self._server.close()
 
 
 class RolloutRun:
@@ -91,17 +119,6 @@ class RolloutRun:
         """Takes over the changed spec of a run that is scaled, and writes it. Raises OSError."""
         self._pool.follow(changed)
         changed.write(self._out / RESOLVED_SPEC)
-
-    async def audit(self, found: Checkpoint | None, controller: Controller) -> None:
-        """Compares sampler and trainer with the float32 scorer, and keeps the report. Raises TroupeError: a gap."""
-        sync, session = controller.components.sync, self._session
-        if sync is None:
-            return
-        audited = RunAudit(session.spec.rollouts, session, self._pools, self._data, sync)
-        report = await session.unless_stopped(audited.run(found))
-        say(session.console, report.lines())
-        (self._out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
-        report.require()
 
     async def controller(self, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
@@ -179,7 +196,12 @@ class RolloutRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._session.console, self._session.stop
-        return Controller(spec, components, checkpoints, sinks, console, stop)
+        own: list[RunPart] = [LiveControl(ControlServer(self._out, self.scaler))]
+        if spec.audit.at_start:
+            audited = RunAudit(self._session.spec.rollouts, self._session, self._pools, self._data, sync)
+            own.insert(0, AuditAtStart(audited, found, self._out))
+        parts = run_parts(spec, components, checkpoints, sinks, console, own)
+        return Controller(spec, components, parts, sinks, console, stop, done)
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
         """The texts of PPO-ptx, tokenized and split once."""

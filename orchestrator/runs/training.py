@@ -13,7 +13,7 @@ from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.data.summary import Pools, describe
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import fetch
-from troupe.orchestrator.run_checkpoints import RunCheckpoints, open_checkpoints
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints, open_checkpoints
 from troupe.orchestrator.runs.lock import kept, locked
 from troupe.orchestrator.runs.offline import load_offline, train_offline
 from troupe.orchestrator.runs.resume import require_same_rows, resumption

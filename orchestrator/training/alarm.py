@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from troupe.orchestrator.spec.sections import AlarmConfig
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.training.parts import Metrics, RunPart
+from troupe.orchestrator.training.parts import Metrics, RunPart, UpdatedStep
 from troupe.workers.contract.advantage_state import Moments
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Alarm(RunPart):
         self.stops = False
         """Whether it ends the run."""
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
         """Whether the alarm is raised."""
         if self._config is None:
             return {}
@@ -36,7 +36,7 @@ class Alarm(RunPart):
         self.state = self.state.seen([metrics["reward/mean"]])
         if reasons:
             self.stops = self.stops or self._config.action == "stop"
-            detail = f"step {step}: the reward rises while {' and '.join(reasons)} (failures.alarm)"
+            detail = f"step {step.number}: the reward rises while {' and '.join(reasons)} (failures.alarm)"
             logger.warning("%s", detail)
             self._events.record("alarm", detail=detail)
         return {"alarm/reward_hacking": float(bool(reasons))}

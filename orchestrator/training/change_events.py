@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.parts import Metrics, RunPart
+from troupe.orchestrator.training.parts import Metrics, RunPart, UpdatedStep
 
 
 class ChangeEvents(RunPart):
@@ -19,7 +19,7 @@ class ChangeEvents(RunPart):
         self._dropped, self._retries = ledger.drop_reasons(), ledger.counts()["retries"]
         self._workers: dict[str, int] = {}
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
         """See `RunPart`; adds no metrics."""
         before, self._dropped = self._dropped, self._ledger.drop_reasons()
         for reason, samples in self._dropped.items():

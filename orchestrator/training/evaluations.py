@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOutEvaluation
-from troupe.orchestrator.training.parts import Metrics, RunPart, UpdatedStep
+from troupe.orchestrator.training.parts import Metrics, Moment, RunPart, UpdatedStep
 from troupe.orchestrator.training.saves import RunSaves
 
 logger = logging.getLogger(__name__)
@@ -113,10 +113,18 @@ class RunEvaluations(RunPart):
             await self._begin(step)
         self._waited_for = None if self.pending == step else step
 
-    async def make_if_due(self, step: int) -> Metrics:
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
         """Evaluates the step, if that was due and has not begun beside training; the metrics for its line."""
-        await self.collect()
-        return await self.evaluate(step) if self._waited_for == step else {}
+        with step.timers.phase("evaluate"):
+            await self.collect()
+            return await self.evaluate(step.number) if self._waited_for == step.number else {}
+
+    async def end_step(self, now: Moment) -> None:
+        """Before the checkpoint of a later step, waits for the evaluation beside training: it decides which checkpoints
+        are kept, and no resumed run has its weights."""
+        if self.pending not in (None, now.step) and self._saves.is_due(now.step):
+            with now.timers.phase("evaluate"):
+                await self.settle()
 
     async def evaluate(self, step: int, *, late: bool = False) -> Metrics:
         """Evaluates the served weights while the loop waits, unless an evaluation runs beside it."""
@@ -145,7 +153,7 @@ class RunEvaluations(RunPart):
         if not running.done():
             self._console.phase("evaluate", 0, 1, f"the evaluation of step {step}")
             await asyncio.wait({running})
-        self._running = self.pending = None
+        self._set(None, None)
         try:
             metrics = running.result()
         except EvaluationLost as error:
@@ -169,14 +177,21 @@ class RunEvaluations(RunPart):
             return
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
-        self._running = self.pending = None
+        self._set(None, None)
         self._overdue = True
+
+    def _set(self, running: asyncio.Task[Metrics] | None, step: int | None) -> None:
+        """Sets the evaluation beside training."""
+        self._running = running
+        self.pending = step
+        self._saves.expect(step)
 
     async def _begin(self, step: int) -> None:
         beside = self._evaluators.beside
         work = None if beside is None else await beside.begin(step)
         if work is not None:
-            self._running, self.pending, self._overdue = asyncio.create_task(work, name=f"evaluate {step}"), step, False
+            self._set(asyncio.create_task(work, name=f"evaluate {step}"), step)
+            self._overdue = False
 
     async def _take(self, step: int, metrics: Metrics, late: bool) -> None:
         """Compares and shows an evaluation; one that is `late` is not in the line with the step's other metrics."""

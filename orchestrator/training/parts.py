@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.state import PenaltyState
 
 Metrics = dict[str, float]
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """Format of the controller's state in a checkpoint."""
@@ -30,6 +33,18 @@ class UpdatedStep:
     timers: PhaseTimers
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A run between two steps."""
+
+    step: int
+    """Steps done."""
+    timers: PhaseTimers
+    """Of the next step."""
+    states: Callable[[], Mapping[str, Any]]
+    """Returns the states of the parts, by name."""
+
+
 class RunPart:
     """A feature of a run. Every method does nothing unless a subclass overrides it."""
 
@@ -42,6 +57,9 @@ class RunPart:
         """Takes over the state of the checkpoint that the run resumes from. Raises ValueError: it has another form."""
         self.state = type(self.state).model_validate(state)
 
+    async def open(self) -> None:
+        """Begins before anything is sampled for training or evaluated. Raises TroupeError."""
+
     def begin(self, done: int) -> None:
         """Begins with the step after `done`."""
 
@@ -51,9 +69,12 @@ class RunPart:
     async def after_update(self, step: UpdatedStep) -> None:
         """Begins what follows a step's updates, once its weights are on their way and before its samples count."""
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
-        """Metrics to add to a step's; `metrics` are the step's, including earlier parts'."""
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
+        """Follows a step whose samples count; returns its own metrics. `metrics` are those of the parts before it."""
         return {}
+
+    async def end_step(self, now: Moment) -> None:
+        """Writes what is due after a step, once its metrics are written."""
 
     def snapshot(self) -> Any:
         """Its state between two steps, ready for JSON."""
@@ -61,6 +82,23 @@ class RunPart:
 
     async def close(self) -> None:
         """Ends what it does in the background."""
+
+
+def restore_parts(parts: Sequence[RunPart], state: Mapping[str, Any]) -> None:
+    """Makes the parts take over a checkpoint's state; parts without one start anew. Raises ValueError."""
+    states = states_of(state)
+    for part in parts:
+        if part.name in states:
+            part.restore(states[part.name])
+
+
+async def close_parts(parts: Sequence[RunPart]) -> None:
+    """Closes every part, also after one that fails."""
+    for part in parts:
+        try:
+            await part.close()
+        except Exception:
+            logger.exception("closing %s failed", type(part).__name__)
 
 
 def states_of(state: Mapping[str, Any]) -> Mapping[str, Any]:

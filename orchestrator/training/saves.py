@@ -16,7 +16,7 @@ from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.training.batch import BatchSource, SourceSnapshot
 from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore, trainer_layouts
-from troupe.orchestrator.training.parts import FORMAT, Metrics, RunPart
+from troupe.orchestrator.training.parts import FORMAT, Metrics, Moment, RunPart, UpdatedStep
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.remote_checkpoints import Uploads
 from troupe.orchestrator.training.trainer_saves import TrainerSaves, TrainersLost, Written
@@ -39,22 +39,13 @@ class SaveContext:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The controller between two steps."""
+class _Saving:
+    """A checkpoint that is being written: its content besides the trainers' files."""
 
     step: int
     """Steps done."""
     parts: Mapping[str, Any]
     """The states of the parts, by name."""
-    candidate: bool = False
-    """Whether it may turn out to be one of the best steps: its evaluation has not ended."""
-
-
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written: its content besides the trainers' files."""
-
-    moment: Moment
     snapshot: SourceSnapshot
     started: float
     """Time of the event loop, in seconds."""
@@ -86,6 +77,12 @@ class RunSaves(RunPart):
         self._overdue = False
         """Whether a checkpoint was given up with its trainers: the next step is saved."""
         self._times: dict[str, float] = {}
+        self._expected: int | None = None
+        """A step whose evaluation runs: it may turn out to be one of the best ones."""
+
+    def expect(self, step: int | None) -> None:
+        """Notes that an evaluation of this step runs, or None if none does."""
+        self._expected = step
 
     def begin_trial(self) -> asyncio.Task[None]:
         """Begins a trial write of a small part of a checkpoint by all trainers (`TrainerSaves.try_all`), during
@@ -99,26 +96,28 @@ class RunSaves(RunPart):
             await asyncio.wait({self._trial})
             self._trial.result()
 
-    async def save_if_due(self, now: Moment) -> None:
+    async def end_step(self, now: Moment) -> None:
         """Saves the step if it is due, and reports the checkpoint that has been written since.
 
         Raises:
             TroupeError: Too many in a row have failed.
         """
-        if self._running is not None and self._running.done():
+        with now.timers.phase("checkpoint"):
+            if self._running is not None and self._running.done():
+                await self.settle()
+            if not self.is_due(now.step):
+                return
             await self.settle()
-        if not self.is_due(now):
-            return
-        await self.settle()
-        self._overdue = False
-        begins = self._spec.checkpoint.async_save
-        await self._tolerate(self._begin(now) if begins else self._save_now(now), now.step)
+            self._overdue = False
+            begins = self._spec.checkpoint.async_save
+            await self._tolerate(self._begin(now) if begins else self._save_now(now), now.step)
 
-    def is_due(self, now: Moment) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether the step is to be saved."""
         every = self._spec.checkpoint.every_steps
-        regular = bool(every) and now.step % every == 0
-        return regular or self._overdue or now.candidate or now.step in self._best.state.saved
+        regular = bool(every) and step % every == 0
+        candidate = self._best.compares and step == self._expected
+        return regular or self._overdue or candidate or step in self._best.state.saved
 
     async def settle(self) -> None:
         """Waits for the checkpoint that is written in the background; one that failed counts as any other.
@@ -159,7 +158,7 @@ class RunSaves(RunPart):
             await self.settle()  # a checkpoint that failed cannot be the best one
         self._best.seen(step, metrics)
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
         """Seconds of copies, waits and writes since the previous step."""
         times, self._times = self._times, {}
         return times
@@ -197,7 +196,7 @@ class RunSaves(RunPart):
             OSError: Its folder cannot be created.
             WorkerError: The trainers cannot copy their state.
         """
-        saving = _Saving(now, await self._source.snapshot(), _now())
+        saving = _Saving(now.step, now.states(), await self._source.snapshot(), _now())
         folder = await self._recovery.retry(lambda: self._trainers.begin(now.step))
         self._recovery.begin_save()
         self._time("copy", saving.started)
@@ -211,7 +210,7 @@ class RunSaves(RunPart):
             await self._commit(saving, await self._trainers.written(folder))
             self._time("write", started)
 
-        await self._tolerate(finish(), saving.moment.step)
+        await self._tolerate(finish(), saving.step)
 
     async def _save_now(self, now: Moment) -> None:
         """Saves as `_save` does, with the current state."""
@@ -230,7 +229,7 @@ class RunSaves(RunPart):
         again = self._saved_at == now.step
         if again and snapshot.write is None:
             return
-        saving, recovery = _Saving(now, snapshot, _now()), self._recovery
+        saving, recovery = _Saving(now.step, now.states(), snapshot, _now()), self._recovery
         if not again:
             written = await recovery.retry(lambda: self._trainers.write(now.step))
             recovery.begin_save()
@@ -248,7 +247,7 @@ class RunSaves(RunPart):
             OSError: It is not written.
         """
         await self._uploads.settle()  # a commit may remove the folder that is being uploaded
-        step, snapshot, parts = saving.moment.step, saving.snapshot, saving.moment.parts
+        step, snapshot, parts = saving.step, saving.snapshot, saving.parts
         if written.without_model:
             self._best.lost(step)  # before the commit removes what is not kept
             parts = {**parts, self._best.name: self._best.snapshot()}  # no evaluation was compared since the moment

@@ -20,7 +20,7 @@ from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
 from troupe.orchestrator.rollouts.evaluation_log import described_sets, settings_of
-from troupe.orchestrator.run_checkpoints import best_step, saved_run
+from troupe.orchestrator.runs.checkpoints import best_step, saved_run
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import BestConfig
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
@@ -125,7 +125,7 @@ def test_a_resumed_run_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     again = run_of(tmp_path, *values, resume=True, patience=9)
     again.run()
     assert steps_of(tmp_path) == [1, 5]
-    assert again.controller.best.state.without_gain == 4
+    assert again.controller.parts.best.state.without_gain == 4
 
 
 def test_another_metric_forgets_the_best_ones(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_an_evaluation_without_the_metric_is_not_compared(tmp_path: Path, caplog
     run = run_of(tmp_path, 0.1, 0.3, None, math.nan, 0.2, patience=2)
     assert run.run().steps_done == 4
     assert "step 2: the evaluation has no eval/reward" in caplog.text
-    assert run.controller.best.state.without_gain == 1
+    assert run.controller.parts.best.state.without_gain == 1
     assert steps_of(tmp_path) == [1, 4]
 
 

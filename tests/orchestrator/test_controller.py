@@ -48,7 +48,8 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
-from troupe.orchestrator.run_checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.console import Console
@@ -182,7 +183,8 @@ class RolloutRun(FakeRun[RolloutSpec]):
         )
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
         checkpoints = RunCheckpoints(store, found, self.copies)
-        self.controller = Controller(self.spec, components, checkpoints, sinks, console, self.stop)
+        parts = run_parts(self.spec, components, checkpoints, sinks, console)
+        self.controller = Controller(self.spec, components, parts, sinks, console, self.stop, done)
         return self.controller
 
     def beside(self) -> EvaluationBesideTraining | None:
@@ -400,7 +402,7 @@ def test_the_adaptive_kl_penalty_follows_the_divergence_after_the_updates_of_a_s
     run.policies[0].divergences = [0.2, 0.1, 0.01]
     run.run()
     assert run.policies[0].kl_old_coefs == [0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
-    assert run.controller.penalty.state.kl_old_coef == 0.5
+    assert run.controller.parts.penalty.state.kl_old_coef == 0.5
     state = json.loads((tmp_path / "checkpoints" / "step-000003" / "state.json").read_text())
     assert state["parts"]["penalty"]["kl_old_coef"] == 0.5
 
@@ -748,14 +750,17 @@ def test_the_order_of_the_parts(tmp_path: Path) -> None:
     """The alarm and the scaler see the metrics of what is before them."""
 
     async def parts() -> list[str]:
-        return [type(part).__name__ for part in RolloutRun(tmp_path).build().parts]
+        return [type(part).__name__ for part in RolloutRun(tmp_path).build().parts.all]
 
     assert asyncio.run(parts()) == [
         "Penalty",
         "BestCheckpoints",
         "StepRecorder",
         "RunEvaluations",
+        "StepMetrics",
+        "RestartCounts",
         "RunSaves",
         "Alarm",
         "ChangeEvents",
+        "StepFiles",
     ]

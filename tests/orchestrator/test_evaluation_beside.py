@@ -13,7 +13,7 @@ import pytest
 from tests.orchestrator.test_best_checkpoint import DATA, EvaluatedRun, Values, run_of, steps_of
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.errors import EvaluationLost, WorkerError
-from troupe.orchestrator.run_checkpoints import best_step
+from troupe.orchestrator.runs.checkpoints import best_step
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
@@ -211,7 +211,7 @@ def test_a_run_that_is_stopped_during_an_evaluation_makes_it_when_it_is_resumed(
     again.run()
     assert again.evaluations.begun == [3]
     assert merged(tmp_path) == [(0, 0.1), (1, None), (2, None), (3, 0.2), (4, None), (5, None), (6, 0.7)]
-    assert again.controller.best.state.steps[0].step == 6 and states(tmp_path) == {6: False}
+    assert again.controller.parts.best.state.steps[0].step == 6 and states(tmp_path) == {6: False}
 
     early = run(tmp_path / "early", *VALUES, every=3, late=99)
     assert early.run_until(4).stopped
@@ -255,7 +255,7 @@ def test_a_run_that_was_killed_makes_the_evaluations_that_it_had_not_finished(tm
         again = run(out, *VALUES, every=2, every_steps=1, resume=True)
         again.run()
         assert merged(out) == merged(whole.out)
-        assert again.controller.best.state == whole.controller.best.state
+        assert again.controller.parts.best.state == whole.controller.parts.best.state
         assert steps_of(out) == steps_of(whole.out)
 
 

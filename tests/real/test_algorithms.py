@@ -45,7 +45,7 @@ from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.run_checkpoints import folder_checkpoints
+from troupe.orchestrator.runs.checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.runs.session import Session

@@ -41,7 +41,7 @@ from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.run_checkpoints import folder_checkpoints
+from troupe.orchestrator.runs.checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.offline import OfflineRun, load_offline
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC

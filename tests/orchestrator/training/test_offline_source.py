@@ -14,7 +14,8 @@ from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
-from troupe.orchestrator.run_checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
+from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.sections import SourceShare
 from troupe.orchestrator.telemetry.console import Console
@@ -117,7 +118,8 @@ class OfflineRun(FakeRun[OfflineSpec]):
             step_recorder=StepRecorder(self.spec, self.out, updates.trainers),
         )
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
-        return Controller(self.spec, components, RunCheckpoints(store, found), sinks, console, self.stop)
+        parts = run_parts(self.spec, components, RunCheckpoints(store, found), sinks, console)
+        return Controller(self.spec, components, parts, sinks, console, self.stop, done)
 
     @property
     def seen(self) -> list[int]:

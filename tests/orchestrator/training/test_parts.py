@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.orchestrator.test_best_checkpoint import EvaluatedRun, run_of
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
-from troupe.orchestrator.training.parts import FORMAT, RunPart, states_of
+from troupe.orchestrator.training.parts import FORMAT, RunPart, UpdatedStep, close_parts, states_of
 
 EARLIER = json.loads((Path(__file__).parent / "earlier_run" / "format_1.json").read_text())
 """The state after step 2 of `penalised_run`, which the version before the parts wrote."""
@@ -47,7 +48,7 @@ def test_a_run_resumes_from_a_checkpoint_of_the_earlier_format(tmp_path: Path) -
         again = penalised_run(tmp_path / name, 3, resume=True)
         again.run()
         assert again.policies[0].kl_old_coefs == [2.0]
-        assert again.controller.best.state.without_gain == 2
+        assert again.controller.parts.best.state.without_gain == 2
     ended = saved_state(tmp_path / "earlier", 3)
     assert ended == saved_state(tmp_path / "now", 3)
     assert ended["parts"]["alarm"]["count"] == 3 and ended["parts"]["penalty"]["kl_old_coef"] == 4.0
@@ -75,4 +76,20 @@ def test_a_state_of_another_form_is_refused(tmp_path: Path, changes: dict[str, A
 
 
 def test_a_part_does_nothing_by_itself() -> None:
-    assert RunPart().after_step(1, {"loss": 1.0}) == {}
+    assert asyncio.run(RunPart().after_step(cast("UpdatedStep", None), {"loss": 1.0})) == {}
+
+
+def test_every_part_is_closed_after_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[str] = []
+
+    class Broken(RunPart):
+        async def close(self) -> None:
+            closed.append("broken")
+            raise OSError("disk")
+
+    class Sound(RunPart):
+        async def close(self) -> None:
+            closed.append("sound")
+
+    asyncio.run(close_parts([Sound(), Broken(), Sound()]))
+    assert closed == ["sound", "broken", "sound"] and "closing Broken failed" in caplog.text

@@ -1,0 +1,76 @@
+"""The parts of a run, in the order in which a step passes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from troupe.orchestrator.controller import RunComponents, RunParts
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.sinks import MetricSinks
+from troupe.orchestrator.training.alarm import Alarm
+from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
+from troupe.orchestrator.training.change_events import ChangeEvents
+from troupe.orchestrator.training.evaluations import Evaluators, RunEvaluations
+from troupe.orchestrator.training.parts import RunPart, restore_parts
+from troupe.orchestrator.training.remote_checkpoints import Uploads
+from troupe.orchestrator.training.saves import RunSaves, SaveContext
+from troupe.orchestrator.training.step_metrics import RestartCounts, StepFiles, StepMetrics
+from troupe.orchestrator.training.updates import Penalty
+
+
+def run_parts(
+    spec: RunSpec,
+    components: RunComponents,
+    checkpoints: RunCheckpoints,
+    sinks: MetricSinks,
+    console: Console,
+    own: Sequence[RunPart] = (),
+) -> RunParts:
+    """The parts of a run, with the state of the checkpoint from which it resumes.
+
+    Args:
+        spec: The spec.
+        components: The objects that train.
+        checkpoints: The checkpoints of the run.
+        sinks: Receives the metrics of evaluations that are late.
+        console: Shows progress.
+        own: Further parts of this kind of run, the last ones.
+
+    Raises:
+        CheckpointError: The state has another form.
+    """
+    source, recorder, recovery = components.source, components.recorder, components.recovery
+    best = BestCheckpoints(spec, components.held_out_rows, checkpoints.store)
+    targets = SaveContext(
+        source=source,
+        recovery=recovery,
+        store=checkpoints.store,
+        uploads=Uploads(checkpoints.remote, spec.failures.failed_saves, spec.schedule.train_timeout_s),
+        recorder=recorder,
+        console=console,
+        best=best,
+    )
+    saves = RunSaves(spec, components.updates, targets, checkpoints.done)
+    evaluators = Evaluators(components.evaluator, components.beside)
+    evaluations = RunEvaluations(spec, evaluators, saves, recorder, console, sinks)
+    penalty, alarm = Penalty(spec.kl_penalty), Alarm(spec.alarm, recorder.events)
+    parts = (
+        penalty,
+        best,
+        components.step_recorder,
+        evaluations,
+        StepMetrics(source, components.ledger, components.peaks, components.data),
+        RestartCounts(recovery.budget, components.budgets),
+        saves,
+        alarm,
+        *(() if components.scaler is None else (components.scaler,)),
+        ChangeEvents(components.ledger, recorder.events),
+        StepFiles(source, recorder),
+        *own,
+    )
+    if checkpoints.found is not None:
+        with checkpoints.found.restoring():
+            restore_parts(parts, checkpoints.found.state)
+    return RunParts(penalty, best, evaluations, saves, alarm, parts)
