@@ -38,6 +38,7 @@ from benchmarks.support.workload import (
     without_eos,
 )
 from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.roles.settings import rollout_config
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.rollout import RolloutWorker
 
@@ -130,7 +131,7 @@ async def measure(settings: Settings, turns: int) -> Report:
 
         async def start(turn: int) -> Turn:
             with stopped([os.getpid()]):
-                return await asyncio.to_thread(cold_start, spec.rollout_config(), work[turn], settings)
+                return await asyncio.to_thread(cold_start, rollout_config(spec), work[turn], settings)
 
         taken = await take_turns({COLD: start, PRODUCT: recover}, turns)
     return Report("recovery", asdict(settings) | {"turns": turns}, taken, COLD, gate.checks(), ENGINES)

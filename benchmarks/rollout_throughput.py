@@ -38,6 +38,7 @@ from benchmarks.support.workload import (
     without_eos,
 )
 from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.roles.settings import policy_config, rollout_config
 from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -176,11 +177,11 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
         work = groups_by_turn(settings, turns + 1, prompt_ids, CHECKED_PROMPTS)
         children = {
             name: [
-                RemoteObject(f"{name}-{i}", BARE[name], spec.rollout_config(), rollout) for i in range(settings.engines)
+                RemoteObject(f"{name}-{i}", BARE[name], rollout_config(spec), rollout) for i in range(settings.engines)
             ]
             for name in baselines
         }
-        load = BackgroundLoad(RemoteObject("training-load", TrainingLoad, spec.policy_config()) if training else None)
+        load = BackgroundLoad(RemoteObject("training-load", TrainingLoad, policy_config(spec)) if training else None)
         processes = [child for members in children.values() for child in members]
         stack.callback(load.close)
         pids = [child.pid for child in processes]

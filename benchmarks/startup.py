@@ -38,6 +38,7 @@ from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_p
 from benchmarks.support.processes import Meter, RemoteObject, end
 from benchmarks.support.workload import Group, encode_prompts
 from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.roles.settings import rollout_config
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.run_folder import RunFolder
@@ -233,7 +234,7 @@ def start_run(spec: Path, changes: Sequence[str], head: Head | None = None) -> T
 def start_bare(spec: RolloutSpec, group: Group) -> Turn:
     """Start a bare engine in a new process and sample one prompt. Raises ChildFailed."""
     meter, began = Meter([os.getpid()]), time.monotonic()
-    child = RemoteObject("bare", BareAsyncLLM, spec.rollout_config(), RolloutWorker)
+    child = RemoteObject("bare", BareAsyncLLM, rollout_config(spec), RolloutWorker)
     try:
         sampled: SampledBatch = child.call("sample", [group], timeout_s=_TIMEOUT_S)
         wall_s = time.monotonic() - began

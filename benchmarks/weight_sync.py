@@ -33,6 +33,7 @@ from benchmarks.support.workload import (
     on_device,
     without_eos,
 )
+from troupe.orchestrator.spec.derived.training import resolved_backend
 
 if TYPE_CHECKING:
     from benchmarks.support.weight_sync_setup import WeightSyncSetup
@@ -186,7 +187,7 @@ async def measure(
         taken = await take_turns(contenders.turns(), turns)
     if contenders.closed:
         taken[CLOSED] = contenders.closed[1:]
-    arguments = asdict(settings) | {"turns": turns, "device": device, "backend": spec.resolved_backend()}
+    arguments = asdict(settings) | {"turns": turns, "device": device, "backend": resolved_backend(spec)}
     return Report("weight_sync", arguments, taken, LIMIT, gate.checks(), GIGABYTES)
 
 

@@ -41,6 +41,7 @@ from benchmarks.support.processes import Meter
 from benchmarks.support.workload import encode_prompts
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.insight.bench.batches import train_row
+from troupe.orchestrator.roles.settings import policy_config
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.micro_batches import plan_update
@@ -206,7 +207,7 @@ async def measure(given: argparse.Namespace) -> Report:
         "seed": given.seed,
     }
     spec = load_rollout_spec(SPEC, [f"{name}={value}" for name, value in changes.items()])
-    worker = PolicyWorker(spec.policy_config(), "policy-0")
+    worker = PolicyWorker(policy_config(spec), "policy-0")
     address, port = worker.rendezvous()
     worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
     link = Link(given.gbit)

@@ -17,6 +17,8 @@ from troupe.orchestrator.rollouts.held_out import held_out_lines
 from troupe.orchestrator.rollouts.run_weights import RunWeights
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sizes import probe_interval_s
+from troupe.orchestrator.spec.derived.training import overlaps_steps
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.metrics import PeakMemory, PhaseTimers
@@ -286,7 +288,7 @@ class Controller:
     def _may_overlap(self, version: int) -> bool:
         """Whether the loop may continue before the engines have a version: an evaluation and the end need it."""
         last = version == self._spec.schedule.steps
-        return self._spec.overlaps_steps and not last and not self.parts.evaluations.is_due(version)
+        return overlaps_steps(self._spec) and not last and not self.parts.evaluations.is_due(version)
 
     async def _follow(self, step: UpdatedStep) -> None:
         """Evaluates if that is due, writes the step's metrics, and then a checkpoint if one is due."""
@@ -306,7 +308,7 @@ class Controller:
     async def _heartbeat(self) -> None:
         """Probes the source's workers at a fixed interval; runs as a task until the run ends."""
         while True:
-            await asyncio.sleep(self._spec.probe_interval_s)
+            await asyncio.sleep(probe_interval_s(self._spec))
             try:
                 await self.components.source.probe()
             except Exception:

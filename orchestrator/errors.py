@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+Finding = tuple[str, str]
+"""(dotted path of a field, what is wrong)"""
+
 
 class TroupeError(RuntimeError):
     """Base of every error a user should read without a traceback."""

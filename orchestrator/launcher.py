@@ -18,6 +18,7 @@ from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
 from troupe.workers.contract.imports import resolve
@@ -112,7 +113,7 @@ class WorkerLauncher:
             await self._start_trainers(group)
             if role == "policy" and (rollouts := self._spec.rollouts) is not None:
                 self._actors.policy_gpu = group.gpu_memory
-                if rollouts.resolved_sleep != "none":  # an engine samples on its GPU
+                if resolved_sleep(rollouts) != "none":  # an engine samples on its GPU
                     await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
         elif isinstance(group, ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)

@@ -19,6 +19,7 @@ from troupe.orchestrator.runs.prepare import checked, create_models, single
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.derived.paths import model_overrides, template_overrides
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.locations import is_url
@@ -185,8 +186,8 @@ def evaluate(
         if model is not None:
             path = evaluated_model(model, best=best)
             adapter = path if planned.spec.rollouts is not None and has_adapters(path) else None
-            merged = ["model.adapter=null", *planned.spec.with_template(path)]
-            named = merged if adapter else planned.spec.with_model(path)
+            merged = ["model.adapter=null", *template_overrides(planned.spec, path)]
+            named = merged if adapter else model_overrides(planned.spec, path)
             planned = _planned(spec, [*_assignments(set), *named])
         planned = _in_place(planned, stream)
     if planned.spec.rollouts is None and (url is not None or output is not None):

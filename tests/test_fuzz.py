@@ -37,7 +37,7 @@ from troupe.orchestrator.errors import DataError, TroupeError, UsageError
 from troupe.orchestrator.insight.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
-from troupe.orchestrator.spec.checks.machine import model_folder, too_long, unsupported_head_size, wrong_kinds
+from troupe.orchestrator.spec.checks.models import model_folder, too_long, unsupported_head_size, wrong_kinds
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.sections import DataSource

@@ -31,6 +31,7 @@ from benchmarks.support.workload import (
     without_eos,
 )
 from troupe.orchestrator.data.prompts import PromptPool, PromptSource, load_pools
+from troupe.orchestrator.roles.settings import policy_config, rollout_config
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 
@@ -145,17 +146,17 @@ def take_steps(
         spec = on_device(spec, settings.device, "ipc" if settings.device == "cuda" else "auto")
         pool, _ = load_pools(spec.data)
         work = groups_by_step(settings, spec, pool, model)
-        others = {BARE: RemoteObject(BARE, BareLoop, spec.rollout_config(), spec.policy_config(), settings.task)}
+        others = {BARE: RemoteObject(BARE, BareLoop, rollout_config(spec), policy_config(spec), settings.task)}
         stack.callback(others[BARE].close)
         if kernels:
             others[KERNELS] = RemoteObject(
-                KERNELS, BareLoop, spec.rollout_config(), spec.policy_config(), settings.task, True
+                KERNELS, BareLoop, rollout_config(spec), policy_config(spec), settings.task, True
             )
             stack.callback(others[KERNELS].close)
         if trl:
             chats: list[str] = pool.table["messages"].take([one.row for groups in work for one in groups]).to_pylist()
             others[TRL] = RemoteObject(
-                TRL, TrlLoop, spec.policy_config(), chats, work, settings.max_tokens, settings.task
+                TRL, TrlLoop, policy_config(spec), chats, work, settings.max_tokens, settings.task
             )
             stack.callback(others[TRL].close)
         for other in others.values():

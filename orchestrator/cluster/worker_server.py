@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from troupe.orchestrator.cluster.ray_environment import LOCAL_SETTINGS, SETTINGS, TABLE_SETTINGS, cluster_to_join
-from troupe.orchestrator.roles.table import settings_of, worker_env
+from troupe.orchestrator.roles.settings import worker_env
+from troupe.orchestrator.roles.table import settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.isolation.child import python_command

@@ -24,7 +24,9 @@ from troupe.orchestrator.commands.runs import create_models, read_data
 from troupe.orchestrator.plan.placement import CPUS_PER_NODE
 from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create
 from troupe.orchestrator.spec.chain import PlannedRun
-from troupe.orchestrator.spec.derived.hub import uses_hub
+from troupe.orchestrator.spec.derived.paths import uses_hub
+from troupe.orchestrator.spec.derived.sizes import batch_description
+from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
 
 if TYPE_CHECKING:
@@ -46,8 +48,8 @@ def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = Fal
         return
     for planned, lines in zip(runs, described, strict=True):
         loaded = planned.spec
-        typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.batch_description} per step")
-        for line in (*lines, *(f"warning: {warning}" for warning in loaded.warnings())):
+        typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {batch_description(loaded)} per step")
+        for line in (*lines, *(f"warning: {warning}" for warning in warnings_of(loaded))):
             typer.echo(f"  {line}")
         for field, folder in later[planned.out].items():
             typer.echo(f"  {field}: {folder} is created when the run starts; prompts are not checked against it")
@@ -60,10 +62,10 @@ def _valid(planned: PlannedRun, data: Sequence[str]) -> dict[str, object]:
         "name": loaded.name,
         "algorithm": loaded.algorithm.name,
         "steps": loaded.schedule.steps,
-        "batch": loaded.batch_description,
+        "batch": batch_description(loaded),
         "run_folder": planned.out,
         "data": list(data),
-        "warnings": loaded.warnings(),
+        "warnings": warnings_of(loaded),
     }
 
 

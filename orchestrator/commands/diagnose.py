@@ -65,8 +65,8 @@ def audit(
     """
     from troupe.orchestrator.runs.audit import audit as audit_run
     from troupe.orchestrator.runs.session import RunRequest
-    from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
-    from troupe.orchestrator.spec.derived.hub import uses_hub
+    from troupe.orchestrator.spec.base import RESOLVED_SPEC
+    from troupe.orchestrator.spec.derived.paths import uses_hub
     from troupe.orchestrator.spec.errors import SpecError
     from troupe.orchestrator.spec.load import plan_runs, read_document
     from troupe.orchestrator.telemetry.console import Console

@@ -9,7 +9,7 @@ import typer
 
 from troupe.orchestrator.runs import prepare
 from troupe.orchestrator.spec.chain import PlannedRun
-from troupe.orchestrator.spec.derived.hub import uses_hub
+from troupe.orchestrator.spec.derived.paths import uses_hub
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import read_document
 

@@ -22,8 +22,8 @@ from troupe.orchestrator.commands.options import (
 )
 from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
+from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.chain import PlannedRun
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
 from troupe.orchestrator.spec.examples import PREFIX
 
 if TYPE_CHECKING:

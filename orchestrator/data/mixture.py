@@ -13,7 +13,9 @@ from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.pools import Pool, RowTable
 from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptPool, PromptSource
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.spec.derived import sampling
+from troupe.orchestrator.spec.derived.sampling import GroupSettings
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
 
 
@@ -143,7 +145,7 @@ def prompt_order(spec: RolloutSpec, pool: PromptPool, curriculum: Curriculum | N
 def group_settings(spec: RolloutSpec, pool: PromptPool) -> RowTable[GroupSettings]:
     """How groups are sampled and scored, by the row of their prompt."""
     sizes = [part.rows for part in pool.parts.values()] or [pool.rows]
-    return RowTable.of(sizes, spec.group_settings)
+    return RowTable.of(sizes, sampling.group_settings(spec))
 
 
 def curriculum_of(spec: RolloutSpec, settings: RowTable[GroupSettings]) -> Curriculum | None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.summary import Pools, by_source, is_held_out
-from troupe.orchestrator.spec.base import PromptRoom, RunSpec
-from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.errors import Finding
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sizes import PromptRoom, prompt_room
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100
@@ -80,7 +81,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found[name] = classify(name, own, template, spec.room_for(name), _first(parts[name], "origin", most))
+        found[name] = classify(name, own, template, prompt_room(spec, name), _first(parts[name], "origin", most))
     checks = [found[name] for name in (*sections[len(held_out) :], *held_out)]
     problems: dict[str, str] = {}
     for path, problem in (finding for check in checks for finding in check.problems):

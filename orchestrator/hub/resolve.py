@@ -15,13 +15,14 @@ from pathlib import Path, PurePosixPath
 from typing import Generic, TypeVar
 
 from troupe.orchestrator.data.readers import file_format
+from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.hub import client
 from troupe.orchestrator.hub.client import HubError, Repo, Snapshot
-from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
-from troupe.orchestrator.spec.checks import machine as preflight
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC, Finding
-from troupe.orchestrator.spec.derived.hub import hub_data, hub_models, uses_hub, with_pins, with_sections
+from troupe.orchestrator.spec.checks.machine import model_problems
+from troupe.orchestrator.spec.checks.models import TOKENIZERS, model_folder
+from troupe.orchestrator.spec.derived.paths import hub_data, hub_models, uses_hub, with_pins, with_sections
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.sections import HubFiles
@@ -137,7 +138,7 @@ def fetch(spec: SpecT, console: Console) -> LocalFiles[SpecT]:
     for section, snapshot in snapshots.items():
         folder = client.cached(snapshot) or _download(snapshot, console)
         if section in models:
-            if wrong := preflight.model_folder(folder):
+            if wrong := model_folder(folder):
                 raise HubError(f"{section}.path: {wrong}")
             sections[section] = models[section].model_copy(update={"path": str(folder), "revision": None})
         else:
@@ -190,10 +191,10 @@ def _model_problems(spec: RunSpec, section: str, model: ModelConfig) -> list[Fin
     if not any(name.endswith(".safetensors") and "/" not in name for name in names):
         why = "other formats can hold code and are not loaded; convert the model, or choose a revision that has them"
         return [(f"{section}.path", f"{where} has no *.safetensors: {why}")]
-    if not any(name in names for name in preflight.TOKENIZERS):
-        return [(f"{section}.path", f"{where} has no tokenizer ({', '.join(preflight.TOKENIZERS)})")]
+    if not any(name in names for name in TOKENIZERS):
+        return [(f"{section}.path", f"{where} has no tokenizer ({', '.join(TOKENIZERS)})")]
     local = model.model_copy(update={"path": str(client.config_folder(repo, commit))})
-    return spec.model_problems({section: local})
+    return model_problems(spec, {section: local})
 
 
 class NoFiles(Exception):

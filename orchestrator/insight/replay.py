@@ -19,9 +19,10 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import TRAINERS, row_of, settings_of
 from troupe.orchestrator.runs.session import RunRequest, open_session
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import Located
+from troupe.orchestrator.spec.derived.training import update_rules
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.locations import matching_files
+from troupe.orchestrator.spec.sections import Located
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step, read_steps
@@ -90,7 +91,7 @@ def _absolute(spec: RunSpec, working_folder: Path) -> Iterator[str]:
     for section, model in spec.models().items():
         files = {"path": model.path, "adapter": model.adapter, "chat_template": model.chat_template}
         fields |= {f"{section}.{name}": path for name, path in files.items()}
-    for name, source in spec.data_sources().items():
+    for name, source in spec.data.sources().items():
         if isinstance(source, Located):
             fields[f"data.{name}.path"] = source.path
     for field, path in fields.items():
@@ -114,7 +115,7 @@ def _require_same_trainers(folder: RecordedStep, before: RunSpec, spec: RunSpec)
 
 def _training(spec: RunSpec) -> tuple[object, ...]:
     """What the weights depend on besides the batches."""
-    return spec.update_rules, *(_trained_by(spec, role) for role in TRAINERS if role in spec.roles.trainers())
+    return update_rules(spec), *(_trained_by(spec, role) for role in TRAINERS if role in spec.roles.trainers())
 
 
 def _trained_by(spec: RunSpec, role: str) -> tuple[object, ...]:

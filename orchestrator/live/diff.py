@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
-from troupe.orchestrator.spec.derived.hub import with_pins
-from troupe.orchestrator.spec.derived.paths import absolute_paths
+from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
+from troupe.orchestrator.spec.derived.paths import absolute_paths, with_pins
 from troupe.orchestrator.spec.errors import Place, Source, parse_path
 from troupe.orchestrator.spec.field_tree import FieldNode, field_tree, live_names
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec

@@ -22,6 +22,8 @@ from troupe.orchestrator.plan.worker_memory import (
 )
 from troupe.orchestrator.roles.table import ENGINES, SAMPLERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sizes import batch_bytes
+from troupe.orchestrator.spec.derived.training import has_weight_file
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.units import GIB, MIB
 
@@ -155,12 +157,12 @@ def _of_node(
     parts = [Part(role, count) for role, count in by_role.items() if count]
     size = sizes.of(spec.model)
     maps_file = any(seat.role in SAMPLERS or seat.worker == "policy-0" for seat in here)
-    if maps_file and size is not None and spec.has_weight_file:
+    if maps_file and size is not None and has_weight_file(spec):
         lora = spec.roles.policy.lora
         published = size.parameters if lora is None else adapter_numbers(size, lora)
         parts.append(Part("weight file", WIDTHS[spec.model.dtype] * published))
     if number == 0:
-        parts += [Part("batch", spec.batch_bytes), Part("ray", RAY_PROCESSES)]
+        parts += [Part("batch", batch_bytes(spec)), Part("ray", RAY_PROCESSES)]
     return NodeMemory(node.name, tuple(parts), node.memory)
 
 

@@ -16,7 +16,8 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.derived.measured import Settings, different, settings_of
+from troupe.orchestrator.spec.derived.digests import Settings, different, measured_settings
+from troupe.orchestrator.spec.derived.training import overlaps_steps, resolved_backend
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.weight_backends import BACKENDS
 
@@ -101,7 +102,7 @@ class Recorded:
         if spec.device == "cuda" and (types != {self._gpu} or not self._gpu):
             there = _list([kind or "an unknown type" for kind in sorted(types)])
             return self._none(f"it is of GPUs of {self._gpu or 'an unknown type'}, and the cluster has {there}")
-        wanted = settings_of(spec.rollouts)
+        wanted = measured_settings(spec.rollouts)
         if paths := different(self._points[0]["spec"], wanted, "model"):
             return self._none(f"it is of another model ({_list(paths)})")
         return self._of_model(spec.rollouts, wanted)
@@ -118,7 +119,7 @@ class Recorded:
         step_s = None
         if engines.seconds is not None and trainers.seconds is not None:
             step_s = engines.seconds + trainers.seconds + weights.seconds
-            if spec.overlaps_steps:  # engines sample the next batch during the updates
+            if overlaps_steps(spec):  # engines sample the next batch during the updates
                 step_s = max(engines.seconds + weights.engines_s, trainers.seconds + weights.trainers_s)
         first = [f"measured: memory of {', '.join(sorted(memory))} ({self._file})"] if memory else []
         lines = [part.line for part in (engines, trainers, weights) if part.line]
@@ -161,7 +162,7 @@ class Recorded:
 
     def _transfer(self, spec: RolloutSpec, wanted: Settings) -> _WeightTransfer:
         """The seconds until all engines have new weights."""
-        backend = spec.resolved_backend()
+        backend = resolved_backend(spec)
         found = self._weights.get(backend)
         if found is None or different(found["spec"], wanted, "engine", "trainer"):
             return _WeightTransfer()

@@ -29,7 +29,18 @@ from troupe.orchestrator.plan.worker_memory import (
     training,
 )
 from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.roles.settings import (
+    critic_config,
+    judge_config,
+    offline_config,
+    policy_config,
+    reference_config,
+    rollout_config,
+)
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sampling import reward_functions
+from troupe.orchestrator.spec.derived.sizes import longest_sequence
+from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch, resolved_sleep
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import LoraConfig, ModelConfig, Sleep
@@ -146,7 +157,7 @@ sizes of models."""
 
 def of_reference(spec: RunSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a reference worker."""
-    config = spec.reference_config()
+    config = reference_config(spec)
     size = sizes.of(config.model) if config is not None else None
     if config is None or size is None:
         return (), None
@@ -154,7 +165,7 @@ def of_reference(spec: RunSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory
         size=size,
         dtype=config.model.dtype,
         tokens=config.micro_batch_tokens,
-        longest=spec.longest_sequence,
+        longest=longest_sequence(spec),
         gpu=config.device == "cuda",
         process=SCORER_PROCESS,
         ranks=config.shards,
@@ -164,7 +175,7 @@ def of_reference(spec: RunSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory
 
 def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
     """Memory of a rollout engine."""
-    config = spec.rollout_config()
+    config = rollout_config(spec)
     size = sizes.of(config.model)
     if size is None:
         return (), None
@@ -214,7 +225,7 @@ def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float
 
 def of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
     """Memory of a judge's engine."""
-    config = spec.judge_config()
+    config = judge_config(spec)
     size = None if config is None else sizes.of(config.model, packed=True)
     if config is None or size is None:
         return (), None
@@ -231,7 +242,7 @@ def of_process(_spec: RunSpec, seat: Seated, _gpu: int, _sizes: Sizes) -> Memory
 def of_reward(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a reward worker."""
     role = spec.roles.reward
-    functions = Part("functions", sum(map(len, spec.reward_functions().values())) * FUNCTION_PROCESS)
+    functions = Part("functions", sum(map(len, reward_functions(spec).values())) * FUNCTION_PROCESS)
     if role.model is None:
         return (WorkerMemory(seat.worker, "host", (functions, Part("process", REWARD_PROCESS))),), None
     size = sizes.of(role.model)
@@ -241,7 +252,7 @@ def of_reward(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         size=size.with_score(),
         dtype=role.model.dtype,
         tokens=role.micro_batch_tokens,
-        longest=spec.longest_sequence,
+        longest=longest_sequence(spec),
         gpu=role.device == "cuda",
         values=True,
         process=SCORER_PROCESS,
@@ -252,7 +263,7 @@ def of_reward(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
 
 def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a rank that trains on offline data."""
-    config = spec.trainer_config()
+    config = offline_config(spec)
     size = sizes.of(config.model)
     if size is None:
         return (), None
@@ -265,7 +276,7 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
         trainer=config.trainer,
         ranks=spec.roles.policy.workers,
         gpu=config.device == "cuda",
-        longest=spec.longest_sequence,
+        longest=longest_sequence(spec),
         values=values,
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
@@ -278,7 +289,7 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
 
 def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a critic rank."""
-    config = spec.critic_config()
+    config = critic_config(spec)
     size = sizes.of(config.model) if config is not None else None
     if config is None or size is None or spec.roles.critic is None:
         return (), None
@@ -288,7 +299,7 @@ def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         trainer=config.trainer,
         ranks=spec.roles.critic.workers,
         gpu=config.device == "cuda",
-        longest=spec.longest_sequence,
+        longest=longest_sequence(spec),
         values=True,
         process=TRAINER_PROCESS,
         copies_saves=spec.checkpoint.async_save,
@@ -300,7 +311,7 @@ def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
 
 def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a policy rank."""
-    config = spec.policy_config()
+    config = policy_config(spec)
     size = sizes.of(config.model)
     if size is None:
         return (), None
@@ -313,7 +324,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         trainer=config.trainer,
         ranks=spec.roles.policy.workers,
         gpu=spec.roles.policy.device == "cuda",
-        longest=spec.longest_sequence,
+        longest=longest_sequence(spec),
         scaled=config.sampling.temperature != 1.0,
         truncated=config.sampling.truncates,
         entropy_grad=config.loss.entropy_coef > 0,
@@ -326,10 +337,10 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         adapters=_adapters(size, config.lora, values=False),
     )
     memories = training(seat.worker, rank)
-    if spec.resolved_sleep == "none":
+    if resolved_sleep(spec) == "none":
         return memories, None
-    scores = spec.reference_in_policy or (spec.needs_old_logprobs and not spec.old_logprobs_at_batch)
-    model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, spec.longest_sequence, gpu=True)
+    scores = spec.reference_in_policy or (needs_old_logprobs(spec) and not old_logprobs_at_batch(spec))
+    model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, longest_sequence(spec), gpu=True)
     return tuple(_handing_over(memories, scoring(seat.worker, model) if scores else ())), None
 
 

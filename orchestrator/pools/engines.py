@@ -35,6 +35,8 @@ from troupe.orchestrator.pools.engine import (
     Queues,
 )
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
+from troupe.orchestrator.spec.derived.sizes import engine_load
+from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import (
     FinishedSamples,
@@ -79,7 +81,7 @@ class EnginePool(ReplicaPool[Engine]):
     ) -> None:
         super().__init__(engines, spawn, RestartBudget.of_role(spec, "rollout"), _RETRY_S, on_loss)
         self.spec = spec
-        self.max_load = spec.engine_load
+        self.max_load = engine_load(spec)
         """Most unfinished samples of one engine, running and queued."""
         self.meter = GenerationMeter()
         self.bring_up: BringUp | None = None
@@ -91,7 +93,7 @@ class EnginePool(ReplicaPool[Engine]):
         """The version whose transfer to the engines began last."""
         self.memory = MemoryLock()
         """Shared with the trainers if engines run on their GPUs."""
-        self._sleeps = spec.resolved_sleep != "none"
+        self._sleeps = resolved_sleep(spec) != "none"
         self._spawn = spawn
         self._faults: dict[str, str] = {}
         """Faults that ended the engines that are being replaced, by name."""
@@ -110,7 +112,7 @@ class EnginePool(ReplicaPool[Engine]):
         Its bound is never lowered: while the engines start among which the episodes are to be divided, the others still
         have all of them.
         """
-        self.max_load = max(self.max_load, spec.engine_load)
+        self.max_load = max(self.max_load, engine_load(spec))
         self._serve_waiting()
 
     @property

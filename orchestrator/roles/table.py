@@ -10,49 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from troupe.orchestrator.roles import settings
 from troupe.orchestrator.roles.names import section_of
+from troupe.orchestrator.roles.settings import WorkerSettings
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import (
-    CPU_THREADS,
-    Device,
-    EngineProcess,
-    JudgeConfig,
-    RolloutConfig,
-    TrainerConfig,
-)
 
-_CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
-"""Ray hides no GPU from an actor that requests none."""
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
 _POOLS = "troupe.orchestrator.runs.pools"
 _MEMORY = "troupe.orchestrator.plan.memory"
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """Settings with which each worker of a role is started."""
-
-    config: Any
-    """First argument of the constructor; the worker's name is the second."""
-    threads: int
-    device: Device
-    micro_batch_tokens: int = 0
-    """Most tokens in one forward pass, or 0 if the role's workers do not share rows by their tokens."""
-    extra: tuple[Any, ...] = ()
-    """Constructor arguments after the worker's name."""
-    sequence_parallel_size: int = 1
-    """Adjacent workers that share each micro-batch."""
-    engine: EngineProcess | None = None
-    """The engine in its process, or None without one on the CPU."""
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Environment variables of its process."""
-        return worker_env(self.threads, self.device)
 
 
 @dataclass(frozen=True)
@@ -112,63 +79,6 @@ class Role:
         return self.name or self.kind  # pyright: ignore[reportReturnType]
 
 
-def _rollout(spec: RolloutSpec) -> WorkerSettings:
-    config = spec.rollout_config()
-    return _engine(config)
-
-
-def _environment(spec: RolloutSpec) -> dict[str, WorkerSettings]:
-    configs = spec.environment_configs().items()
-    return {role: WorkerSettings(config, 1, "cpu", extra=(spec.model,)) for role, config in configs}
-
-
-def _judge(spec: RolloutSpec) -> WorkerSettings | None:
-    config = spec.judge_config()
-    return None if config is None else _engine(config)
-
-
-def _engine(config: RolloutConfig | JudgeConfig) -> WorkerSettings:
-    """On a GPU vLLM decides about threads (0): it takes one, because more would spin in parallel."""
-    if config.device == "cuda":
-        return WorkerSettings(config, 0, "cuda")
-    return WorkerSettings(config, config.engine.threads, "cpu", engine=config.process)
-
-
-def _reward(spec: RolloutSpec) -> WorkerSettings:
-    config, device = spec.reward_config(), spec.roles.reward.device
-    return WorkerSettings(config, config.threads, device, extra=(device, spec.model))
-
-
-def _reference(spec: RunSpec) -> WorkerSettings | None:
-    config = spec.reference_config()
-    return None if config is None else WorkerSettings(config, config.threads, config.device, config.micro_batch_tokens)
-
-
-def _policy(spec: RolloutSpec) -> WorkerSettings:
-    config = spec.policy_config()
-    return _trainer(config, config.trainer, config.device)
-
-
-def _critic(spec: RolloutSpec) -> WorkerSettings | None:
-    config = spec.critic_config()
-    return None if config is None else _trainer(config, config.trainer, config.device)
-
-
-def _offline(spec: OfflineSpec) -> WorkerSettings:
-    config = spec.trainer_config()
-    return _trainer(config, config.trainer, config.device)
-
-
-def _trainer(config: Any, trainer: TrainerConfig, device: Device) -> WorkerSettings:
-    return WorkerSettings(
-        config,
-        trainer.threads,
-        device,
-        trainer.micro_batch_tokens,
-        sequence_parallel_size=trainer.sequence_parallel_size,
-    )
-
-
 _TRAINER_RESTARTS = Restarts("trainer", lambda failures: failures.trainer_restarts)
 
 ROLES: dict[str, Role] = {
@@ -178,7 +88,7 @@ ROLES: dict[str, Role] = {
             kind="rollout",
             worker="troupe.workers.rollout:RolloutWorker",
             protocol=roles.RolloutEngine,
-            settings=_rollout,
+            settings=settings.of_rollout,
             memory=f"{_MEMORY}:of_engine",
             restarts=Restarts("engine", lambda failures: failures.engine_restarts),
             pool=f"{_POOLS}:engine_pool",
@@ -192,7 +102,7 @@ ROLES: dict[str, Role] = {
             kind="environment",
             worker="troupe.workers.environment:EnvironmentWorker",
             protocol=roles.EnvironmentServer,
-            settings=_environment,
+            settings=settings.of_environment,
             memory=f"{_MEMORY}:of_process",
             restarts=Restarts("environment", lambda failures: failures.environment_restarts),
             pool=f"{_POOLS}:environment_pool",
@@ -205,7 +115,7 @@ ROLES: dict[str, Role] = {
             kind="judge",
             worker="troupe.workers.judge:JudgeWorker",
             protocol=roles.JudgeEngine,
-            settings=_judge,
+            settings=settings.of_judge,
             memory=f"{_MEMORY}:of_judge",
             restarts=Restarts("judge", lambda failures: failures.judge_restarts),
             pool=f"{_POOLS}:judge_pool",
@@ -219,7 +129,7 @@ ROLES: dict[str, Role] = {
             kind="reward",
             worker="troupe.workers.reward:RewardWorker",
             protocol=roles.Reward,
-            settings=_reward,
+            settings=settings.of_reward,
             memory=f"{_MEMORY}:of_reward",
             restarts=Restarts("reward", lambda failures: failures.reward_restarts),
             pool=f"{_POOLS}:reward_pool",
@@ -229,7 +139,7 @@ ROLES: dict[str, Role] = {
             kind="reference",
             worker="troupe.workers.reference:ReferenceWorker",
             protocol=roles.Reference,
-            settings=_reference,
+            settings=settings.of_reference,
             memory=f"{_MEMORY}:of_reference",
             restarts=Restarts("reference", lambda failures: failures.reference_restarts),
             pool=f"{_POOLS}:replica_pool",
@@ -239,7 +149,7 @@ ROLES: dict[str, Role] = {
             kind="policy",
             worker="troupe.workers.policy:PolicyWorker",
             protocol=roles.Policy,
-            settings=_policy,
+            settings=settings.of_policy,
             memory=f"{_MEMORY}:of_policy",
             restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:PolicyGroup",
@@ -250,7 +160,7 @@ ROLES: dict[str, Role] = {
             kind="critic",
             worker="troupe.workers.critic:CriticWorker",
             protocol=roles.Critic,
-            settings=_critic,
+            settings=settings.of_critic,
             memory=f"{_MEMORY}:of_critic",
             restarts=_TRAINER_RESTARTS,
             group=f"{_GROUPS}:CriticGroup",
@@ -260,7 +170,7 @@ ROLES: dict[str, Role] = {
             kind="example_policy",
             worker="troupe.workers.offline:ExamplePolicyWorker",
             protocol=roles.ExampleTrainer,
-            settings=_offline,
+            settings=settings.of_offline,
             memory=f"{_MEMORY}:of_offline_trainer",
             restarts=_TRAINER_RESTARTS,
             name="policy",
@@ -271,7 +181,7 @@ ROLES: dict[str, Role] = {
             kind="reward_trainer",
             worker="troupe.workers.offline:RewardTrainer",
             protocol=roles.ExampleTrainer,
-            settings=_offline,
+            settings=settings.of_offline,
             memory=f"{_MEMORY}:of_offline_trainer",
             restarts=_TRAINER_RESTARTS,
             name="policy",
@@ -298,9 +208,16 @@ def named(role: Callable[[Role], bool]) -> frozenset[str]:
     return frozenset(row.section for row in ROLES.values() if role(row))
 
 
+def trainer_of(spec: RunSpec) -> str:
+    """Row of the workers that train the model."""
+    if spec.rollouts is not None:
+        return "policy"
+    return "reward_trainer" if spec.trains == "reward_model" else "example_policy"
+
+
 def row_of(spec: RunSpec, role: str) -> Role:
     """The row of a role of this spec, by its name: `environment.NAME` has the row of `environment`."""
-    return ROLES[spec.trainer if role == "policy" else section_of(role)]
+    return ROLES[trainer_of(spec) if role == "policy" else section_of(role)]
 
 
 def settings_of(spec: RunSpec, role: str) -> WorkerSettings:
@@ -309,18 +226,9 @@ def settings_of(spec: RunSpec, role: str) -> WorkerSettings:
     Raises:
         KeyError: The spec has no workers of this role.
     """
-    settings = row_of(spec, role).settings(spec) if role in spec.roles.present() else None
-    if isinstance(settings, Mapping):
-        settings = settings.get(role)
-    if settings is None:
+    found = row_of(spec, role).settings(spec) if role in spec.roles.present() else None
+    if isinstance(found, Mapping):
+        found = found.get(role)
+    if found is None:
         raise KeyError(role)
-    return settings
-
-
-def worker_env(threads: int, device: Device) -> dict[str, str]:
-    """Environment variables of a worker's process, set before any library is loaded; 0 threads: the library decides."""
-    env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    if threads:
-        env["OMP_NUM_THREADS"] = str(threads)
-    # DeepSpeed looks for a CUDA toolkit, which its torch operations do not need.
-    return {**env, **(_CPU_ENV if device == "cpu" else {"DS_IGNORE_CUDA_DETECTION": "1"})}
+    return found

@@ -11,6 +11,8 @@ from typing import Any
 
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.rollouts.held_out import CONFIDENCE, SetResult
+from troupe.orchestrator.spec.derived.digests import plays_and_judges
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.atomic_file import write_atomic
@@ -34,7 +36,7 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
     reward = spec.roles.reward
     forms = spec.sampling.model_dump(mode="json", include={"stop", "structured"}, exclude_defaults=True)
     found: dict[str, Json] = {}
-    for one in spec.held_out_sets():
+    for one in held_out_sets(spec):
         sampling = one.sampling.model_dump(mode="json") | forms
         rewards = [function.model_dump(mode="json", exclude_defaults=True) for function in one.functions]
         if reward.model is not None and not one.own_rewards:
@@ -46,7 +48,7 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
             "rewards": rewards,
             "solved_at": one.solved_at,
             **({"environment": one.environment} if one.environment else {}),
-            **spec.plays_and_judges(one),
+            **plays_and_judges(spec, one),
         }
     return found
 

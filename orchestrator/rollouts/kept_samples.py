@@ -21,6 +21,7 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup
+from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch, values_at_batch
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
@@ -85,8 +86,8 @@ def fingerprint(spec: RolloutSpec) -> str:
         "sampling": given("sampling", spec.sampling),
         "algorithm": given("algorithm", spec.algorithm),
         "max_model_len": roles.rollout.max_model_len,
-        "critic": roles.critic is not None and not spec.values_at_batch,  # whether a scored group has values
-        "old_logprobs": [spec.needs_old_logprobs, spec.old_logprobs_at_batch],
+        "critic": roles.critic is not None and not values_at_batch(spec),  # whether a scored group has values
+        "old_logprobs": [needs_old_logprobs(spec), old_logprobs_at_batch(spec)],
         "sources": [given("data.train.0", source) for source in spec.data.mixture],
     }
     for name, role in present.items():

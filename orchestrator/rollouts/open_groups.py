@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
-from troupe.orchestrator.spec.rollout import GroupSettings
+from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.sections import ScheduleConfig
 from troupe.orchestrator.training.ledger import OpenGroup
 from troupe.workers.contract.messages import FinishedSamples

@@ -32,7 +32,8 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, ResumedGroups, Samples, ScheduledGroup
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
 from troupe.orchestrator.rollouts.step_counts import StepCounts
-from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.spec.derived.sampling import GroupSettings, group_settings
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, RewardSummary, SampleSummary
@@ -119,7 +120,7 @@ class RolloutScheduler:
         self._schedule = spec.schedule
         self._failures = spec.failures
         self._seed = spec.seed
-        self.settings = settings or RowTable.of((0,), spec.group_settings)
+        self.settings = settings or RowTable.of((0,), group_settings(spec))
         self._min_group = algorithms.row_of(spec.algorithm).min_group_size
         self._greedy_baseline = algorithms.advantage(spec.algorithm).baseline == "greedy"
         """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""

@@ -19,7 +19,7 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, WorkerGroup, WorkerHandle
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
-from troupe.orchestrator.spec.rollout import GroupSettings
+from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.training.batch import plan_rows
 from troupe.orchestrator.training.ledger import kind_of
 from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary

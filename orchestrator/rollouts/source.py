@@ -27,7 +27,9 @@ from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.rollouts.step_counts import add, sample_counts
-from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.spec.derived.sampling import GroupSettings
+from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch, values_at_batch
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers, std
 from troupe.orchestrator.training.batch import Batch, GroupOrigin, SourceSnapshot, plan_rows, unless_stopped
@@ -71,10 +73,10 @@ class _BatchScorer:
 def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
     """The trainers whose scores must precede the step's updates, if they train during generation."""
     found: list[_BatchScorer] = []
-    if spec.old_logprobs_at_batch:
+    if old_logprobs_at_batch(spec):
         policy = workers.require_policy()
         found.append(_BatchScorer("old log-probs", policy, policy.compute_logprobs))
-    if spec.values_at_batch:
+    if values_at_batch(spec):
         critic = workers.require_critic()
         found.append(_BatchScorer("values", critic, critic.compute_values))
     return found

@@ -12,7 +12,8 @@ from typing import Any
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import BatchFailed
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
-from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.spec.derived.sampling import GroupSettings
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.environments import OK
 
 DISPATCHED, FAILED = "dispatched_samples", "failed_samples"

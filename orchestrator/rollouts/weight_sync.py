@@ -24,6 +24,7 @@ from troupe.orchestrator.errors import (
 )
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
 from troupe.workers.contract.roles import RolloutEngine, TableRef
@@ -446,7 +447,7 @@ def _accept(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) ->
 def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluster: Cluster) -> WeightSync:
     """The weight sync for the spec's back-end."""
     timeout_s = spec.schedule.sync_timeout_s
-    if BACKENDS[spec.resolved_backend()].writes_file:
+    if BACKENDS[resolved_backend(spec)].writes_file:
         return FileSync(policy, pool, timeout_s, delta=spec.weight_sync.delta == "auto")
     ranks = spec.roles.rollout.tensor_parallel_size
     return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, timeout_s), timeout_s)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.parts import states_of
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+
+
+from troupe.orchestrator.spec.derived.paths import without_adapters
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
+
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
@@ -55,7 +60,7 @@ async def evaluate_on_prompts(
         raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
     if options.endpoint is not None:
         _require_chat(spec)
-    local = fetch(spec.without_adapters(), console)
+    local = fetch(without_adapters(spec), console)
     model = local.spec.model
     adapter = options.adapter or (None if model.adapter is None else Path(model.adapter))
     with _whole_model(local, adapter, console) as whole:
@@ -65,7 +70,7 @@ async def evaluate_on_prompts(
         if options.endpoint is not None:
             named = {"endpoint": options.endpoint.url, "name": options.endpoint.model}
         _write(options.output, named, sets, results)
-    return metrics_of(results, spec.held_out_sets())
+    return metrics_of(results, held_out_sets(spec))
 
 
 @contextmanager
@@ -158,7 +163,7 @@ def held_out_evaluator(
         return None
     sets: list[HeldOutSet] = []
     cluster, console = pools.session.cluster, pools.session.console
-    for settings in spec.held_out_sets():
+    for settings in held_out_sets(spec):
         if settings.solved_at is None:
             of = f" of {settings.name}" if settings.name else ""
             where = f"data.{settings.section}" if settings.name else "evaluation"
@@ -188,7 +193,7 @@ async def evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Cons
 def _require_chat(spec: RolloutSpec) -> None:
     """Raises UsageError if an endpoint would not sample what the spec asks for."""
     refused = {
-        "roles.environment": any(one.environment is not None for one in spec.held_out_sets()),
+        "roles.environment": any(one.environment is not None for one in held_out_sets(spec)),
         "sampling.stop": bool(spec.sampling.stop),
         "sampling.structured": spec.sampling.structured is not None,
         "model.chat_template: none": spec.model.plain,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from troupe.orchestrator.spec.derived.training import alarm_limits
+from troupe.orchestrator.spec.derived.training import kl_penalty
+
 from collections.abc import Sequence
 
 from troupe.orchestrator.controller import RunComponents, RunParts
@@ -55,7 +58,7 @@ def run_parts(
     saves = RunSaves(spec, components.updates, targets, checkpoints.done)
     evaluators = Evaluators(components.evaluator, components.beside)
     evaluations = RunEvaluations(spec, evaluators, saves, recorder, console, sinks)
-    penalty, alarm = Penalty(spec.kl_penalty), Alarm(spec.alarm, recorder.events)
+    penalty, alarm = Penalty(kl_penalty(spec)), Alarm(alarm_limits(spec), recorder.events)
     parts = (
         penalty,
         best,

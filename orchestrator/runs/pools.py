@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from troupe.orchestrator.spec.derived.sizes import group_scoring_s
+from troupe.orchestrator.spec.derived.training import needs_old_logprobs
+from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch
+from troupe.orchestrator.spec.derived.training import resolved_sleep
+from troupe.orchestrator.spec.derived.training import values_at_batch
+
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -18,7 +24,8 @@ from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.runs.session import Session
-from troupe.orchestrator.spec.rollout import RolloutSpec, environment_role
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import environment_role
 from troupe.orchestrator.training.checkpoint import Checkpoint, load_checkpoint
 from troupe.workers.contract import roles
 from troupe.workers.contract.imports import resolve
@@ -46,7 +53,7 @@ class RunPools:
         }
         """The pools that the run has."""
         policy, self.handover = session.workers.policy, None
-        if policy is not None and spec.resolved_sleep != "none":
+        if policy is not None and resolved_sleep(spec) != "none":
             self.handover = MemoryHandover(self.engines, policy, spec.schedule.sync_timeout_s)
 
     @property
@@ -77,11 +84,11 @@ class RunPools:
         scorers: list[TokenScorer] = []
         if reference is not None:
             scorers.append(TokenScorer(reference, reference.score, timeout_s, self.by_role["reference"]))
-        if critic is not None and not spec.values_at_batch:
+        if critic is not None and not values_at_batch(spec):
             scorers.append(TokenScorer(critic, critic.compute_values, timeout_s))
         if policy is not None and spec.reference_in_policy:
             scorers.append(TokenScorer(policy, policy.reference_logprobs, timeout_s))
-        if policy is not None and spec.needs_old_logprobs and not spec.old_logprobs_at_batch:
+        if policy is not None and needs_old_logprobs(spec) and not old_logprobs_at_batch(spec):
             # The trainers are idle during synchronous generation, so they score group by group during it.
             scorers.append(TokenScorer(policy, policy.compute_logprobs, timeout_s))
         return scorers
@@ -158,7 +165,7 @@ def reward_pool(run: RunPools, role: str) -> RewardPool:
 
     return RewardPool(
         run.session.workers.each(role),
-        timeout_s=run.spec.group_scoring_s,
+        timeout_s=group_scoring_s(run.spec),
         launch=start,
         budget=RestartBudget.of_role(run.spec, role),
         judge_start_s=run.spec.schedule.start_timeout_s,

@@ -5,6 +5,10 @@ Everything here is checked before Ray starts. A change is refused if the checkpo
 
 from __future__ import annotations
 
+from troupe.orchestrator.spec.derived.training import kl_penalty
+
+from troupe.orchestrator.spec.derived.training import kl_start
+
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +138,9 @@ def _unknown_starts(found: Checkpoint, before: RunSpec, spec: RunSpec) -> Iterat
     with found.restoring():
         advantages = AdvantageState.model_validate(found.state.get("source", {}).get("advantages", {}))
         state = PenaltyState.model_validate(states_of({"memory": {}} | found.state)["penalty"])
-    kl_old, new_kl_old = (None if one.kl_penalty is None else one.kl_penalty.coef for one in (before, spec))
+    kl_old, new_kl_old = (None if one is None else one.coef for one in (kl_penalty(before), kl_penalty(spec)))
     for field, old, new, coef, start in (
-        ("algorithm.kl.coef", before.kl_start, spec.kl_start, advantages.kl_coef, advantages.kl_start),
+        ("algorithm.kl.coef", kl_start(before), kl_start(spec), advantages.kl_coef, advantages.kl_start),
         ("algorithm.kl_old.coef", kl_old, new_kl_old, state.kl_old_coef or None, state.kl_old_start),
     ):
         if None not in (old, new, coef) and old != new and start is None:

@@ -31,8 +31,9 @@ from troupe.orchestrator.runs.evaluation import held_out_evaluator
 from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
 from troupe.orchestrator.runs.session import RunRequest, Session, say
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
-from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.spec.base import RESOLVED_SPEC
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.sections import SourceShare
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks

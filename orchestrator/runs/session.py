@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from troupe.orchestrator.spec.derived.digests import evaluation_digest
+from troupe.orchestrator.spec.derived.digests import reward_digest
+
 import asyncio
 import logging
 import os
@@ -80,7 +83,7 @@ def _facts(spec: RunSpec) -> dict[str, object]:
     """Facts of a run: workers by role, and versions of the packages; and how it evaluates and rewards."""
     versions = dict(line.split(" ", 1) for line in describe_versions().splitlines())
     roles = {size.role: size.workers for size in role_sizes(spec)}
-    digests = {EVALUATION: spec.evaluation_digest(), REWARDS: spec.reward_digest()}
+    digests = {EVALUATION: evaluation_digest(spec), REWARDS: reward_digest(spec)}
     return {"name": spec.name, "roles": roles, "versions": versions, **digests}
 
 

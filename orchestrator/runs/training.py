@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from troupe.orchestrator.spec.derived.warnings import warnings_of
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.runs.rollouts import train_on_rollouts
 from troupe.orchestrator.runs.session import RunRequest, open_session, say
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.telemetry.console import Console
 
 
@@ -63,7 +65,7 @@ def _announce(request: RunRequest, checkpoints: RunCheckpoints, console: Console
         spec.write(file)
     else:
         say(console, resumption(request.out, checkpoints.found, spec, file).lines())
-    say(console, [f"warning: {line}" for line in spec.warnings()])
+    say(console, [f"warning: {line}" for line in warnings_of(spec)])
 
 
 async def _train(request: RunRequest, checkpoints: RunCheckpoints, console: Console) -> RunOutcome:

@@ -17,7 +17,9 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import READ_TOKENS, REWARD_MODEL
+from troupe.orchestrator.spec.checks.adapters import trained_adapters
+from troupe.orchestrator.spec.checks.machine import missing
+from troupe.orchestrator.spec.checks.models import READ_TOKENS, REWARD_MODEL
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
 from troupe.workers.contract.adapter_config import as_peft, difference
@@ -47,7 +49,7 @@ class PlannedRun:
 
     def missing(self) -> list[Problem]:
         """What the run names and this machine does not have, except for models that an earlier stage will write."""
-        return [self.problem(path, message) for path, message in self.spec.missing() if path not in self.borrowed]
+        return [self.problem(path, message) for path, message in missing(self.spec) if path not in self.borrowed]
 
     def problem(self, path: str, message: str) -> Problem:
         """A problem with a field, by its dotted path in the run's spec, at its place in the file."""
@@ -271,7 +273,7 @@ def _unfit(
         either = path[:2] in (("roles", "reward"), ("roles", "critic")) or trains_reward_model
         if is_reward_model and not either:
             yield path, f"stage {name} trains a reward model; here a language model is needed"
-    for section_path, section, lora in spec.trained_adapters():
+    for section_path, section, lora in trained_adapters(spec):
         stage = next((name for path, name in borrowed.items() if format_path(path) == f"{section}.path"), "")
         before = earlier[stage].spec.roles.policy.lora if stage in earlier else None
         if before is not None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from troupe.orchestrator.errors import nearest
-from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.errors import Finding, nearest
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, Device
 
 _ONE_NODE = "an engine has the GPUs of tensor_parallel_size, on one node; set {role}.workers for more engines"

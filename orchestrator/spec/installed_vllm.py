@@ -12,8 +12,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from troupe.orchestrator.errors import nearest
-from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.examples import cache_folder
 from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.config import Frozen

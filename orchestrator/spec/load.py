@@ -7,7 +7,7 @@ field that is not valid, or, if all are, every combination of fields that cannot
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +21,7 @@ from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun, is_chain, plan_chain
-from troupe.orchestrator.spec.checks import offline as offline_checks
-from troupe.orchestrator.spec.checks import rollout as rollout_checks
-from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.spec.checks.combinations import find_problems
 from troupe.orchestrator.spec.checks.shared import NEEDS_DISK
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text
@@ -69,7 +67,7 @@ def parse_spec(document: yaml_reader.Document) -> RunSpec:
     """
     name = _algorithm(document.data)
     if name in OFFLINE_ALGORITHMS:
-        return _parse(document, OfflineSpec, offline_checks.find_problems)
+        return _parse(document, OfflineSpec)
     hint = nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS])
     if name and not is_custom(name) and not any(f"'{known}'" in hint for known in ALGORITHMS):
         # Read as a spec of the wrong kind, every section would be wrong, and the mistake is one name.
@@ -83,7 +81,7 @@ def parse_rollout_spec(document: yaml_reader.Document) -> RolloutSpec:
     Raises:
         SpecError: With one line for every problem found.
     """
-    return _parse(shared_gpus(document), RolloutSpec, rollout_checks.find_problems)
+    return _parse(shared_gpus(document), RolloutSpec)
 
 
 def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> RolloutSpec:
@@ -111,7 +109,7 @@ def spec_schema() -> dict[str, Any]:
     return {**either, "anyOf": [*either["anyOf"], chain]}
 
 
-def _parse(document: yaml_reader.Document, kind: type[SpecT], find_problems: Callable[[SpecT], list[Finding]]) -> SpecT:
+def _parse(document: yaml_reader.Document, kind: type[SpecT]) -> SpecT:
     try:
         # JSON mode is the strict one that takes lists for tuples: no text is read as a number, no 1 as true.
         spec = kind.model_validate_json(json.dumps(document.data), strict=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
-from troupe.orchestrator.spec.base import PromptRoom, RunSpec
-from troupe.orchestrator.spec.checks.machine import DataSource
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import (
     LIST,
     OTHER_EVALUATIONS,
@@ -33,7 +31,7 @@ from troupe.orchestrator.spec.sections import (
     TrainerRole,
     form_of,
 )
-from troupe.workers.contract.config import Device, Frozen, TrainerConfig
+from troupe.workers.contract.config import Device, Frozen
 from troupe.workers.contract.consequences import (
     EVALUATED,
     EVALUATED_IF_SET,
@@ -44,7 +42,6 @@ from troupe.workers.contract.consequences import (
     NOT_SAMPLED,
     refused,
 )
-from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
 
 
 class OfflineRoles(Roles):
@@ -156,7 +153,7 @@ class OfflineData(Frozen):
         """The sources of a mixture; empty if there is one source."""
         return self.train if isinstance(self.train, tuple) else ()
 
-    def example_sources(self) -> dict[str, ExampleSource]:
+    def sources(self) -> dict[str, ExampleSource]:
         """The sources of examples by their path in the section `data`."""
         train: dict[str, ExampleSource] = {}
         if isinstance(self.train, tuple):
@@ -194,52 +191,14 @@ class OfflineSpec(RunSpec, frozen=True):
     """What the run writes."""
 
     @property
+    def offline(self) -> OfflineSpec:
+        """This spec."""
+        return self
+
+    @property
     def row(self) -> OfflineAlgorithm:
         """The algorithm's row of the table."""
         return self.algorithm.row
-
-    @property
-    def updates(self) -> int:
-        """Optimizer updates over the run."""
-        return self.schedule.steps * self.schedule.updates_per_step
-
-    def warnings(self) -> list[str]:
-        """As in the base class, and a learning rate that does not reach its peak."""
-        return [*super().warnings(), *self.roles.policy.rising("policy", self.updates)]
-
-    @property
-    def probe_interval_s(self) -> float:
-        """See `RunSpec.probe_interval_s`: there are no other workers."""
-        return self.schedule.step_timeout_s
-
-    @property
-    def device(self) -> Device:
-        """Device that the model is trained on."""
-        return self.roles.policy.device
-
-    def trainer_config(self) -> OfflineConfig:
-        """Configuration of each training rank."""
-        return OfflineConfig(
-            model=self.model,
-            trainer=self.roles.policy.worker_config(TrainerConfig),
-            loss=self.algorithm.loss_config(),
-            examples=ExampleConfig(
-                max_length=self.data.max_length,
-                micro_batch_tokens=self.roles.policy.micro_batch_tokens,
-                from_divergence=bool(self.algorithm.from_divergence),
-                mismatched="labelled" in self.row.formats,
-            ),
-            reference_model=self.colocated_reference_model,
-            total_updates=self.updates,
-            seed=self.seed,
-            device=self.device,
-            lora=self.roles.policy.lora,
-        )
-
-    @property
-    def offline(self) -> OfflineSpec:
-        """See `RunSpec.offline`."""
-        return self
 
     @property
     def trains(self) -> Trains:
@@ -247,55 +206,9 @@ class OfflineSpec(RunSpec, frozen=True):
         return self.row.trains
 
     @property
-    def prompt_room(self) -> PromptRoom:
-        """See `RunSpec.prompt_room`."""
-        words = f"data.max_length {self.data.max_length} leaves beside a response of one token"
-        return PromptRoom(self.data.max_length - 1, "data.max_length", words)
-
-    @property
-    def trainer(self) -> str:
-        """See `RunSpec.trainer`."""
-        return "reward_trainer" if self.trains == "reward_model" else "example_policy"
-
-    @property
-    def batch_bytes(self) -> int:
-        """See `RunSpec.batch_bytes`: ids, masks and log-probs of at most two answers, pair by pair (EXAMPLE_BATCH)."""
-        return 2 * self.schedule.examples_per_step * self.data.max_length * 16
-
-    @property
-    def batch_description(self) -> str:
-        """Size of a step's batch, as text."""
-        return f"{self.schedule.examples_per_step} examples"
-
-    @property
-    def scoring_temperature(self) -> float:
-        """Temperature that the reference divides its logits by: 1, since there is no sampling."""
-        return 1.0
-
-    def sequence_lengths(self) -> dict[str, int]:
-        """Every limit on the length of a sequence in tokens, by the dotted path of its field."""
-        return {"data.max_length": self.data.max_length}
-
-    def data_sources(self) -> dict[str, DataSource]:
-        """The sections that name data, by their name in the section `data`."""
-        return {**self.data.example_sources()}
-
-    def evaluation_metrics(self) -> list[str]:
-        """See `RunSpec.evaluation_metrics`."""
-        names = () if self.data.eval is None else ("examples", *self.algorithm.reported)
-        return [f"eval/{name}" for name in names]
-
-    def with_model(self, path: Path) -> list[str]:
-        """Overrides (`--set`) that replace the trained model.
-
-        A reference without a separate model keeps the model that training starts from.
-        """
-        overrides = super().with_model(path)
-        reference = self.roles.reference
-        if reference is not None and reference.model is None:
-            model = self.model.model_copy(update={"chat_template": None})  # a reference reads tokens
-            overrides.append(f"roles.reference.model={model.model_dump_json()}")
-        return overrides
+    def device(self) -> Device:
+        """Device that the model is trained on."""
+        return self.roles.policy.device
 
 
 def data_format(spec: OfflineSpec, source: ExampleSource) -> DataFormat:

@@ -175,15 +175,6 @@ class TrainerRole(TrainerConfig, RoleResources):
         """Number of shares that the rows of a batch are divided into."""
         return max(1, self.workers // self.sequence_parallel_size)
 
-    def rising(self, name: str, updates: int) -> list[str]:
-        """A warning if a run of `updates` updates ends before the learning rate has reached its peak."""
-        if not 0 < updates <= self.warmup_updates:
-            return []
-        return [
-            f"roles.{name}.warmup_updates: {self.warmup_updates}, but the run has {updates}: the learning rate stays "
-            f"below roles.{name}.learning_rate"
-        ]
-
 
 class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""
@@ -232,6 +223,11 @@ class EnvironmentRole(EnvironmentConfig, ScaledRole):
 SECTION, LIST, MAP = "section", "list", "map"
 """The forms of data and environments: one section, a list of sections, or sections by name."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
+
+
+def environment_role(name: str) -> str:
+    """The role of an environment by its name: `environment`, or `environment.NAME`."""
+    return f"environment.{name}" if name else "environment"
 
 
 def environment_form(role: Any) -> str:
@@ -363,7 +359,7 @@ class PromptText(Frozen):
     """A prompt or answer with more characters is a bad row."""
 
 
-class _Located(Frozen):
+class Located(Frozen):
     """Where the rows are, and how many of them are read."""
 
     path: Annotated[str, Consequences(path="path")] = Field(min_length=1)
@@ -373,7 +369,7 @@ class _Located(Frozen):
     """Read only this many rows; 0: all."""
 
 
-class TableFile(_Located):
+class TableFile(Located):
     """A file of rows, or a pattern of files of one format."""
 
     kind: Literal["jsonl", "json", "parquet", "csv"]
@@ -381,7 +377,7 @@ class TableFile(_Located):
     `csv` in UTF-8, whose first line names the columns, and every value is text. JSON may be compressed (`.gz`)."""
 
 
-class DatasetsFolder(_Located):
+class DatasetsFolder(Located):
     """A folder written by `save_to_disk` of the `datasets` library."""
 
     kind: Literal["datasets"]
@@ -753,6 +749,10 @@ class DataConfig(Frozen):
     def prompt_sources(self) -> dict[str, DataSource]:
         """The sources of prompts by their path in the section `data`."""
         return self.train_sources() | self.held_out_sets()
+
+    def sources(self) -> dict[str, DataSource | TextSource]:
+        """The sources of prompts and texts by their path in the section `data`."""
+        return {**self.prompt_sources(), **self.text_sources()}
 
 
 class BaseEvaluation(Frozen):

@@ -15,7 +15,7 @@ from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.plan.placement import GPU_GIB, Node
 from troupe.orchestrator.plan.plan import Plan, described_nodes, plan_stages
-from troupe.orchestrator.spec.checks.machine import ATTENTION, has_experts, has_latent_attention
+from troupe.orchestrator.spec.checks.models import ATTENTION, has_experts, has_latent_attention
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.digests import evaluation_digest
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.parts import RunPart
 from troupe.orchestrator.training.state import BestState
@@ -24,7 +25,7 @@ class BestCheckpoints(RunPart):
     def __init__(self, spec: RunSpec, held_out_rows: str, store: CheckpointStore) -> None:
         """`held_out_rows`: digest of the rows that are evaluated, or empty if there are none."""
         self._checkpoint = spec.checkpoint
-        self._digests = spec.evaluation_digest(), held_out_rows
+        self._digests = evaluation_digest(spec), held_out_rows
         self._store = store
         self._not_saved: int | None = None
         """The last step whose checkpoint could not be written."""

@@ -20,6 +20,7 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import RestartBudget
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sizes import probe_interval_s
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
@@ -167,7 +168,7 @@ class TrainerRecovery:
             WorkerError: They cannot be restarted.
         """
         while True:
-            await asyncio.sleep(min(self._spec.probe_interval_s, _PROBE_S))
+            await asyncio.sleep(min(probe_interval_s(self._spec), _PROBE_S))
             await self.retry(self._probe)
 
     async def _probe(self) -> None:

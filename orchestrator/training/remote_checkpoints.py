@@ -23,7 +23,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.training.checkpoint import (
     MANIFEST,
     MODEL,

@@ -24,7 +24,7 @@ from pydantic import BeforeValidator, ConfigDict, ValidationError
 
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.training.batch import Batch, GroupOrigin
 from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.contract.config import Frozen, first_problem

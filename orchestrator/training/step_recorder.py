@@ -14,8 +14,7 @@ from typing import Any
 
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError
-from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.telemetry.versions import versions
 from troupe.orchestrator.training.parts import RunPart, UpdatedStep
 from troupe.orchestrator.training.step_record import (

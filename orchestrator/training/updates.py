@@ -15,6 +15,7 @@ from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.errors import TrainingDiverged, WorkerError
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.training import kl_penalty, skips_zero_advantage
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import merge_update_metrics
@@ -165,8 +166,8 @@ class RolloutUpdates(Updates):
         super().__init__(spec, console, profiles)
         self._algorithm = spec.algorithm
         self._critic_warmup = spec.critic_warmup
-        self._skips_zero_advantage = spec.skips_zero_advantage
-        self._kl_penalty = spec.kl_penalty
+        self._skips_zero_advantage = skips_zero_advantage(spec)
+        self._kl_penalty = kl_penalty(spec)
         self._needs_whole_samples = algorithms.policy_loss(spec.algorithm).needs_whole_samples
         self._trust_region = algorithms.trust_region(spec.algorithm)
         self._policy = policy

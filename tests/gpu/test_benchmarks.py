@@ -16,6 +16,7 @@ from benchmarks.weight_sync import parse as parse_weight_sync
 from tests.conftest import ROOT
 from tests.gpu.isolated import Measurements, finish
 from tests.real.commands import Command
+from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.load import load_rollout_spec
 
 _TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32", "--turns", "1")
@@ -56,7 +57,7 @@ def test_benchmark(arguments: tuple[str, ...], tmp_path: Path, measured: Callabl
 def test_weight_sync_accepts_its_arguments(arguments: tuple[str, ...]) -> None:
     given = parse_weight_sync(arguments[1:])
     spec = load_rollout_spec(ROOT / "deploy/specs/tiny-grpo.yaml", [])
-    assert on_device(spec, given.device, given.backend).resolved_backend() == given.backend
+    assert resolved_backend(on_device(spec, given.device, given.backend)) == given.backend
 
 
 def test_the_other_benchmarks_accept_their_arguments() -> None:

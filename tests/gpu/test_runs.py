@@ -17,6 +17,7 @@ from benchmarks.support.workload import GPU_SHARE
 from tests.conftest import ROOT
 from tests.gpu.isolated import Measurements, finish
 from tests.real.commands import Run
+from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.weights.buckets import BUCKET_BYTES
 
@@ -130,7 +131,7 @@ def test_runs_are_valid_specs_that_fit_their_gpus(name: str, tmp_path: Path, dem
     if name == "large":
         overrides = [f"model.path={write_model(tmp_path / 'model', demo_model, NARROW)}"]
     spec = load_rollout_spec(ROOT / f"deploy/specs/{run.spec}.yaml", [*run.overrides, *overrides])
-    assert (spec.device, spec.resolved_backend()) == ("cuda", run.backend)
+    assert (spec.device, resolved_backend(spec)) == ("cuda", run.backend)
     roles = [role for role in (spec.roles.rollout, spec.roles.policy, spec.roles.critic) if role is not None]
     assert all(role.gpus > 0 for role in roles)
     assert sum(role.workers * role.gpus for role in roles) <= run.gpus

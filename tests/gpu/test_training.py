@@ -20,6 +20,7 @@ import torch
 from tests.conftest import ROOT
 from tests.gpu.isolated import Measurements, isolated
 from troupe.orchestrator.data.examples import load_examples
+from troupe.orchestrator.roles.settings import offline_config
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.training.micro_batches import plan_ranks, plan_units
@@ -138,7 +139,7 @@ def batch_of(worker: ExamplePolicyWorker, spec: OfflineSpec) -> tuple[RankPlan, 
     _, examples = worker.tokenize(pool.table)
     summary, table = worker.assemble([(str(row), row) for row in range(EXAMPLES)], examples)
     budget, packed = spec.roles.policy.micro_batch_tokens, worker.packs()
-    if spec.colocated_reference_model is not None:
+    if spec.reference_in_policy:
         lengths = [row.tokens for row in summary.rows]
         (scored,) = plan_ranks(lengths, range(len(lengths)), 1, budget, packed=packed)
         _, scores = worker.reference_logprobs(scored, table)
@@ -167,7 +168,7 @@ def train(spec: OfflineSpec, folder: Path) -> Trained:
     found: list[list[float]] = []
     digests: list[str] = []
     for resumes in (False, True):
-        worker = ExamplePolicyWorker(spec.trainer_config(), "policy-0")
+        worker = ExamplePolicyWorker(offline_config(spec), "policy-0")
         torch.manual_seed(spec.seed)
         worker.build()
         batch = batch_of(worker, spec)
@@ -207,7 +208,7 @@ def measure(device: str, *overrides: str) -> Measurements:
     from troupe.workers.offline import ExamplePolicyWorker
 
     variants = [variant for variant in VARIANTS if variant.on_cpu or device == "cuda"]
-    first = ExamplePolicyWorker(read_spec(variants[0], device, overrides).trainer_config(), "policy-0")
+    first = ExamplePolicyWorker(offline_config(read_spec(variants[0], device, overrides)), "policy-0")
     address, port = first.rendezvous()
     first.join(Rendezvous(address=address, port=port, rank=0, world_size=1))
     plain: dict[str, Trained] = {}

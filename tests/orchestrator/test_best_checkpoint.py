@@ -21,6 +21,8 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
 from troupe.orchestrator.rollouts.evaluation_log import described_sets, settings_of
 from troupe.orchestrator.runs.checkpoints import best_step, saved_run
+from troupe.orchestrator.spec.derived.digests import evaluation_digest, plays_and_judges, reward_digest
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import BestConfig
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
@@ -216,9 +218,9 @@ def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -
     assert known == state.model_copy(update={"rows": "rows"}) and known.of(config, "a", "rows") == known
     assert known.of(config, "a", "others").steps == ()
     run, other = run_of(tmp_path, 0.1, 0.2), run_of(tmp_path, 0.1, 0.2, every_steps=1)
-    assert run.spec.evaluation_digest() == other.spec.evaluation_digest()
+    assert evaluation_digest(run.spec) == evaluation_digest(other.spec)
     changed = run.spec.model_copy(update={"evaluation": run.spec.evaluation.model_copy(update={"prompts": 3})})  # type: ignore[union-attr]
-    assert changed.evaluation_digest() != run.spec.evaluation_digest()
+    assert evaluation_digest(changed) != evaluation_digest(run.spec)
 
 
 @pytest.mark.parametrize(
@@ -232,20 +234,20 @@ def test_evaluations_that_were_made_otherwise_are_not_compared(tmp_path: Path) -
     ],
 )
 def test_whatever_changes_evaluations_makes_them_incomparable(changes: Any) -> None:
-    assert fake_spec(**changes).evaluation_digest() != fake_spec().evaluation_digest()
+    assert evaluation_digest(fake_spec(**changes)) != evaluation_digest(fake_spec())
 
 
 def test_what_the_policy_sees_of_an_environment_decides_its_results() -> None:
     """Digests of runs with the default are those of earlier versions."""
     game = {"name": "guess_number"}
     digests = [
-        fake_spec(roles={"environment": game | {"max_observation_chars": most}}).evaluation_digest()
+        evaluation_digest(fake_spec(roles={"environment": game | {"max_observation_chars": most}}))
         for most in (5, 6, 20_000)
     ]
     assert len({*digests}) == 3
-    assert digests[2] == fake_spec(roles={"environment": game}).evaluation_digest()
-    assert named(most=5).evaluation_digest() != named().evaluation_digest()
-    assert "max_observation_chars" not in named().plays_and_judges(named().held_out_sets()[0])["played_in"]
+    assert digests[2] == evaluation_digest(fake_spec(roles={"environment": game}))
+    assert evaluation_digest(named(most=5)) != evaluation_digest(named())
+    assert "max_observation_chars" not in plays_and_judges(named(), held_out_sets(named())[0])["played_in"]
 
 
 def test_how_long_a_reward_may_take_is_no_other_reward() -> None:
@@ -257,8 +259,8 @@ def test_how_long_a_reward_may_take_is_no_other_reward() -> None:
         return fake_spec(data={"eval": held_out}, evaluation={}, roles={"reward": {"functions": functions}})
 
     one, other = spec(5.0), spec(99.0)
-    assert one.evaluation_digest() == other.evaluation_digest()
-    assert one.reward_digest() == other.reward_digest()
+    assert evaluation_digest(one) == evaluation_digest(other)
+    assert reward_digest(one) == reward_digest(other)
     pool: Any = SimpleNamespace(digest="rows")
     sets = [described_sets(each, {"eval.a": pool, "eval.b": pool}) for each in (one, other)]
     assert sets[0] != sets[1] and settings_of(sets[0]) == settings_of(sets[1])
@@ -287,13 +289,13 @@ def named(
 def test_the_environment_and_the_judge_of_a_held_out_set_decide_its_results() -> None:
     """An environment that only training plays in does not."""
     spec = named()
-    assert named(spare=2).evaluation_digest() == spec.evaluation_digest()
+    assert evaluation_digest(named(spare=2)) == evaluation_digest(spec)
     for changed in (named(high=20), named(judge="other"), named(question="is {response} short?")):
-        assert changed.evaluation_digest() != spec.evaluation_digest()
-    games, plain = spec.held_out_sets()
-    assert spec.plays_and_judges(games)["played_in"]["args"] == {"high": 10}
-    assert spec.plays_and_judges(plain)["judged_by"]["model"]["path"] == "judge"
-    assert "judged_by" not in spec.plays_and_judges(games) and "played_in" not in spec.plays_and_judges(plain)
+        assert evaluation_digest(changed) != evaluation_digest(spec)
+    games, plain = held_out_sets(spec)
+    assert plays_and_judges(spec, games)["played_in"]["args"] == {"high": 10}
+    assert plays_and_judges(spec, plain)["judged_by"]["model"]["path"] == "judge"
+    assert "judged_by" not in plays_and_judges(spec, games) and "played_in" not in plays_and_judges(spec, plain)
 
 
 def test_the_digest_of_evaluations_is_that_of_earlier_versions() -> None:
@@ -306,4 +308,4 @@ def test_the_digest_of_evaluations_is_that_of_earlier_versions() -> None:
         "roles": {"reward": {"functions", "model", "model_weight"}},
     }
     content = json.dumps(spec.model_dump(mode="json", include=fields), sort_keys=True)
-    assert spec.evaluation_digest() == hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    assert evaluation_digest(spec) == hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from tests.conftest import NO_WEIGHTS, ROOT
 from tests.forked_commands import run_command
 from troupe.orchestrator.cli import app
+from troupe.orchestrator.roles.settings import offline_config
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -300,7 +301,7 @@ def test_evaluating_another_model_keeps_the_reference_of_its_training(
     answer = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     assert json.loads(answer.stdout) == {"eval/loss": 0.5}
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).stdout == "eval/loss  0.5\n"
-    config = asked[0].spec.trainer_config() if isinstance(asked[0].spec, OfflineSpec) else None
+    config = offline_config(asked[0].spec) if isinstance(asked[0].spec, OfflineSpec) else None
     assert config is not None and config.reference_model is not None
     assert (config.model.path, config.reference_model.path) == (str(trained), str(base))
     assert config.reference_model.dtype == config.model.dtype == "float32"

@@ -50,6 +50,7 @@ from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.parts import run_parts
+from troupe.orchestrator.spec.derived.training import values_at_batch
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.console import Console
@@ -143,7 +144,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
         scorers = [TokenScorer(policy, policy.compute_logprobs, 1.0)]
         critics = self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
-        if critics is not None and not self.spec.values_at_batch:
+        if critics is not None and not values_at_batch(self.spec):
             scorers.append(TokenScorer(critics, critics.compute_values, 1.0))
         scorer = Scorer(rewards, scorers)
         console = Console(io.StringIO())

@@ -9,6 +9,7 @@ import pytest
 
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.runs import evaluation
+from troupe.orchestrator.spec.derived.paths import without_adapters
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
 
@@ -34,7 +35,7 @@ def merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, 
 def test_adapters_are_merged_with_the_model_of_the_spec_while_it_is_evaluated(
     tmp_path: Path, merges: list[tuple[Path, Path | None]], adapter: Path | None
 ) -> None:
-    spec = load_rollout_spec(TINY, ["roles.policy.lora={}", "model.adapter=start"]).without_adapters()
+    spec = without_adapters(load_rollout_spec(TINY, ["roles.policy.lora={}", "model.adapter=start"]))
     with evaluation._whole_model(LocalFiles(spec), adapter, Console(io.StringIO())) as whole:
         if adapter is None:
             assert (whole.spec, merges) == (spec, [])

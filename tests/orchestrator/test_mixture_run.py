@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes import FakeTable, FaultyReward
 from tests.orchestrator.test_controller import RolloutRun
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.workers.contract.messages import RewardSummary
 
 STEPS, GROUPS = 6, 5
@@ -123,7 +124,7 @@ def test_samples_of_a_source_are_episodes_in_the_environment_that_it_names(tmp_p
     requests = [request for engine in run.engines for request in engine.served]
     asked = {(request.prompt_uid.partition("-")[0], request.environment) for request in requests}
     assert asked == {("math", "guess"), ("chat", None)}
-    assert {one.name: one.environment for one in run.spec.held_out_sets()} == {"hard": "single", "easy": None}
+    assert {one.name: one.environment for one in held_out_sets(run.spec)} == {"hard": "single", "easy": None}
 
 
 def test_metrics_are_reported_by_source(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.runs import session as session_module
 from troupe.orchestrator.runs import training as training_module
 from troupe.orchestrator.runs.session import RunRequest, open_session
+from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
 
@@ -93,5 +94,5 @@ def test_a_run_begins_with_the_warnings_of_its_spec(monkeypatch: pytest.MonkeyPa
     spec, shown = load_rollout_spec(GRPO, ["roles.policy.warmup_updates=99"]), io.StringIO()
     with pytest.raises(Begun):
         training_module.train(RunRequest(spec, tmp_path / "run", False, None), Console(shown))
-    (line,) = spec.warnings()
+    (line,) = warnings_of(spec)
     assert f"warning: {line}" in " ".join(shown.getvalue().split())

@@ -24,6 +24,7 @@ from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.roles.settings import policy_config, rollout_config
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -174,8 +175,8 @@ class Stack:
         self.version = 0
         self.initial = Path(spec.model.path)
         self.weights = AuditedWeights("the initial weights", 0, self.initial)
-        self.engine = FaultyRollout(spec.rollout_config(), "rollout-0")
-        self.policy = FaultyPolicy(spec.policy_config(), "policy-0")
+        self.engine = FaultyRollout(rollout_config(spec), "rollout-0")
+        self.policy = FaultyPolicy(policy_config(spec), "policy-0")
         pool = EnginePool([Engine(FaultyWorker("rollout-0", self.engine), "here")], self._no_other, spec)
         self.pool = pool
         group = PolicyGroup("policy", [FaultyWorker("policy-0", self.policy)], spec.roles.policy.micro_batch_tokens)

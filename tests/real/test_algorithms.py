@@ -45,6 +45,7 @@ from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.roles.settings import critic_config, policy_config, reward_config, rollout_config
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.rollouts import RolloutRun
@@ -153,20 +154,20 @@ class SharedWorkers:
 
     async def run(self, spec: RolloutSpec, out: Path, stop: asyncio.Event | None = None) -> FinishedRun:
         """Run a spec, from the newest checkpoint in the folder if there is one, until `stop` is set."""
-        await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, spec.policy_config())
+        await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, policy_config(spec))
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
         policy.packs = await self.policy.call(ReusablePolicy.packs, TIMEOUT_S)
         policy.shares_prompts = await self.policy.call(ReusablePolicy.shares_prompts, TIMEOUT_S)
-        critic, critic_config = None, spec.critic_config()
+        critic, critic_config = None, critic_config(spec)
         if critic_config is not None:
             await self.critic.call(ReusableCritic.reconfigure, TIMEOUT_S, critic_config)
             critic = CriticGroup("critic", [self.critic], spec.roles.trainers()["critic"].micro_batch_tokens)
             critic.packs = await self.critic.call(ReusableCritic.packs, TIMEOUT_S)
         for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
-            await worker.call(ReusableReward.reconfigure, TIMEOUT_S, spec.reward_config())
+            await worker.call(ReusableReward.reconfigure, TIMEOUT_S, reward_config(spec))
         for engine in cast("Sequence[Engine]", self.workers.engines):
             handle = cast("ActorWorker[ReusableRollout]", engine.handle)
-            await handle.call(ReusableRollout.reconfigure, TIMEOUT_S, spec.rollout_config())
+            await handle.call(ReusableRollout.reconfigure, TIMEOUT_S, rollout_config(spec))
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.workers.engines)
         trainers = {"policy": policy} | ({} if critic is None else {"critic": critic})
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
@@ -218,8 +219,8 @@ async def started() -> AsyncIterator[SharedWorkers]:
         await cluster.reserve([SEATS], TIMEOUT_S)
         environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         actors = (
-            ActorSpec(ReusablePolicy, (spec.policy_config(), "policy-0"), environment),
-            ActorSpec(ReusableCritic, (with_critic.critic_config(), "critic-0"), environment),
+            ActorSpec(ReusablePolicy, (policy_config(spec), "policy-0"), environment),
+            ActorSpec(ReusableCritic, (critic_config(with_critic), "critic-0"), environment),
         )
         policy, critic = (
             cluster.spawn(SEATS, seat, f"{seat.role}-0", actor) for seat, actor in zip(SEATS.seats, actors, strict=True)
@@ -258,7 +259,7 @@ async def test_the_shipped_spec_of_every_algorithm_trains(name: str, shared: Sha
     for line in lines:
         # Every step has a finite, non-zero gradient.
         assert line["policy/grad_norm"] > 0 and line["policy/skipped_updates"] == 0
-        if spec.policy_config().loss.has_ratio:
+        if policy_config(spec).loss.has_ratio:
             assert line["policy/rollout_logprob_gap_max"] < 1e-3  # engine and trainer hold the same weights
         assert line["policy/kl_exact"] > 0
         assert ("policy/ptx_loss" in line) == (spec.algorithm.ptx_coef > 0)

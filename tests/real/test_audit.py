@@ -20,6 +20,7 @@ import torch
 
 from tests.real.audit_faults import EXTENSION, LEFT_OUT, OTHER_TEMPLATE, Stack, audit_spec
 from troupe.orchestrator.insight.audit.auditor import AuditReport
+from troupe.orchestrator.roles.settings import rollout_config
 from troupe.workers.engine import settings
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -263,7 +264,7 @@ async def test_truncation_that_the_logprobs_do_not_show_is_named(stack: Stack) -
         stack.auditor._spec = own.model_copy(update={"sampling": own.sampling.model_copy(update={"temperature": 1.0})})
         report = await stack.audit()
     finally:
-        stack.engine.generation.config, stack.auditor._spec = own.rollout_config(), own
+        stack.engine.generation.config, stack.auditor._spec = rollout_config(own), own
         await stack.push()
     record(stack, "the engine samples with top-p 0.8, and its log-probs do not show it", report)
     (finding,) = report.findings()

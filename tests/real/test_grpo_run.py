@@ -43,6 +43,7 @@ from tests.real.commands import (
 )
 from tests.real.poison import Canary
 from tests.s3_server import Faults, s3_server
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import verify
@@ -320,7 +321,7 @@ def test_troupe_eval_evaluates_a_run_on_several_sets_without_trainers(
         assert command.leftover_processes() == []
     assert seen == {"RolloutWorker", "RewardWorker"}
     metrics: dict[str, Any] = json.loads(command.stdout)
-    sets = load_rollout_spec(spec).held_out_sets()
+    sets = held_out_sets(load_rollout_spec(spec))
     assert {name for name in metrics if "/level/" not in name} == {name for one in sets for name in one.metric_names()}
     for one, prompts in zip(sets, (8, 6, 8), strict=True):
         assert metrics[f"{one.prefix}prompts"] == prompts

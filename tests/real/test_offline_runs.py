@@ -41,10 +41,11 @@ from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.roles.settings import offline_config, reference_config
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.offline import OfflineRun, load_offline
 from troupe.orchestrator.runs.session import Session
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.telemetry.console import Console
@@ -164,7 +165,7 @@ class SharedWorkers:
         return (await controller.run()).steps_done
 
     async def _parts(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> OfflineRun:
-        config, policy = spec.trainer_config(), spec.roles.policy
+        config, policy = offline_config(spec), spec.roles.policy
         if spec.trains == "policy":
             ranks: list[Any] = self.policies[policy.workers]
             await asyncio.gather(*(rank.call(ReusablePolicy.reconfigure, TIMEOUT_S, config) for rank in ranks))
@@ -174,7 +175,7 @@ class SharedWorkers:
         trainer = ExampleGroup(spec.trains, ranks, policy.micro_batch_tokens)
         packs = await asyncio.gather(*(rank.call(ExamplePolicyWorker.packs, TIMEOUT_S) for rank in ranks))
         trainer.packs = all(packs)
-        role = spec.reference_config()
+        role = reference_config(spec)
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
         launcher = WorkerLauncher(spec, self.cluster)
@@ -196,9 +197,9 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
         await cluster.reserve([SEATS], TIMEOUT_S)
         dpo, reward_model, kto = (shipped(f"tiny-{name}") for name in ("dpo", "reward-model", "kto"))
         actors = {
-            "policy": ActorSpec(ReusablePolicy, (dpo.trainer_config(), "policy"), ENVIRONMENT),
-            "reward": ActorSpec(ReusableRewardModel, (reward_model.trainer_config(), "reward_model"), ENVIRONMENT),
-            "reference": ActorSpec(ReferenceWorker, (kto.reference_config(), "reference-0"), ENVIRONMENT),
+            "policy": ActorSpec(ReusablePolicy, (offline_config(dpo), "policy"), ENVIRONMENT),
+            "reward": ActorSpec(ReusableRewardModel, (offline_config(reward_model), "reward_model"), ENVIRONMENT),
+            "reference": ActorSpec(ReferenceWorker, (reference_config(kto), "reference-0"), ENVIRONMENT),
         }
         workers: defaultdict[str, list[ActorWorker[Any]]] = defaultdict(list)
         for seat in SEATS.seats:

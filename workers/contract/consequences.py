@@ -21,7 +21,7 @@ class Counts(IntEnum):
     AT_DEFAULT = auto()
     """Its default counts, whatever its value, so that digests of earlier versions with the field stay."""
     BY_SET = auto()
-    """It counts for the held-out sets that use it (`RolloutSpec.evaluated_by`)."""
+    """It counts for the held-out sets that use it (`plays_and_judges`)."""
     IF_SET = auto()
     """It counts unless it has its default. For new fields, so that digests of earlier versions stay."""
     YES = auto()
@@ -52,9 +52,9 @@ class Consequences:
     itself: Resume | None = None
     """The same for a section that is added, removed or replaced as a whole, or None for the same as for its fields."""
     evaluation: Counts | None = None
-    """Whether evaluations before and after can no longer be compared (`RunSpec.evaluation_digest`)."""
+    """Whether evaluations before and after can no longer be compared (`evaluation_digest`)."""
     reward: Counts | None = None
-    """Whether rewards before and after can no longer be compared (`RunSpec.reward_digest`)."""
+    """Whether rewards before and after can no longer be compared (`reward_digest`)."""
     samples: bool | None = None
     """Whether the finished samples in a checkpoint are sampled again (`kept_samples.fingerprint`)."""
     live: bool = False

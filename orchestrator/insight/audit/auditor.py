@@ -19,7 +19,7 @@ from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.attribution import Cause, Gap, attribute, distance, of_engine
 from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.roles.table import worker_env
+from troupe.orchestrator.roles.settings import policy_config, worker_env
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import plan_rows
@@ -259,7 +259,7 @@ class Auditor:
             temperature=spec.sampling.temperature,
             thorough=thorough,
             compare_prompts=not spec.roles.environments(),
-            threads=spec.policy_config().trainer.threads,
+            threads=policy_config(spec).trainer.threads,
         )
         with self._phase("scorer"):
             return await self._scorer(request, *tables, *(table for _, table in scores))

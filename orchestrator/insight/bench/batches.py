@@ -16,7 +16,8 @@ from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
-from troupe.orchestrator.spec.rollout import GroupSettings, RolloutSpec
+from troupe.orchestrator.spec.derived.sampling import GroupSettings
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.messages import TRAIN, GroupSummary, RewardSummary, TrainRow, TrainSummary
 from troupe.workers.contract.roles import TableRef

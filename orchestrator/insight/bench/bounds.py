@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from troupe.orchestrator.insight.bench.points import WORKERS, Point
 from troupe.orchestrator.insight.bench.results import Measures, Result
-from troupe.orchestrator.spec.derived.measured import settings_of
-from troupe.orchestrator.spec.rollout import environment_role
+from troupe.orchestrator.roles.settings import rollout_config
+from troupe.orchestrator.spec.derived.digests import measured_settings
+from troupe.orchestrator.spec.sections import environment_role
 
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.bench.trainers import TrainResult, TransferResult
@@ -227,7 +228,7 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
         return Bound(Kind.DECODE, why, (), f"{tried}: this is the machine's limit")
     if cores is None:
         return Bound(Kind.DECODE, why, (more,), "if the cluster has room")
-    threads = max(1, point.spec.rollout_config().engine.threads)
+    threads = max(1, rollout_config(point.spec).engine.threads)
     if point.spec.device == "cpu" and threads * point.workers >= cores:
         return Bound(Kind.DECODE, why, (), f"the engines use all {cores} cores of this machine")
     return Bound(Kind.DECODE, why, (more,))
@@ -281,7 +282,7 @@ def record_of(
         weights: Updates of the weights by back-end, at the fastest point; empty if not measured.
     """
     spec, best = results[0].point.spec, best_of(results)
-    settings = None if best is None else settings_of(best.point.spec)
+    settings = None if best is None else measured_settings(best.point.spec)
     return {
         "name": spec.name,
         "model": spec.model.path,
@@ -304,7 +305,7 @@ def _point(result: Result, bound: Bound | None) -> Json:
         "workers": result.point.workers,
         "group_size": spec.group_size,
         "prompts": spec.schedule.prompts_per_step,
-        "spec": settings_of(spec),
+        "spec": measured_settings(spec),
         "memory": asdict(result.peak),
         "measures": None if result.measures is None else asdict(result.measures),
         "problem": result.problem,

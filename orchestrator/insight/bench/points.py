@@ -10,8 +10,10 @@ from typing import Any
 
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.roles.settings import rollout_config
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.paths import without_adapters
 from troupe.orchestrator.spec.errors import Place, Problem, SpecError
 from troupe.orchestrator.spec.field_tree import live_names
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -108,7 +110,7 @@ def engine_key(spec: RolloutSpec) -> str:
     """Equal for specs whose engines are started alike. The number of engines is not in it, and of sampling only whether
     it is truncated, which engines record."""
     role = spec.roles.rollout.model_dump(mode="json", exclude=set(live_names(spec.roles.rollout)))
-    config = spec.rollout_config().model_dump(mode="json", exclude={"sampling"})
+    config = rollout_config(spec).model_dump(mode="json", exclude={"sampling"})
     environments = {name: one.model_dump(mode="json") for name, one in spec.roles.environments().items()}
     return _text([role, config, environments, spec.sampling.truncates])
 
@@ -139,7 +141,7 @@ def _point(load: Callable[[list[str]], RunSpec], settings: dict[str, Any], promp
         raise SpecError([_swept(problem, settings) for problem in error.problems]) from None
     if spec.rollouts is None:
         raise UsageError("the spec has no rollouts to measure: it trains on offline data")
-    rollouts = spec.rollouts.without_adapters()  # without a policy there are none to load
+    rollouts = without_adapters(spec.rollouts)  # without a policy there are none to load
     if prompts is not None:
         schedule = rollouts.schedule.model_copy(update={"prompts_per_step": prompts})
         rollouts = rollouts.model_copy(update={"schedule": schedule})

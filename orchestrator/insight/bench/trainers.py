@@ -18,7 +18,7 @@ from troupe.orchestrator.insight.bench.batches import GroupLengths, train_batch
 from troupe.orchestrator.insight.bench.engines import explained, measured_run
 from troupe.orchestrator.insight.bench.results import Result
 from troupe.orchestrator.model_facts.model_size import read_size
-from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
+from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS, trainer_of
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.session import RunRequest, Session, open_session
@@ -215,7 +215,7 @@ async def _trainers(request: TrainingRequest, console: Console) -> TrainResult:
 async def _transfers(request: TrainingRequest, spec: RolloutSpec, console: Console) -> TransferMeasures:
     spec = _without_records(spec)
     run = measured_run(spec, request.address)
-    async with open_session(run, console, roles=frozenset({spec.trainer, *SAMPLERS})) as session:
+    async with open_session(run, console, roles=frozenset({trainer_of(spec), *SAMPLERS})) as session:
         sending = _Sending(session.spec.rollouts, session, request.fastest.groups)
         updates = [await session.unless_stopped(sending.update(n)) for n in range(1, 2 + request.repeats)]
         return transfer_measures(updates[1:])

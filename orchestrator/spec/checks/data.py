@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
-from troupe.orchestrator.errors import nearest
-from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.checks.shared import (
     IMPORTED,
     best_problems,
@@ -17,6 +16,8 @@ from troupe.orchestrator.spec.checks.shared import (
     name_problems,
     template_problems,
 )
+from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_sets, reward_functions
+from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import (
@@ -46,11 +47,11 @@ def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.reward", "every weight is 0: there is nothing to learn"
     labels = ["reward_model"] if reward.model is not None else []
     yield from _functions(spec, "roles.reward.functions", reward.functions, labels)
-    shared = any(not one.own_rewards for one in spec.held_out_sets())
+    shared = any(not one.own_rewards for one in held_out_sets(spec))
     if not shared and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
         why = "has no effect: every source of data.train sets rewards; leave them out of one source"
         yield "roles.reward.functions", f"{why}, and give its functions here"
-    for path, functions in spec.reward_functions().items():
+    for path, functions in reward_functions(spec).items():
         if path.startswith("data."):
             if not any(function.weight for function in functions):
                 lacks = "no reward to report" if _is_held_out(path) else "nothing to learn"
@@ -90,7 +91,7 @@ def _is_held_out(section: str) -> bool:
 
 def _judge(spec: RolloutSpec) -> Iterator[Finding]:
     """The function `judge` without a judge, or a judge without the function."""
-    lists = ((f"{path}.{n}", f) for path, one in spec.reward_functions().items() for n, f in enumerate(one))
+    lists = ((f"{path}.{n}", f) for path, one in reward_functions(spec).items() for n, f in enumerate(one))
     asking = [path for path, f in lists if f.name == JUDGE_REWARD and not f.args.get("endpoint")]
     judge = spec.roles.judge
     if judge is None:
@@ -150,7 +151,7 @@ def _test_cases(spec: RolloutSpec, section: str, path: str, place: Any) -> Itera
 def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
     """The sources whose prompts a list of reward functions scores, by their path in the section `data`."""
     own = {f"train.{n}" for n, one in enumerate(spec.data.mixture) if one.rewards is not None}
-    own |= {one.section for one in spec.held_out_sets() if one.own_rewards}
+    own |= {one.section for one in held_out_sets(spec) if one.own_rewards}
     sources = spec.data.prompt_sources()
     if section == "roles.reward.functions":
         return {split: source for split, source in sources.items() if split not in own}
@@ -206,11 +207,11 @@ def _curriculum(spec: RolloutSpec, curriculum: CurriculumConfig) -> Iterator[Fin
         else list(component_problems(spec, "data.curriculum.component", curriculum.component, spec.data.mixture))
     )
     yield from wrong
-    unknown = [number for number, one in enumerate(spec.group_settings) if one.solved_at is None]
+    unknown = [number for number, one in enumerate(group_settings(spec)) if one.solved_at is None]
     if wrong or not unknown:
         return
     what = "the reward" if curriculum.component is None else f"the component '{curriculum.component}'"
-    if len(unknown) == len(spec.group_settings):
+    if len(unknown) == len(group_settings(spec)):
         why = f"{what} does not say which samples are solved: set the value of a right response, such as 1.0"
         yield "data.curriculum.solved_at", why
         return
@@ -272,7 +273,7 @@ def held_out_problems(spec: RolloutSpec) -> Iterator[Finding]:
     yield from _beside(spec, evaluation)
     yield from _eval_sampling(spec, "evaluation.sampling", evaluation.sampling)
     sources = spec.data.held_out_sets()
-    for held_out in spec.held_out_sets():
+    for held_out in held_out_sets(spec):
         source, path = sources[held_out.section], "evaluation.sampling"
         if isinstance(source, HeldOut) and source.sampling is not None:
             path = f"data.{held_out.section}.sampling"
@@ -290,7 +291,7 @@ def _beside(spec: RolloutSpec, evaluation: EvaluationConfig) -> Iterator[Finding
     path, engines = "evaluation.beside", spec.roles.rollout.workers
     if engines < 2:
         yield path, f"needs two engines or more: one evaluates while others sample (roles.rollout.workers: {engines})"
-    if spec.resolved_sleep != "none":
+    if resolved_sleep(spec) != "none":
         yield path, "engines release their memory while the policy trains (roles.rollout.sleep): none can evaluate then"
     if not (evaluation.every_steps or evaluation.at_start):
         yield path, "has no effect: the only evaluation is that after the last step; set every_steps, or remove it"

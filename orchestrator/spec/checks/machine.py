@@ -1,6 +1,6 @@
 """Checks that a machine has what a spec needs: models, data, libraries, the user's reward functions and environment.
 
-Reads small files and headers and imports nothing heavy; the user's code is loaded in another process.
+Imports nothing heavy; the user's code is loaded in another process.
 """
 
 from __future__ import annotations
@@ -9,348 +9,139 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from troupe.orchestrator.algorithms.offline import Trains
-from troupe.orchestrator.errors import nearest
-from troupe.orchestrator.model_facts.families import FieldUnknown, ModelShape, shape_of, undivided
-from troupe.orchestrator.model_facts.model_size import (
-    CONFIG_BYTES,
-    SizeUnknown,
-    check_weights,
-    config_or_empty,
-    lacks_head,
-    quantization,
-    read_config,
-)
-from troupe.orchestrator.spec.locations import is_hub_name, is_pattern, matching_files
-from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
+from troupe.orchestrator.algorithms import custom, section
+from troupe.orchestrator.errors import Finding
+from troupe.orchestrator.spec import installed_vllm
+from troupe.orchestrator.spec.base import RunSpec, Source
+from troupe.orchestrator.spec.checks import models as of_models
+from troupe.orchestrator.spec.checks.adapters import trained_adapters, wrong_adapters
+from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
+from troupe.orchestrator.spec.derived.sizes import sequence_lengths
+from troupe.orchestrator.spec.derived.training import needs_old_logprobs
+from troupe.orchestrator.spec.locations import is_pattern, matching_files
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import HeldOut, Located, environment_role
+from troupe.workers.contract.config import ALL_LINEAR, EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.contract.imports import missing_package
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
-RESOLVED_SPEC = "spec.yaml"
-"""File in a run's folder that holds its spec as it is now, with every default written out."""
-
-Finding = tuple[str, str]
-"""(dotted path of a field, what is wrong)"""
-
-REWARD_MODEL = "roles.reward.model"
-"""A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
-READ_TOKENS = ("roles.critic.model", "roles.reference.model")
-"""Sections of models that render no conversation."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _READ_BY = {"reasoning_gym": "reasoning_gym", "datasets": "datasets", "json": "ijson"}
 """Module that reads a kind of data, if its package is one of an extra."""
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
-
-_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-_JUDGE = "roles.judge.model"
-"""The only model whose weights may be quantized: a vLLM engine uses them as they are, and they never change."""
-_EITHER_KIND = "roles.critic.model"
-"""A critic takes the backbone of a language model, or a reward model with its head."""
-_DEFAULT_LABELS = 2
-"""transformers leaves a classifier's labels out of its config.json if there are two."""
 LOAD_TIMEOUT_S = 120.0
 """Longest import of the modules of all reward functions."""
 _ENVIRONMENT = "troupe.workers.agents.environments.base:find_problem"
 _FUNCTIONS = "troupe.workers.rewards.loading:find_problems"
 
 
-class DataSource(Protocol):
-    """A section that names data."""
-
-    @property
-    def kind(self) -> str: ...
-
-
-@runtime_checkable
-class Located(DataSource, Protocol):
-    """A section whose data are at a path."""
-
-    @property
-    def path(self) -> str: ...
-
-
-def missing_models(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-    """Model folders that are missing or incomplete, by the path of their section; no names on the hub."""
-    for section, model in models.items():
-        if not is_hub_name(model.path) and (wrong := model_folder(Path(model.path))):
-            yield f"{section}.path", wrong
+def missing(spec: RunSpec) -> list[Finding]:
+    """What the spec names and this machine does not have: models, data, libraries, engine options, user's code."""
+    models = spec.models()
+    return [
+        *of_models.missing_models(models),
+        *of_models.missing_templates(models),
+        *of_models.broken_weights(models),
+        *of_models.headless(models, spec.trains),
+        *model_problems(spec, models),
+        *wrong_adapters(models, spec.trains, trained_adapters(spec)),
+        *missing_data(spec.data.sources()),
+        *missing_packages(packages_of(spec)),
+        *(() if spec.rollouts is None else _unusable_code(spec.rollouts)),
+    ]
 
 
-def missing_templates(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-    """Files of chat templates that do not exist, by the path of their field."""
-    for section, model in models.items():
-        path = model.chat_template
-        if path is not None and not model.plain and not Path(path).is_file():
-            hint = nearest(path, (NO_TEMPLATE,))
-            yield f"{section}.chat_template", f"no such file: {path}" + (f" ({hint})" if hint else "")
-
-
-def model_folder(folder: Path) -> str:
-    """What a folder lacks of a model; empty if it is complete."""
-    if not folder.is_dir():
-        return f"no such folder: {folder}"
-    if not (folder / "config.json").is_file():
-        return f"{folder} is not a model folder: it has no config.json"
-    if (folder / "config.json").stat().st_size > CONFIG_BYTES:
-        return f"{folder / 'config.json'} is larger than {CONFIG_BYTES >> 20} MiB: this is no model's configuration"
-    if not any(folder.glob("*.safetensors")):
-        return f"{folder} has no *.safetensors"
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        return f"{folder} has no tokenizer ({', '.join(TOKENIZERS)})"
-    generation = folder / "generation_config.json"
-    if generation.is_file() and _is_something_else(generation):
-        return f"{generation} is not a JSON object: transformers and vLLM load no model beside it; remove it"
-    return ""
-
-
-def _is_something_else(file: Path) -> bool:
-    """Whether a file is JSON, and not an object; libraries ignore one that is no JSON."""
-    try:
-        return not isinstance(json.loads(file.read_bytes()), dict)
-    except ValueError:
-        return False
-
-
-def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> Iterator[Finding]:
-    """Limits on the length of a sequence, by field, that are above what a model can be trained with.
+def model_problems(spec: RunSpec, models: Mapping[str, ModelConfig]) -> list[Finding]:
+    """What is wrong with models of this spec by their config.json.
 
     Args:
-        models: The models that read the sequences, by the path of their section; the trained one first.
-        lengths: The limits, by field.
+        spec: The spec.
+        models: Models by the path of their section, each in a folder of this machine.
     """
-    for section, model in models.items():
-        whose = "the model" if section == "model" else section
-        config = _text_config(Path(model.path))
-        positions, bound = config.get("max_position_embeddings"), _steady_positions(config)
-        for field, tokens in lengths.items():
-            if bound is not None and tokens > bound[0]:
-                yield (
-                    field,
-                    (
-                        f"{tokens} is more than {bound[0]}, the original positions of {whose}: beyond them its rotary "
-                        f"embedding ({bound[1]}) depends on the longest sequence of a batch, and differs from vLLM's"
-                    ),
-                )
-            elif isinstance(positions, int) and tokens > positions and section != REWARD_MODEL:
-                yield field, f"{tokens} is more than {whose}'s {positions} positions"
+    return [
+        *of_models.wrong_kinds(models, spec.trains),
+        *of_models.quantized(models),
+        *of_models.smaller_vocabularies(models),
+        *of_models.too_long(models, sequence_lengths(spec)),
+        *of_models.undivided_heads(models, _shared_models(spec)),
+        *_adapted_experts(spec, models),
+        *(() if spec.rollouts is None else _in_engines(spec.rollouts, models)),
+    ]
 
 
-def _steady_positions(config: dict[str, Any]) -> tuple[int, str] | None:
-    """Number of first positions whose rotary frequencies do not depend on the batch, and their kind, or None without a
-    bound.
+def packages_of(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """(field, module) of every feature of the spec whose package is one of an extra.
 
-    transformers computes "dynamic" frequencies from the longest sequence of a batch, and vLLM has none for such
-    positions. Of "longrope" transformers takes the short or long factors by the longest sequence of a batch, and vLLM
-    by `max_model_len`.
+    Those of reward functions and environments are found when these are loaded.
     """
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    # Gemma 3 and others have parameters for each kind of layer.
-    for rope in [found, *found.values()] if isinstance(found, dict) else []:
-        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
-        if kind == "dynamic":
-            bound = config.get("max_position_embeddings")
-        elif kind in ("longrope", "su"):
-            places = (rope, config)
-            known = (place.get("original_max_position_embeddings") for place in places)
-            bound = next((value for value in known if value is not None), config.get("max_position_embeddings"))
-        else:
-            continue
-        if isinstance(bound, int):
-            return bound, kind
-    return None
+    for name, source in spec.data.sources().items():
+        if (module := _READ_BY.get(source.kind)) is not None:
+            yield f"data.{name}.kind", module
+    yield from ((f"output.sinks.{number}", sink) for number, sink in enumerate(spec.output.sinks))
+    if spec.output.prometheus is not None:
+        yield "output.prometheus", "prometheus_client"
+    yield from ((path, "peft") for path, _, _ in trained_adapters(spec))
+    if spec.rollouts is not None:
+        yield from _packages_of_votes(spec.rollouts)
 
 
-def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
-    """Classifiers instead of language models, and the reverse.
-
-    Args:
-        models: The models of a spec by the path of their section; `model` is the trained one.
-        trains: What kind of model the run writes; training of a reward model starts from either kind.
-    """
-    for section, model in models.items():
-        config = config_or_empty(Path(model.path))
-        kind = _architecture(config)
-        if section == REWARD_MODEL:
-            wrong = _not_a_reward_model(kind, config) if model.adapter is None else ""
-        elif section == _EITHER_KIND or (section == "model" and trains == "reward_model"):
-            continue
-        else:
-            wrong = f"{kind} is a classifier; a language model is needed here" if kind.endswith(_CLASSIFIERS) else ""
-        if wrong:
-            yield f"{section}.path", wrong
+def _packages_of_votes(spec: RolloutSpec) -> Iterator[tuple[str, str]]:
+    """The comparison of answers, for held-out sets whose samples vote."""
+    for one, source in zip(held_out_sets(spec), spec.data.held_out_sets().values(), strict=True):
+        if one.votes:
+            own = isinstance(source, HeldOut) and source.sampling is not None
+            yield f"data.{one.section}.sampling.samples" if own else "evaluation.sampling.samples", "math_verify"
 
 
-def unsupported_head_size(model: Path) -> Iterator[Finding]:
-    """A size of attention heads that vLLM's CPU build does not support."""
-    config = _text_config(model)
-    size, heads = config.get("head_dim"), config.get("num_attention_heads")
-    if "kv_lora_rank" in config:  # latent attention: the size of the cache's entries is another
-        return
-    if size is None and isinstance(heads, int) and heads and isinstance(config.get("hidden_size"), int):
-        size = config["hidden_size"] // heads
-    if isinstance(size, int) and size not in CPU_HEAD_SIZES:
-        known = ", ".join(map(str, CPU_HEAD_SIZES))
-        yield (
-            "model.path",
-            f"attention heads of size {size}: vLLM on the CPU supports {known}; use GPUs or another model",
-        )
+def _in_engines(spec: RolloutSpec, models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Models that the engines do not support."""
+    if spec.device == "cpu" and "model" in models:
+        yield from of_models.unsupported_head_size(Path(models["model"].path))
+    engines = {"model": ("roles.rollout.tensor_parallel_size", spec.roles.rollout.tensor_parallel_size)}
+    if spec.roles.judge is not None:
+        judge = spec.roles.judge.tensor_parallel_size
+        engines["roles.judge.model"] = ("roles.judge.tensor_parallel_size", judge)
+    yield from of_models.undivided_models(models, engines)
 
 
-def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-    """Quantized weights that cannot be used, by the path of their field."""
-    for section, model in models.items():
-        method = quantization(config_or_empty(Path(model.path)))
-        if method and section != _JUDGE:
-            why = "only a judge uses quantized weights; name the model that they were made from"
-            yield f"{section}.path", f"its weights are quantized ({method}): {why}"
+def _adapted_experts(spec: RunSpec, models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Adapters of experts."""
+    for path, section_, lora in trained_adapters(spec):
+        if lora.targets == ALL_LINEAR and section_ in models and of_models.has_experts(models[section_]):
+            layers = ", ".join(of_models.ATTENTION)
+            yield f"{path}.targets", f"adapters of experts are not supported; name other layers: [{layers}]"
 
 
-def broken_weights(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-    """Weight files that are missing, damaged or incomplete, by the path of their model's field."""
-    for section, model in models.items():
-        folder = Path(model.path)
-        if folder.is_dir() and not model_folder(folder):
-            try:
-                check_weights(folder)
-            except SizeUnknown as error:
-                yield f"{section}.path", str(error)
+def _shared_models(spec: RunSpec) -> Iterator[tuple[str, str, int]]:
+    """(section, field, `sequence_parallel_size`) of every model that workers run on parts of the same rows."""
+    for name, role in spec.roles.trainers().items():
+        own, field = f"roles.{name}.model", f"roles.{name}.sequence_parallel_size"
+        yield own if own in spec.models() else "model", field, role.sequence_parallel_size
+        if name == "policy" and spec.reference_in_policy:
+            yield "roles.reference.model", field, role.sequence_parallel_size
 
 
-def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
-    """Language models whose files hold no output head, by the path of their field.
-
-    Critics and reward models need none, nor does the model that a reward model is trained from.
-    """
-    for section, model in models.items():
-        if section in (REWARD_MODEL, _EITHER_KIND) or (section == "model" and trains == "reward_model"):
-            continue
-        folder = Path(model.path)
-        try:
-            lacking = not model_folder(folder) and lacks_head(folder)
-        except SizeUnknown:  # `broken_weights` reports why
-            continue
-        if lacking and not _architecture(config_or_empty(folder)).endswith(_CLASSIFIERS):
-            yield (
-                f"{section}.path",
-                "its files hold no output head (lm_head.weight), and tie_word_embeddings is false: it would be random",
-            )
-
-
-def smaller_vocabularies(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-    """Models that read the trained model's tokens and have no embedding for some, by the path of their field."""
-    if "model" not in models:
-        return
-    own = _text_config(Path(models["model"].path)).get("vocab_size")
-    for section in (_EITHER_KIND, "roles.reference.model"):
-        found = _text_config(Path(models[section].path)).get("vocab_size") if section in models else None
-        if isinstance(own, int) and isinstance(found, int) and found < own:
-            yield (
-                f"{section}.path",
-                (
-                    f"its vocabulary has {found} tokens and the trained model's {own}: it reads the trained model's "
-                    "tokens, and has no embedding for some"
-                ),
-            )
+def _unusable_code(spec: RolloutSpec) -> Iterator[Finding]:
+    """Engine options that vLLM does not have, and reward functions, environments and algorithms that do not load."""
+    engines = {"rollout": spec.roles.rollout.engine}
+    if spec.roles.judge is not None:
+        engines["judge"] = spec.roles.judge.engine
+    yield from installed_vllm.unknown_options(engines)
+    environments = {f"roles.{environment_role(name)}": role for name, role in spec.roles.environments().items()}
+    yield from installed_vllm.unusable_parsers(
+        {f"{path}.tool_parser": role.tool_parser for path, role in environments.items()}
+    )
+    for path, functions in reward_functions(spec).items():
+        yield from unusable_functions(functions, path)
+    for path, role in environments.items():
+        yield from unusable_environment(role.part(EnvironmentConfig), path)
+    if section.is_custom(spec.algorithm.name):
+        available = {"values": spec.roles.critic is not None, "ref_logprobs": spec.roles.reference is not None}
+        for problem in custom.check(spec.algorithm, old_logprobs=needs_old_logprobs(spec), **available):
+            yield "algorithm.name", problem
 
 
-def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tuple[str, int]]) -> Iterator[Finding]:
-    """Tensor parallel sizes that do not divide the model of their engine.
-
-    Args:
-        models: Models by the path of their section.
-        ranks: (field, tensor parallel size) of every engine, by the section of its model.
-    """
-    for section, (field, size) in ranks.items():
-        if section not in models or size == 1:
-            continue
-        try:
-            why = undivided(shape_of(read_config(Path(models[section].path))), size)
-        except (SizeUnknown, FieldUnknown):  # an architecture without these fields, or a folder that is not there
-            continue
-        if why:
-            yield field, f"{size} {why}"
-
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""The linear layers of attention, by their most frequent names."""
-
-
-def has_experts(model: ModelConfig) -> bool:
-    """Whether layers of a model have experts, by its config.json; False if that does not define it."""
-    shape = _shape(model)
-    return shape is not None and shape.experts > 0
-
-
-def has_latent_attention(model: ModelConfig) -> bool:
-    """Whether a model caches compressed keys and values, by its config.json; False if that does not define it."""
-    shape = _shape(model)
-    return shape is not None and shape.latent > 0
-
-
-def _shape(model: ModelConfig) -> ModelShape | None:
-    """The model's shape, or None if its config.json lacks the usual fields or its folder does not exist."""
-    try:
-        return shape_of(read_config(Path(model.path)))
-    except (SizeUnknown, FieldUnknown):
-        return None
-
-
-def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[str, str, int]]) -> Iterator[Finding]:
-    """Models whose attention cannot be divided among the workers that share their rows, by their config.json.
-
-    Args:
-        models: Models by the path of their section.
-        shared: (section, field, sequence parallel size) of every trained model and its reference.
-    """
-    for section, field, size in shared:
-        if section not in models or size == 1:
-            continue
-        config = _text_config(Path(models[section].path))
-        whose = "the model" if section == "model" else section
-        heads = config.get("num_attention_heads", config.get("n_head"))
-        if isinstance(heads, int) and heads % size:
-            yield field, f"{size} does not divide the {heads} attention heads of {whose}"
-        elif limits := _attention_limits(config):
-            yield field, f"must be 1: {whose} has {limits}, which rows divided among workers do not support"
-
-
-def _attention_limits(config: Mapping[str, Any]) -> str:
-    """What keeps a model from taking packed rows, as far as its configuration tells (`workers/models/capabilities`)."""
-    kinds = config.get("layer_types")
-    others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else []
-    if others:
-        return f"layers with {' and '.join(others)}"
-    return "a cap on its attention logits" if config.get("attn_logit_softcapping") else ""
-
-
-def _not_a_reward_model(kind: str, config: Mapping[str, Any]) -> str:
-    if kind.endswith(_LANGUAGE_MODELS):
-        return f"{kind} is a language model; a reward model is a sequence classifier with one label"
-    if not kind.endswith(_CLASSIFIERS[0]):
-        return f"{kind} classifies tokens; a reward model scores sequences" if kind.endswith(_CLASSIFIERS) else ""
-    names = config.get("id2label")
-    labels = len(names) if isinstance(names, dict) and names else config.get("num_labels", _DEFAULT_LABELS)
-    return "" if labels == 1 else f"{kind} has {labels} labels; a reward model has one"
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    """Name of the model's class; empty if the config has none."""
-    names = config.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-
-
-def _text_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the language model in a folder; empty if it cannot be read."""
-    config = config_or_empty(folder)
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
-
-
-def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
+def missing_data(sources: Mapping[str, Source]) -> Iterator[Finding]:
     """Files and folders of data that do not exist, by the name of their section in `data`."""
     for name, source in sources.items():
         if not isinstance(source, Located):
@@ -361,13 +152,6 @@ def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
         if source.kind != "datasets" and not any(file.is_file() for file in matching_files(source.path)):
             what = "no file matches" if is_pattern(source.path) else "no such file"
             yield f"data.{name}.path", f"{what}: {path}"
-
-
-def data_packages(sources: Mapping[str, DataSource]) -> Iterator[tuple[str, str]]:
-    """(field, module) of every source that a package of an extra reads, by the name of its section in `data`."""
-    for name, source in sources.items():
-        if (module := _READ_BY.get(source.kind)) is not None:
-            yield f"data.{name}.kind", module
 
 
 def missing_packages(features: Iterable[tuple[str, str]]) -> Iterator[Finding]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from troupe.orchestrator.spec.checks.lora import adapter_problems
-from troupe.orchestrator.spec.checks.machine import Finding
+from troupe.orchestrator.errors import Finding
+from troupe.orchestrator.spec.checks.adapters import adapter_problems
 from troupe.orchestrator.spec.checks.shared import (
     INSIDE_ANOTHER,
     best_problems,
     changed,
     evaluation_problems,
     mixture_problems,
-    output_problems,
     shard_problems,
     shares_of,
     template_problems,
@@ -21,16 +20,10 @@ from troupe.orchestrator.spec.checks.shared import (
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.sections import ReferenceRole
 
-
-def find_problems(spec: OfflineSpec) -> list[Finding]:
-    """Everything that cannot work."""
-    return [finding for check in _CHECKS for finding in check(spec)]
-
-
 _COLUMNS = ("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "label")
 
 
-def _roles(spec: OfflineSpec) -> Iterator[Finding]:
+def check_roles(spec: OfflineSpec) -> Iterator[Finding]:
     row, reference = spec.row, spec.roles.reference
     if row.reference and reference is None:
         yield "roles.reference", f"is required: {row.name} compares with a reference"
@@ -47,16 +40,16 @@ def _roles(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"roles.reference.{name}", "has no effect inside the policy's workers; remove it"
 
 
-def _algorithm(spec: OfflineSpec) -> Iterator[Finding]:
+def check_algorithm(spec: OfflineSpec) -> Iterator[Finding]:
     for name in spec.algorithm.unused():
         yield f"algorithm.{name}", f"{spec.row.name} does not use it; remove it"
     if spec.algorithm.level == "token":
-        for split, source in spec.data.example_sources().items():
+        for split, source in spec.data.sources().items():
             if data_format(spec, source) == "ranked":
                 yield "algorithm.level", f"token compares pairs, but data.{split} has ranked answers"
 
 
-def _schedule(spec: OfflineSpec) -> Iterator[Finding]:
+def check_schedule(spec: OfflineSpec) -> Iterator[Finding]:
     schedule, policy = spec.schedule, spec.roles.policy
     least = policy.data_parallel_size * schedule.minibatches * (2 if "labelled" in spec.row.formats else 1)
     if schedule.examples_per_step < least:
@@ -68,11 +61,12 @@ def _schedule(spec: OfflineSpec) -> Iterator[Finding]:
     for name in ("score_timeout_s", "train_timeout_s"):
         if (limit := dict(schedule)[name]) > schedule.step_timeout_s:
             yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"
-    if policy.schedule != "constant" and policy.warmup_updates >= spec.updates:
-        yield "roles.policy.warmup_updates", f"must be less than the run's {spec.updates} updates"
+    updates = spec.updates_of("policy")
+    if policy.schedule != "constant" and policy.warmup_updates >= updates:
+        yield "roles.policy.warmup_updates", f"must be less than the run's {updates} updates"
 
 
-def _lengths(spec: OfflineSpec) -> Iterator[Finding]:
+def check_lengths(spec: OfflineSpec) -> Iterator[Finding]:
     policy, reference = spec.roles.policy, spec.roles.reference
     rows = 1 if spec.row.formats == ("demonstrations",) else 2
     need = rows * spec.data.max_length
@@ -85,7 +79,7 @@ def _lengths(spec: OfflineSpec) -> Iterator[Finding]:
         yield "roles.reference.micro_batch_tokens", why
 
 
-def _devices(spec: OfflineSpec) -> Iterator[Finding]:
+def check_devices(spec: OfflineSpec) -> Iterator[Finding]:
     for name, role in spec.roles.present().items():
         if name != "reference" and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
@@ -94,9 +88,9 @@ def _devices(spec: OfflineSpec) -> Iterator[Finding]:
     yield from adapter_problems(spec)
 
 
-def _data(spec: OfflineSpec) -> Iterator[Finding]:
+def check_data(spec: OfflineSpec) -> Iterator[Finding]:
     yield from mixture_problems(spec.data.mixture)
-    for split, source in spec.data.example_sources().items():
+    for split, source in spec.data.sources().items():
         if "{prompt}" not in source.template:
             yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
         format_ = data_format(spec, source)
@@ -116,8 +110,8 @@ def _data(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"data.{split}.scores", f"is required: {spec.row.name} compares answers by their scores"
 
 
-def _template(spec: OfflineSpec) -> Iterator[Finding]:
-    prompts = {f"data.{split}": source for split, source in spec.data.example_sources().items()}
+def check_template(spec: OfflineSpec) -> Iterator[Finding]:
+    prompts = {f"data.{split}": source for split, source in spec.data.sources().items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
     for name, source in prompts.items():
         if spec.model.plain and source.messages is not None:
@@ -126,10 +120,7 @@ def _template(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"{name}.prompt", "conversations need a chat template, and model.chat_template is none"
 
 
-def _evaluation(spec: OfflineSpec) -> Iterator[Finding]:
+def check_evaluation(spec: OfflineSpec) -> Iterator[Finding]:
     if spec.evaluation is not None:
         yield from evaluation_problems(spec.evaluation, spec.data.eval is not None)
     yield from best_problems(spec)
-
-
-_CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, output_problems, _evaluation)

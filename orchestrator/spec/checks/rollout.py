@@ -6,24 +6,18 @@ from collections.abc import Iterator
 
 from troupe.orchestrator.algorithms import custom
 from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.checks.data import (
     component_problems,
-    data_problems,
-    held_out_problems,
-    reward_problems,
-    text_problems,
 )
-from troupe.orchestrator.spec.checks.lora import lora_problems
-from troupe.orchestrator.spec.checks.machine import Finding
 from troupe.orchestrator.spec.checks.shared import (
     INSIDE_ANOTHER,
     changed,
-    environment_problems,
-    output_problems,
     shard_problems,
     shares_of,
     trainer_problems,
 )
+from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -34,12 +28,7 @@ COLOCATIONS = {"reference": "policy", "rollout": "policy"}
 """Which role can be colocated with which."""
 
 
-def find_problems(spec: RolloutSpec) -> list[Finding]:
-    """Everything that cannot work."""
-    return [finding for check in _CHECKS for finding in check(spec)]
-
-
-def _roles(spec: RolloutSpec) -> Iterator[Finding]:
+def check_roles(spec: RolloutSpec) -> Iterator[Finding]:
     row = algorithms.row_of(spec.algorithm)
     present = spec.roles.present()
     for role in ("critic", "reference"):
@@ -54,7 +43,7 @@ def _roles(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.reference", why
 
 
-def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
+def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     config = spec.algorithm
     row = algorithms.row_of(config)
     if spec.group_size < row.min_group_size:
@@ -152,7 +141,7 @@ def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
         yield "algorithm.kl_stop", why
 
 
-def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
+def check_schedule(spec: RolloutSpec) -> Iterator[Finding]:
     schedule = spec.schedule
     for name, role in spec.roles.trainers().items():
         smallest = min(spec.group_sizes)
@@ -168,14 +157,14 @@ def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
         if (limit := dict(schedule)[name]) > schedule.step_timeout_s:
             yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"
     for name, role in spec.roles.trainers().items():
-        updates = spec.policy_updates if name == "policy" else spec.critic_updates
+        updates = spec.updates_of(name)
         if role.schedule != "constant" and 0 < updates <= role.warmup_updates:
             yield f"roles.{name}.warmup_updates", f"must be less than the run's {updates} updates"
     if spec.roles.critic is not None and spec.roles.critic.warmup_steps >= schedule.steps:
         yield "roles.critic.warmup_steps", f"must be less than schedule.steps, {schedule.steps}"
 
 
-def _lengths(spec: RolloutSpec) -> Iterator[Finding]:
+def check_lengths(spec: RolloutSpec) -> Iterator[Finding]:
     longest = spec.roles.rollout.max_model_len
     if spec.sampling.max_tokens >= longest:
         yield (
@@ -196,7 +185,7 @@ def _lengths(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"sampling.stop.{index}", "may not be empty"
 
 
-def _colocation(spec: RolloutSpec) -> Iterator[Finding]:
+def check_colocation(spec: RolloutSpec) -> Iterator[Finding]:
     present = spec.roles.present()
     for name, role in present.items():
         other = role.colocate_with
@@ -219,7 +208,7 @@ def _colocation(spec: RolloutSpec) -> Iterator[Finding]:
                     yield f"roles.{name}.{field}", f"has no effect inside the {other}'s workers; remove it"
 
 
-def _scaling(spec: RolloutSpec) -> Iterator[Finding]:
+def check_scaling(spec: RolloutSpec) -> Iterator[Finding]:
     scaled = spec.roles.scaled()
     for name, role in scaled.items():
         path, most = f"roles.{name}", role.max_workers
@@ -260,7 +249,7 @@ def _shared_gpus(spec: RolloutSpec) -> Iterator[Finding]:
             yield "roles.rollout.node_labels", f"{key} is {value}, but {other} in roles.policy.node_labels"
 
 
-def _devices(spec: RolloutSpec) -> Iterator[Finding]:
+def check_devices(spec: RolloutSpec) -> Iterator[Finding]:
     on_gpu = spec.roles.policy.gpus > 0
     for name, role in spec.roles.present().items():
         if name in ("rollout", "critic") and (role.gpus > 0) != on_gpu:
@@ -286,12 +275,12 @@ def _engine_devices(name: str, role: EngineRole) -> Iterator[Finding]:
         yield f"roles.{name}.gpus", "an engine with tensor_parallel_size 1 uses one GPU; raise workers or that"
 
 
-def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
+def check_weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
     backend, shared = spec.weight_sync.backend, spec.roles.rollout.colocate_with == "policy"
     problem = None if backend == "auto" else backend_problem(backend, spec.device, shared)
     if problem is not None:
         yield "weight_sync.backend", problem
-    stored = BACKENDS[spec.resolved_backend()].stores
+    stored = BACKENDS[resolved_backend(spec)].stores
     problem = _store_problem(spec.weight_sync.url, stored)
     if problem is not None:
         yield "weight_sync.url", problem
@@ -300,7 +289,7 @@ def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
 
 def _group_on_one_gpu(spec: RolloutSpec) -> Iterator[Finding]:
     """Fractions with which Ray may put two processes of a transfer group on one GPU."""
-    backend, rollout, policy = BACKENDS[spec.resolved_backend()], spec.roles.rollout, spec.roles.policy
+    backend, rollout, policy = BACKENDS[resolved_backend(spec)], spec.roles.rollout, spec.roles.policy
     engines = max(rollout.workers, rollout.max_workers or 0)
     shared = rollout.gpus + policy.gpus <= 1 or (engines > 1 and rollout.gpus <= 0.5)
     if backend.shared_gpu is False and rollout.colocate_with is None and 0 < rollout.gpus < 1 and shared:
@@ -320,7 +309,7 @@ def _store_problem(url: str | None, stored: bool) -> str | None:
     return url_problem(url)
 
 
-def _sleep(spec: RolloutSpec) -> Iterator[Finding]:
+def check_sleep(spec: RolloutSpec) -> Iterator[Finding]:
     rollout = spec.roles.rollout
     if rollout.sleep in (None, "none"):
         return
@@ -331,7 +320,7 @@ def _sleep(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.rollout.sleep", f"{why}; remove it or set roles.rollout.colocate_with: policy"
 
 
-def _alarm(spec: RolloutSpec) -> Iterator[Finding]:
+def check_alarm(spec: RolloutSpec) -> Iterator[Finding]:
     alarm = spec.failures.alarm
     if alarm is None:
         return
@@ -341,29 +330,7 @@ def _alarm(spec: RolloutSpec) -> Iterator[Finding]:
         yield "failures.alarm.kl", "needs the role reference: the divergence is measured from it"
 
 
-def _optimizers(spec: RolloutSpec) -> Iterator[Finding]:
+def check_optimizers(spec: RolloutSpec) -> Iterator[Finding]:
     yield from trainer_problems(spec.roles.trainers())
     if spec.roles.critic is not None and spec.roles.critic.ema_decay > 0:
         yield "roles.critic.ema_decay", "only the policy's average is exported; remove it"
-
-
-_CHECKS = (
-    _roles,
-    _algorithm,
-    _schedule,
-    _lengths,
-    _colocation,
-    _scaling,
-    _devices,
-    _weight_sync,
-    _sleep,
-    reward_problems,
-    data_problems,
-    text_problems,
-    held_out_problems,
-    output_problems,
-    _alarm,
-    _optimizers,
-    environment_problems,
-    lora_problems,
-)

@@ -6,11 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from troupe.orchestrator.algorithms import section as algorithms
-from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import READ_TOKENS, Finding
+from troupe.orchestrator.spec.checks.models import READ_TOKENS
+from troupe.orchestrator.spec.derived.sampling import (
+    NO_ENVIRONMENT,
+    evaluation_metrics,
+    group_settings,
+    held_out_sets,
+    reward_functions,
+)
 from troupe.orchestrator.spec.locations import checkpoint_problems, is_url
-from troupe.orchestrator.spec.rollout import NO_ENVIRONMENT, RolloutSpec, environment_role
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
     EnvironmentRole,
@@ -22,6 +29,7 @@ from troupe.orchestrator.spec.sections import (
     SourceName,
     SourceShare,
     TrainerRole,
+    environment_role,
 )
 from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
@@ -121,7 +129,7 @@ def best_problems(spec: RunSpec) -> Iterator[Finding]:
     if spec.evaluation is None or not spec.evaluation.every_steps:
         yield "checkpoint.best", "needs evaluations during the run: set evaluation.every_steps above 0"
         return
-    known = spec.evaluation_metrics()
+    known = evaluation_metrics(spec)
     if known and best.metric not in known:
         hint = nearest(best.metric, known) or f"there are: {', '.join(known)}"
         yield "checkpoint.best.metric", f"no evaluation reports '{best.metric[:60]}' ({hint})"
@@ -210,9 +218,9 @@ def _misnamed(spec: RolloutSpec) -> Iterator[Finding]:
 
 def _unused(spec: RolloutSpec, name: str) -> Iterator[Finding]:
     """An environment that no samples are episodes in."""
-    trained = {settings.environment for settings in spec.group_settings}
+    trained = {settings.environment for settings in group_settings(spec)}
     if name:
-        if name not in trained | {one.environment for one in spec.held_out_sets()}:
+        if name not in trained | {one.environment for one in held_out_sets(spec)}:
             where = f"name it in a source of data.train or a set of data.eval (environment: {name})"
             if not spec.data.mixture:
                 where = f"write data.train as a list of sources, which name theirs (environment: {name})"
@@ -223,10 +231,10 @@ def _unused(spec: RolloutSpec, name: str) -> Iterator[Finding]:
 
 def _environments(spec: RolloutSpec) -> dict[str, str | None]:
     """The environment of samples by the path of their source in the section `data`, or None if they are no episodes."""
-    settings = spec.group_settings
+    settings = group_settings(spec)
     paths = [f"train.{number}" for number in range(len(settings))] if spec.data.mixture else ["train"]
     trained = dict(zip(paths, (own.environment for own in settings), strict=True))
-    return trained | {one.section: one.environment for one in spec.held_out_sets()}
+    return trained | {one.section: one.environment for one in held_out_sets(spec)}
 
 
 def without_episodes(spec: RolloutSpec) -> frozenset[str]:
@@ -237,7 +245,7 @@ def without_episodes(spec: RolloutSpec) -> frozenset[str]:
 def _scored(spec: RolloutSpec, section: str) -> dict[str, str | None]:
     """The environment of each source that a list of reward functions scores, by its path."""
     own = {f"train.{n}" for n, one in enumerate(spec.data.mixture) if one.rewards is not None}
-    own |= {one.section for one in spec.held_out_sets() if one.own_rewards}
+    own |= {one.section for one in held_out_sets(spec) if one.own_rewards}
     only = section.removeprefix("data.").removesuffix(".rewards")
     shared = section == "roles.reward.functions"
     return {path: one for path, one in _environments(spec).items() if (path not in own if shared else path == only)}
@@ -247,7 +255,7 @@ def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
     """Rewards from the environment, and rewards of steps."""
     estimator = algorithms.row_of(spec.algorithm).advantage.estimator
     advantage = algorithms.advantage(spec.algorithm)
-    lists = ((section, index, one) for section, own in spec.reward_functions().items() for index, one in enumerate(own))
+    lists = ((section, index, one) for section, own in reward_functions(spec).items() for index, one in enumerate(own))
     for section, index, function in lists:
         path, scored = f"{section}.{index}", _scored(spec, section)
         single = sorted(source for source, environment in scored.items() if environment is None)

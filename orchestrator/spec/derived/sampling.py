@@ -1,12 +1,40 @@
-"""How the sources of `data.eval` are sampled and scored, and which metrics an evaluation reports of them."""
+"""How the prompts of each source are sampled and scored, in training and in evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import EvaluationConfig, HeldOut, MixedSource
 from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.rewards import RIGHT_OR_WRONG
+
+NO_ENVIRONMENT = "none"
+"""Replaces an environment's name: samples of the source are single responses."""
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """Settings with which the groups of one source of prompts are sampled and scored."""
+
+    samples: int
+    source: str = ""
+    """Name of the source in a mixture; empty if there is one source."""
+    max_tokens: int | None = None
+    """Longest response, in tokens, or None for `sampling.max_tokens`."""
+    rewards: str = ""
+    """Key of the source's reward functions in the configuration of reward workers; empty for the role's."""
+    environment: str | None = None
+    """Name of the environment that a sample is an episode in, empty for one without a name, or None if a sample is one
+    response to its prompt."""
+    solved_at: float | None = None
+    """A sample with at least this reward counts as solved; None if the reward does not define it."""
+    mask_truncated: bool = False
+    """Whether responses that were cut carry no loss."""
+    signal_in: str | None = None
+    """Reward component that must differ within a group (dynamic sampling), or None for the reward."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +110,66 @@ class HeldOutSettings:
         return f"data.{self.section}.rewards" if self.own_rewards else "roles.reward.functions"
 
 
+def group_settings(spec: RolloutSpec) -> tuple[GroupSettings, ...]:
+    """Settings with which groups are sampled and scored, for each source of `data.train`."""
+    if spec.data.mixture:
+        return tuple(_of_source(spec, number, source) for number, source in enumerate(spec.data.mixture))
+    return (
+        GroupSettings(
+            spec.group_size,
+            environment=_environment_of(spec, None),
+            solved_at=_solved_in_training(spec, None),
+            mask_truncated=spec.algorithm.mask_truncated,
+            signal_in=spec.algorithm.dynamic_sampling_on,
+        ),
+    )
+
+
+def held_out_sets(spec: RolloutSpec) -> list[HeldOutSettings]:
+    """Settings with which each source of `data.eval` is sampled and scored, in the order of the spec."""
+    evaluation = spec.evaluation or EvaluationConfig()
+    found: list[HeldOutSettings] = []
+    for name, source in spec.data.held_out_sets().items():
+        own = source if isinstance(source, HeldOut) else HeldOut()
+        solved = solved_at(spec) if own.rewards is None else right_from(own.rewards)
+        found.append(
+            HeldOutSettings(
+                section=name,
+                sampling=own.sampling or evaluation.sampling,
+                functions=own.rewards or spec.roles.reward.functions,
+                own_rewards=own.rewards is not None,
+                solved_at=solved if own.solved_at is None else own.solved_at,
+                level=own.level,
+                environment=_environment_of(spec, own.environment),
+            )
+        )
+    return found
+
+
+def reward_functions(spec: RolloutSpec) -> dict[str, tuple[RewardFunctionConfig, ...]]:
+    """Every list of reward functions by its path, the role's first."""
+    own = {f"data.train.{n}.rewards": source.rewards for n, source in enumerate(spec.data.mixture)}
+    own |= {one.rewards_section: one.functions for one in held_out_sets(spec) if one.own_rewards}
+    lists = {"roles.reward.functions": spec.roles.reward.functions, **own}
+    return {path: functions for path, functions in lists.items() if functions is not None}
+
+
+def evaluation_metrics(spec: RunSpec) -> list[str]:
+    """The metrics that every evaluation of this spec reports; empty without held-out data."""
+    if (offline := spec.offline) is not None:
+        names = () if offline.data.eval is None else ("examples", *offline.algorithm.reported)
+        return [f"eval/{name}" for name in names]
+    return [name for held_out in held_out_sets(spec.rollouts) for name in held_out.metric_names()]
+
+
+def solved_at(spec: RolloutSpec) -> float | None:
+    """Least reward (of the role) of a solved sample, or None if neither evaluation nor reward define it."""
+    if spec.evaluation is not None and spec.evaluation.solved_at is not None:
+        return spec.evaluation.solved_at
+    reward = spec.roles.reward
+    return None if reward.model is not None and reward.model_weight else right_from(reward.functions)
+
+
 def right_from(functions: Sequence[RewardFunctionConfig], component: str | None = None) -> float | None:
     """Least sum of reward functions of a right response, or None if they do not define it.
 
@@ -95,3 +183,39 @@ def right_from(functions: Sequence[RewardFunctionConfig], component: str | None 
         return None
     (only,) = weighted
     return only.weight if only.name in RIGHT_OR_WRONG and only.weight > 0 else None
+
+
+def _of_source(spec: RolloutSpec, number: int, source: MixedSource) -> GroupSettings:
+    own = "" if source.rewards is None else f"data.train.{number}"
+    algorithm = spec.algorithm
+    return GroupSettings(
+        samples=source.group_size or spec.group_size,
+        source=source.name,
+        max_tokens=source.max_tokens,
+        rewards=own,
+        solved_at=_solved_in_training(spec, source.rewards) if source.solved_at is None else source.solved_at,
+        environment=_environment_of(spec, source.environment),
+        mask_truncated=algorithm.mask_truncated if source.mask_truncated is None else source.mask_truncated,
+        signal_in=source.dynamic_sampling_on or algorithm.dynamic_sampling_on,
+    )
+
+
+def _solved_in_training(spec: RolloutSpec, rewards: Sequence[RewardFunctionConfig] | None) -> float | None:
+    """Least value of the reward, or of the curriculum's component, of a solved sample, or None if undefined.
+
+    `rewards`: the functions of its source, or None for the role's.
+    """
+    curriculum = spec.data.curriculum
+    if curriculum is not None and curriculum.solved_at is not None:
+        return curriculum.solved_at
+    component = None if curriculum is None else curriculum.component
+    if component is None and rewards is None:
+        return solved_at(spec)
+    return right_from(spec.roles.reward.functions if rewards is None else rewards, component)
+
+
+def _environment_of(spec: RolloutSpec, name: str | None) -> str | None:
+    """The environment of samples by its name in their source, or None if they are single responses."""
+    if name == NO_ENVIRONMENT:
+        return None
+    return "" if name is None and "" in spec.roles.environments() else name

@@ -12,6 +12,7 @@ import torch
 from benchmarks.support.bare_loop import BareTrainer, KernelTrainer, SampledSequence, group_advantages
 from benchmarks.support.workload import grpo_spec
 from tests.benchmarks.settings import SETTINGS
+from troupe.orchestrator.roles.settings import policy_config
 from troupe.orchestrator.training.micro_batches import plan_update
 from troupe.workers.algorithms.advantages import group_advantages as product_advantages
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
@@ -39,7 +40,7 @@ def batch() -> tuple[list[SampledSequence], torch.Tensor]:
 
 
 def test_bare_loop_has_the_products_gradient(tiny_model: Path) -> None:
-    plan = grpo_spec(replace(SETTINGS, model=tiny_model), tiny_model, 1, 4).policy_config()
+    plan = policy_config(grpo_spec(replace(SETTINGS, model=tiny_model), tiny_model, 1, 4))
     plan = plan.model_copy(update={"trainer": plan.trainer.model_copy(update={"micro_batch_tokens": 16})})
     sampled, rewards = batch()
     advantages = group_advantages(rewards)
@@ -91,7 +92,7 @@ def test_bare_loop_has_the_products_gradient(tiny_model: Path) -> None:
 
 def test_the_kernels_compute_the_bare_loops_gradient(tiny_model: Path) -> None:
     """Packed, behind one copy of each prompt, and without the row that has no advantage."""
-    plan = grpo_spec(replace(SETTINGS, model=tiny_model), tiny_model, 1, 4).policy_config()
+    plan = policy_config(grpo_spec(replace(SETTINGS, model=tiny_model), tiny_model, 1, 4))
     sampled, rewards = batch()
     sampled[1] = replace(sampled[1], prompt_ids=sampled[0].prompt_ids)
     sampled[3] = replace(sampled[3], prompt_ids=sampled[2].prompt_ids)
@@ -106,7 +107,7 @@ def test_the_kernels_compute_the_bare_loops_gradient(tiny_model: Path) -> None:
 
 def test_bare_loop_trains_and_starts_the_next_step_clean(tiny_model: Path) -> None:
     bare = BareTrainer(
-        grpo_spec(replace(SETTINGS, model=tiny_model), tiny_model, 1, 4, learning_rate=1e-3).policy_config()
+        policy_config(grpo_spec(replace(SETTINGS, model=tiny_model), tiny_model, 1, 4, learning_rate=1e-3))
     )
     sampled, rewards = batch()
     before = {name: weight.clone() for name, weight in bare.named_weights()}

@@ -8,6 +8,7 @@ from benchmarks.rollout_throughput import rollout_class
 from benchmarks.support.bare_engines import sampling_params
 from benchmarks.support.workload import Group, group, grpo_spec, response_lengths
 from tests.benchmarks.settings import SETTINGS
+from troupe.orchestrator.roles.settings import rollout_config
 
 TAIL = replace(SETTINGS, lengths="long-tail", max_tokens=64, samples=8)
 
@@ -17,7 +18,7 @@ def groups(count: int) -> list[Group]:
 
 
 def test_only_the_length_of_a_sample_differs_from_the_product() -> None:
-    config = grpo_spec(TAIL, TAIL.model, 1, 1).rollout_config()
+    config = rollout_config(grpo_spec(TAIL, TAIL.model, 1, 1))
     tail, plain = (rollout_class(settings)(config, "rollout-0") for settings in (TAIL, SETTINGS))
     one = groups(1)[0]
     params = sampling_params(tail, one)

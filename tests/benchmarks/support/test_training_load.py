@@ -11,6 +11,7 @@ from benchmarks.support.processes import RemoteObject
 from benchmarks.support.training_load import RESPONSE_TOKENS, BackgroundLoad, TrainingLoad
 from benchmarks.support.workload import grpo_spec
 from tests.benchmarks.settings import SETTINGS
+from troupe.orchestrator.roles.settings import policy_config
 
 TURN = Turn(2.0, 10.0, 1.0, 0.0)
 
@@ -24,7 +25,7 @@ async def test_nothing_is_measured_without_a_load() -> None:
 
 
 async def test_only_tokens_trained_during_a_turn_are_counted(tiny_model: Path) -> None:
-    load = RemoteObject("training-load", TrainingLoad, grpo_spec(SETTINGS, tiny_model, 1, 1).policy_config())
+    load = RemoteObject("training-load", TrainingLoad, policy_config(grpo_spec(SETTINGS, tiny_model, 1, 1)))
     beside = BackgroundLoad(load)
 
     async def rows(count: int) -> int:

@@ -24,7 +24,9 @@ from benchmarks.support.workload import (
 )
 from tests.benchmarks.settings import SETTINGS
 from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.roles.settings import policy_config, rollout_config
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.workers.data.turn_ends import turn_ends
 
@@ -47,8 +49,8 @@ def test_group_has_the_products_seed() -> None:
 def test_spec_is_valid_and_takes_the_settings() -> None:
     plan = grpo_spec(replace(SETTINGS, engines=3), Path("m"), turns=4, prompts=8)
     assert (plan.roles.rollout.workers, plan.group_size, plan.schedule.prompts_per_step) == (3, 2, 2)
-    assert plan.rollout_config().sampling.max_tokens == 3
-    assert plan.rollout_config().engine.max_num_seqs == 4
+    assert rollout_config(plan).sampling.max_tokens == 3
+    assert rollout_config(plan).engine.max_num_seqs == 4
 
 
 def test_examples_stand_solved_in_front_of_every_prompt() -> None:
@@ -77,7 +79,7 @@ def test_model_without_end_cannot_end_but_reads_the_same(tiny_model: Path, tmp_p
 
 def test_every_loop_takes_the_mean_over_tokens() -> None:
     """Where lengths differ GRPO's own mean over sequences is another gradient."""
-    assert grpo_spec(SETTINGS, Path("m"), 1, 4).policy_config().loss.aggregation == "token_mean"
+    assert policy_config(grpo_spec(SETTINGS, Path("m"), 1, 4)).loss.aggregation == "token_mean"
 
 
 TAIL = replace(SETTINGS, lengths="long-tail", max_tokens=64, samples=8)
@@ -101,10 +103,10 @@ def test_long_tailed_lengths_follow_from_the_seed_and_never_pass_the_longest() -
 
 
 def test_the_spec_takes_prefix_caching_and_the_device() -> None:
-    assert grpo_spec(SETTINGS, Path("m"), 1, 1).rollout_config().engine.enable_prefix_caching
+    assert rollout_config(grpo_spec(SETTINGS, Path("m"), 1, 1)).engine.enable_prefix_caching
     plan = grpo_spec(replace(SETTINGS, prefix_caching=False, device="cuda"), Path("m"), 1, 1)
-    assert not plan.rollout_config().engine.enable_prefix_caching
-    assert plan.rollout_config().device == plan.policy_config().device == "cuda"
+    assert not rollout_config(plan).engine.enable_prefix_caching
+    assert rollout_config(plan).device == policy_config(plan).device == "cuda"
     roles = ppo_step.four_models(plan).roles
     assert roles.critic is not None and roles.reference is not None
     assert roles.rollout.gpus == roles.policy.gpus == roles.critic.gpus == roles.reference.gpus == 1
@@ -114,9 +116,9 @@ def test_the_spec_takes_prefix_caching_and_the_device() -> None:
 
 def test_backends_of_the_gpu_share_one_or_have_one_each() -> None:
     plan = grpo_spec(SETTINGS, Path("m"), 1, 1)
-    assert on_device(plan, "cpu", "auto").resolved_backend() == "shm"
+    assert resolved_backend(on_device(plan, "cpu", "auto")) == "shm"
     shared, apart = on_device(plan, "cuda", "ipc"), on_device(plan, "cuda", "nccl")
     assert shared.roles.rollout.colocate_with == "policy" and shared.roles.policy.gpus == 0.5
-    assert (apart.roles.rollout.gpus, apart.roles.policy.gpus, apart.resolved_backend()) == (1.0, 1.0, "nccl")
+    assert (apart.roles.rollout.gpus, apart.roles.policy.gpus, resolved_backend(apart)) == (1.0, 1.0, "nccl")
     with pytest.raises(SpecError, match="ipc"):
         on_device(plan, "cpu", "ipc")

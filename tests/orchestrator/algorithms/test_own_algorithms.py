@@ -16,6 +16,8 @@ from troupe.orchestrator.algorithms.custom import check, group_filter
 from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, dynamic_sampling, policy_loss, row_of
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.spec.checks.machine import missing
+from troupe.orchestrator.spec.derived.training import skips_zero_advantage
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.micro_batches import plan_update
@@ -65,7 +67,7 @@ def test_a_loss_with_a_term_of_its_own_trains_rows_without_advantages(monkeypatc
         name: load_rollout_spec(grpo, [f"algorithm.name={name}"])
         for name in ("grpo", f"{OWN}:own_advantage", f"{OWN}:pulls_to_reference", f"{OWN}:mean_baseline")
     }
-    assert [spec.skips_zero_advantage for spec in specs.values()] == [True, True, False, False]
+    assert [skips_zero_advantage(spec) for spec in specs.values()] == [True, True, False, False]
 
     spec = specs[f"{OWN}:pulls_to_reference"]
     tokens = random_tokens(5, "constant", drift=0.05)
@@ -73,7 +75,7 @@ def test_a_loss_with_a_term_of_its_own_trains_rows_without_advantages(monkeypatc
     (slope,) = torch.autograd.grad(losses.policy_loss(tokens, policy_loss(spec.algorithm)).loss, tokens.logprobs)
     assert bool(slope[tokens.loss_mask].any())
     rows = [TrainRow(10, 5, False), TrainRow(10, 5, True)]
-    (plan,) = plan_update(rows, [0, 1], 1, 100, skip_zero_advantage=spec.skips_zero_advantage)
+    (plan,) = plan_update(rows, [0, 1], 1, 100, skip_zero_advantage=skips_zero_advantage(spec))
     assert sorted(chain.from_iterable(plan.micro_batches)) == [0, 1]
 
 
@@ -196,8 +198,8 @@ def test_a_spec_says_where_the_mistake_is(tmp_path: Path, monkeypatch: pytest.Mo
         load_rollout_spec(grpo, [f"algorithm.name={OWN}:mean_baseline", "algorithm.clip_range=0.1"])
     # What only the checks find: at `validate` and at the start of a run.
     spec = load_rollout_spec(grpo, [f"algorithm.name={OWN}:needs_reference"])
-    assert any(path == "algorithm.name" and "NoneType" in problem for path, problem in spec.missing())
-    assert load_rollout_spec(grpo, [f"algorithm.name={OWN}:mean_baseline"]).missing() == []
+    assert any(path == "algorithm.name" and "NoneType" in problem for path, problem in missing(spec))
+    assert missing(load_rollout_spec(grpo, [f"algorithm.name={OWN}:mean_baseline"])) == []
 
 
 def test_a_failure_in_the_filter_names_it() -> None:

@@ -17,7 +17,7 @@ from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.errors import TroupeError, WorkerError
 from troupe.orchestrator.runs import training as training_module
 from troupe.orchestrator.runs.session import RunRequest
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.telemetry.console import Console
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"

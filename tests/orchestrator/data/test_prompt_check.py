@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from tests.probes import ask_here
 from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_prompts, classify
 from troupe.orchestrator.data.summary import read_pools
-from troupe.orchestrator.spec.base import PromptRoom
+from troupe.orchestrator.spec.derived.sizes import PromptRoom
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.data.tokenizer_probe import measure
 

@@ -18,8 +18,8 @@ from tests.forked_commands import Finished, run_command
 from tests.hub_server import HubServer
 from troupe.orchestrator.hub.resolve import NoFiles, choose_files
 from troupe.orchestrator.live.diff import compare
-from troupe.orchestrator.spec.derived.hub import hub_data, with_pins
-from troupe.orchestrator.spec.derived.paths import absolute_paths, path_fields
+from troupe.orchestrator.spec.checks.machine import missing
+from troupe.orchestrator.spec.derived.paths import absolute_paths, hub_data, path_fields, with_pins
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import HubFiles, HubSource
@@ -183,15 +183,15 @@ def test_a_download_holds_no_pickle_survives_being_cut_off_and_is_not_repeated(h
 
 def test_a_folder_comes_before_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load_rollout_spec(SPEC, ["model.path=acme/tiny"])
-    assert spec.missing() == []
+    assert missing(spec) == []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "acme" / "tiny").mkdir(parents=True)
-    assert [path for path, _ in spec.missing()] == ["model.path"]
+    assert [path for path, _ in missing(spec)] == ["model.path"]
 
 
 @pytest.mark.parametrize("path", ["models/tiny", "./acme/tiny", "/acme/tiny", "acme/tiny/step", "tiny", "../tiny"])
 def test_other_paths_are_folders(path: str) -> None:
-    assert [field for field, _ in load_rollout_spec(SPEC, [f"model.path={path}"]).missing()] == ["model.path"]
+    assert [field for field, _ in missing(load_rollout_spec(SPEC, [f"model.path={path}"]))] == ["model.path"]
 
 
 def test_names_on_the_hub_are_no_paths(tmp_path: Path) -> None:

@@ -27,8 +27,7 @@ from troupe.orchestrator.insight.replay import (
     spec_of,
     start_problem,
 )
-from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.batch import GroupOrigin

@@ -48,6 +48,7 @@ from troupe.orchestrator.plan.worker_memory import (
     zero_states,
 )
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sizes import batch_bytes
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
@@ -515,8 +516,8 @@ def test_a_batch_by_hand() -> None:
     one, three = (
         spec_of(tiny, *batch, "roles.rollout.max_model_len=26", f"schedule.max_staleness={k}") for k in (0, 2)
     )
-    assert one.batch_bytes == 8 * (10 * 12 + 16 * (12.125 + 40.125))
-    assert three.batch_bytes - one.batch_bytes == 2 * 8 * (10 * 8 + 16 * 12.125)
+    assert batch_bytes(one) == 8 * (10 * 12 + 16 * (12.125 + 40.125))
+    assert batch_bytes(three) - batch_bytes(one) == 2 * 8 * (10 * 8 + 16 * 12.125)
 
 
 # Plans

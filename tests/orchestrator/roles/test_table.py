@@ -10,7 +10,8 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
-from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, named, row_of, settings_of, worker_env
+from troupe.orchestrator.roles.settings import worker_env
+from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, named, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.load import plan_runs, read_document

@@ -19,6 +19,7 @@ from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.rollouts import evaluation
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, engine_sampler, levels_of
 from troupe.orchestrator.rollouts.scoring import RewardPool
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.workers.contract.messages import GroupRequest
 
 
@@ -35,7 +36,7 @@ def evaluate(
         changes = {"sampling": sampling, "solved_at": solved_at}
         spec = fake_spec(evaluation=changes, roles={"reward": reward_role}, data=data)
         rewards = RewardPool([FaultyWorker("reward-0", reward)], 1.0)
-        (settings,) = spec.held_out_sets()
+        (settings,) = held_out_sets(spec)
         held_out = HeldOutSet(settings, picks, None)
         return await Evaluator(7, [held_out], engine_sampler(fake_pool([engine])), rewards, responses).run(30)
 
@@ -67,7 +68,7 @@ def test_each_set_is_evaluated_on_its_own_prompts() -> None:
         spec = fake_spec(evaluation={}, data={"train": {"kind": "jsonl", "path": "train"}, "eval": sets})
         held_out = [
             HeldOutSet(settings, [PromptPick(f"{settings.name}-r{row}", row) for row in range(size)], settings.name)
-            for size, settings in enumerate(spec.held_out_sets(), 1)
+            for size, settings in enumerate(held_out_sets(spec), 1)
         ]
         rewards = RewardPool([FaultyWorker("reward-0", FakeReward())], 1.0)
         asked: list[tuple[str, Any, int]] = []

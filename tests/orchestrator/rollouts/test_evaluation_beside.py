@@ -21,6 +21,7 @@ from troupe.orchestrator.errors import EvaluationLost, WorkerDied
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator, HeldOutSet, engine_sampler
 from troupe.orchestrator.spec.checks.data import held_out_problems
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.messages import GroupRequest, RankPlan, UpdateMetrics
 
@@ -103,7 +104,7 @@ class PoolRun(RolloutRun):
             engine.evaluates.set()
 
     def beside(self) -> EvaluationBeside:
-        (settings,) = self.spec.held_out_sets()
+        (settings,) = held_out_sets(self.spec)
         picks = [PromptPick(f"eval-r{row}", row) for row in range(PROMPTS)]
         evaluator = Evaluator(7, [HeldOutSet(settings, picks, None)], engine_sampler(self.pool), self.rewards)
         self.evaluator = evaluator

@@ -11,6 +11,8 @@ from tests.orchestrator.plan.test_remedies import SEVEN_B
 from troupe.orchestrator.plan.memory import Sizes, shared_engine
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.plan import Plan, described_nodes, plan
+from troupe.orchestrator.roles.settings import rollout_config
+from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -57,7 +59,7 @@ def test_workers_and_gpus_that_are_left_open_are_those_of_the_gpu_they_share(
     roles = spec.roles
     assert (roles.rollout.workers, roles.policy.workers) == (workers, workers)
     assert (roles.rollout.gpus, roles.policy.gpus) == (rollout, policy)
-    assert (spec.device, spec.resolved_backend(), spec.resolved_sleep) == ("cuda", "ipc", "kv_cache")
+    assert (spec.device, resolved_backend(spec), resolved_sleep(spec)) == ("cuda", "ipc", "kv_cache")
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
     assert load_rollout_spec(tmp_path / "resolved.yaml") == spec
 
@@ -106,10 +108,10 @@ def test_what_does_not_fit_in_any_share_says_what_to_change(tmp_path: Path) -> N
 
 def test_a_share_that_is_written_is_kept(tmp_path: Path) -> None:
     given = load(tmp_path, "roles.rollout.gpu_memory_utilization=0.3")
-    assert given.rollout_config().engine.gpu_memory_utilization == 0.3
+    assert rollout_config(given).engine.gpu_memory_utilization == 0.3
     found = shared_engine(given, 80 * GIB, Sizes({"given": SEVEN_B}))
     assert found is not None and found[1] == 0.3
-    assert load(tmp_path).rollout_config().engine.gpu_share == 0.5, "where the memory of the GPU is not known"
+    assert rollout_config(load(tmp_path)).engine.gpu_share == 0.5, "where the memory of the GPU is not known"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from troupe.orchestrator.roles.settings import judge_config, rollout_config
 from troupe.orchestrator.spec import engine_options, installed_vllm
+from troupe.orchestrator.spec.checks.machine import missing
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -49,8 +51,8 @@ def load(folder: Path, *overrides: str) -> RolloutSpec:
 def test_options_reach_the_configurations_of_engine_and_judge(tmp_path: Path) -> None:
     own = "{scheduling_policy: priority, stream_interval: 3}"
     spec = load(tmp_path, f"{FIRST}={own}", f"{JUDGE}={{quantization: fp8}}")
-    assert spec.rollout_config().engine_options == {"scheduling_policy": "priority", "stream_interval": 3}
-    judge = spec.judge_config()
+    assert rollout_config(spec).engine_options == {"scheduling_policy": "priority", "stream_interval": 3}
+    judge = judge_config(spec)
     assert judge is not None
     assert judge.engine_options == {"quantization": "fp8"}
 
@@ -121,7 +123,7 @@ def test_names_and_simple_types_are_those_of_the_installed_vllm(
 
 def test_the_files_check_of_a_spec_includes_its_options(tmp_path: Path) -> None:
     spec = load(tmp_path, f"{JUDGE}={{block_sise: 64}}")
-    assert f"{JUDGE}.block_sise" in dict(spec.missing())
+    assert f"{JUDGE}.block_sise" in dict(missing(spec))
 
 
 def test_every_refused_option_is_one_of_vllm_and_no_reason_is_left_open() -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from tests.conftest import ROOT
 from tests.fakes import fake_spec
 from troupe.orchestrator.rollouts.kept_samples import fingerprint
+from troupe.orchestrator.spec.derived.digests import evaluation_digest, reward_digest
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.field_tree import FieldNode, decisive, field_tree
 from troupe.orchestrator.spec.load import plan_runs, read_document
@@ -175,7 +176,7 @@ def test_consequences_of_a_field_that_is_not_there_are_an_error() -> None:
 def test_digests_are_those_of_runs_made_before(name: str, digests: tuple[str, ...]) -> None:
     """With others a resumed run would forget its best steps, and sample again what a checkpoint holds."""
     spec = plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml"))[0].spec
-    found = [spec.evaluation_digest(), spec.reward_digest()]
+    found = [evaluation_digest(spec), reward_digest(spec)]
     found += [] if spec.rollouts is None else [fingerprint(spec.rollouts)]
     assert tuple(digest[:16] for digest in found) == digests
 

@@ -12,7 +12,12 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from troupe.orchestrator.roles.settings import critic_config, offline_config, policy_config, rollout_config
 from troupe.orchestrator.spec.checks.adapters import adapter_template
+from troupe.orchestrator.spec.checks.machine import missing, model_problems
+from troupe.orchestrator.spec.derived.paths import model_overrides, without_adapters
+from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
+from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -40,15 +45,15 @@ def refusals(*overrides: str, spec: str = "tiny-grpo.yaml") -> str:
 def test_the_section_reaches_policy_and_engines() -> None:
     lora = LoraConfig(rank=4, alpha=4, targets=("q_proj",), rslora=True)
     spec = loaded(f"{FIELD}={json.dumps(lora.model_dump(mode='json'))}")
-    assert spec.policy_config().lora == spec.rollout_config().lora == lora
+    assert policy_config(spec).lora == rollout_config(spec).lora == lora
     assert (lora.scaling, lora.reserved_rank) == (2.0, 8)
-    assert spec.trains_adapters and not spec.without_adapters().trains_adapters
-    assert spec.without_adapters().rollout_config().lora is None
+    assert spec.trains_adapters and not without_adapters(spec).trains_adapters
+    assert rollout_config(without_adapters(spec)).lora is None
 
 
 def test_without_the_section_all_weights_train() -> None:
     spec = loaded()
-    assert spec.policy_config().lora is spec.rollout_config().lora is None
+    assert policy_config(spec).lora is rollout_config(spec).lora is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,7 @@ SHARED = ("roles.rollout.colocate_with=policy", "roles.rollout.gpus=0.5", "roles
 
 def test_engines_on_the_gpus_of_the_policy_keep_the_model_below() -> None:
     spec = loaded(f"{FIELD}={{}}", *SHARED)
-    assert (spec.resolved_sleep, spec.resolved_backend()) == ("kv_cache", "shm")
+    assert (resolved_sleep(spec), resolved_backend(spec)) == ("kv_cache", "shm")
     found = refusals(*SHARED, "roles.rollout.sleep=weights")
     assert "roles.rollout.sleep: weights discards the model below, and an update brings only the adapters" in found
     for backend in ("ipc", "nccl"):
@@ -96,22 +101,22 @@ def test_engines_on_the_gpus_of_the_policy_keep_the_model_below() -> None:
 def test_engines_of_several_ranks_and_an_object_store_have_adapters(tmp_path: Path) -> None:
     overrides = ("roles.rollout.tensor_parallel_size=2", "roles.rollout.cpus=2", "weight_sync.backend=store")
     spec = loaded(f"{FIELD}={{}}", *overrides, f"weight_sync.url=file://{tmp_path}")
-    assert spec.rollout_config().lora is not None and spec.policy_config().weight_store == f"file://{tmp_path}"
+    assert rollout_config(spec).lora is not None and policy_config(spec).weight_store == f"file://{tmp_path}"
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "kto", "rrhf", "reward-model"])
 def test_offline_algorithms_have_adapters(name: str) -> None:
     spec = parse_spec(read_document(SPECS / f"tiny-{name}.yaml", [f"{FIELD}.rank=4"]))
     assert isinstance(spec, OfflineSpec) and spec.trains_adapters
-    assert spec.trainer_config().lora == LoraConfig(rank=4)
+    assert offline_config(spec).lora == LoraConfig(rank=4)
     assert f"{FIELD}.dropout: must be 0" in refusals(f"{FIELD}.dropout=0.1", spec=f"tiny-{name}.yaml")
 
 
 def test_a_critic_has_adapters_of_its_own() -> None:
     spec = parse_spec(read_document(SPECS / "tiny-ppo.yaml", ["roles.critic.lora.rank=4"]))
     assert isinstance(spec, RolloutSpec) and not spec.trains_adapters
-    critic = spec.critic_config()
-    assert critic is not None and critic.lora == LoraConfig(rank=4) and spec.policy_config().lora is None
+    critic = critic_config(spec)
+    assert critic is not None and critic.lora == LoraConfig(rank=4) and policy_config(spec).lora is None
     with pytest.raises(SpecError, match=r"roles\.critic\.lora\.bias: must be none"):
         parse_spec(read_document(SPECS / "tiny-ppo.yaml", ["roles.critic.lora.bias=all"]))
 
@@ -138,11 +143,11 @@ def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
             json.dumps(config | {"num_local_experts": experts} if experts else config)
         )
         spec = loaded(f"{FIELD}={{}}", f"model.path={tmp_path}")
-        found = dict(spec.model_problems({"model": spec.model}))
+        found = dict(model_problems(spec, {"model": spec.model}))
         refused = "adapters of experts are not supported; name other layers: [q_proj, k_proj, v_proj, o_proj]"
         assert (found.get(f"{FIELD}.targets") == refused) is said
     named = loaded(f"{FIELD}={{targets: [q_proj, k_proj, v_proj, o_proj]}}", f"model.path={tmp_path}")
-    assert not named.model_problems({"model": named.model})
+    assert not model_problems(named, {"model": named.model})
 
 
 def chain(folder: Path, second: dict[str, Any]) -> Path:
@@ -207,13 +212,13 @@ def test_the_chat_template_of_an_adapter_is_that_of_its_training(tiny_model: Pat
         assert found == expected
         assert rendered(chat_template=found) == rendered(chat_template=trained)
         starts = (f"{FIELD}={{rank: 4, alpha: 8, targets: [q_proj]}}", f"model.path={tiny_model}")
-        warned = [line for line in loaded(*starts, f"model.adapter={folder}").warnings() if "chat_template" in line]
+        warned = [line for line in warnings_of(loaded(*starts, f"model.adapter={folder}")) if "chat_template" in line]
         assert [line.partition("; set it to ")[2] for line in warned] == ([] if expected is None else [expected])
         chosen = loaded(*starts, f"model.adapter={folder}", "model.chat_template=none")
-        assert not any("chat_template" in line for line in chosen.warnings())
+        assert not any("chat_template" in line for line in warnings_of(chosen))
         override = [] if expected is None else [f'model.chat_template="{expected}"']
-        assert loaded(*starts).with_model(folder) == [f'model.adapter="{folder}"', *override]
-        assert chosen.with_model(folder) == [f'model.adapter="{folder}"']
+        assert model_overrides(loaded(*starts), folder) == [f'model.adapter="{folder}"', *override]
+        assert model_overrides(chosen, folder) == [f'model.adapter="{folder}"']
         shutil.rmtree(folder)
 
 
@@ -272,15 +277,15 @@ def test_an_adapter_to_start_from_is_compared_with_the_section(
     section = json.dumps({"rank": 4, "alpha": 8, "targets": ["q_proj"]} | lora)
     spec = loaded(f"{FIELD}={section}", f"model.adapter={adapter(tmp_path / 'adapter', **changes)}")
     assert {
-        path: why for path, why in spec.missing() if "adapter" in why or "adapter" in path or FIELD in path
+        path: why for path, why in missing(spec) if "adapter" in why or "adapter" in path or FIELD in path
     } == expected
-    assert spec.policy_config().model.adapter == str(tmp_path / "adapter")
+    assert policy_config(spec).model.adapter == str(tmp_path / "adapter")
 
 
 def test_folders_without_an_adapter_are_named(tmp_path: Path) -> None:
-    found = dict(loaded(f"{FIELD}={{}}", f"model.adapter={tmp_path}").missing())
+    found = dict(missing(loaded(f"{FIELD}={{}}", f"model.adapter={tmp_path}")))
     assert found["model.adapter"] == f"{tmp_path} is not the folder of an adapter: it has no adapter_config.json"
-    found = dict(loaded(f"{FIELD}={{}}", f"model.adapter={tmp_path}/none").missing())
+    found = dict(missing(loaded(f"{FIELD}={{}}", f"model.adapter={tmp_path}/none")))
     assert found["model.adapter"] == f"no such folder: {tmp_path}/none"
 
 
@@ -299,7 +304,7 @@ def test_an_adapter_of_another_model_that_nothing_verifies_is_a_warning(
     folder = adapter(tmp_path / "adapter", base_model_name_or_path=trained_on)
     save_file({"a": np.zeros(1)}, folder / "adapter_model.safetensors", metadata)
     spec = loaded(f"{FIELD}={{}}", f"model.adapter={folder}", "model.path=models/tiny")
-    found = [line for line in spec.warnings() if "adapter" in line]
+    found = [line for line in warnings_of(spec) if "adapter" in line]
     assert len(found) == warned
     assert all(f"model.adapter: was trained on {trained_on}, and is added to models/tiny" in line for line in found)
 

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from tests.conftest import ROOT
 from troupe.orchestrator import cli
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
+from troupe.orchestrator.roles.settings import offline_config
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import ChainDocument
 from troupe.orchestrator.spec.derived.paths import absolute_paths
+from troupe.orchestrator.spec.derived.sampling import evaluation_metrics
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import parse_spec, plan_runs
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
@@ -87,7 +89,7 @@ def refused(text: str) -> list[str]:
 
 
 def test_the_algorithm_decides_the_kind_of_spec() -> None:
-    config = offline().trainer_config()
+    config = offline_config(offline())
     assert config.loss == DpoLossConfig(beta=0.2)
     assert (config.total_updates, config.examples.max_length, config.reference_model) == (4, 512, config.model)
     online = (ROOT / "deploy" / "specs" / "tiny-grpo.yaml").read_text()
@@ -178,7 +180,7 @@ def test_a_loss_by_token_takes_pairs(split: str) -> None:
     text = DPO.replace("dpo\n  beta: 0.2", "reward_model\n  level: token")
     text = text.replace("  reference: {colocate_with: policy}\n", "")
     text = text.replace("train:", "eval: {kind: jsonl, path: eval.jsonl}\n  train:")
-    config = offline(text).trainer_config()
+    config = offline_config(offline(text))
     assert config.loss == RewardLossConfig(level="token")
     ranked = {
         "train": text.replace("    path: train", "    answers: x\n    path: train"),
@@ -204,7 +206,7 @@ def test_evaluations_report_what_the_spec_says(name: str) -> None:
     lines = recorded.with_suffix(".jsonl").read_text().splitlines()
     reported = {metric for line in lines for metric in json.loads(line) if metric.startswith("eval/")}
     spec = parse_spec(yaml_reader.read_file(recorded.with_suffix(".yaml")))
-    assert set(spec.evaluation_metrics()) == reported
+    assert set(evaluation_metrics(spec)) == reported
     for algorithm, row in OFFLINE_ALGORITHMS.items():
         names = OfflineAlgorithmConfig(name=algorithm).reported
         assert names[0] == "loss" and len(set(names)) == len(names)

@@ -12,7 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.machine import (
+from troupe.orchestrator.spec.checks.machine import missing, model_problems
+from troupe.orchestrator.spec.checks.models import (
     CPU_HEAD_SIZES,
     broken_weights,
     headless,
@@ -23,6 +24,7 @@ from troupe.orchestrator.spec.checks.machine import (
     unsupported_head_size,
     wrong_kinds,
 )
+from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.config import ModelConfig
@@ -189,7 +191,7 @@ def test_every_model_that_shares_rows_is_checked(tmp_path: Path) -> None:
     sizes = [f"roles.{role}.sequence_parallel_size=4" for role in ("policy", "critic")]
     workers = [f"roles.{role}.workers=4" for role in ("policy", "critic")]
     spec = planned("tiny-ppo", f"model.path={path}", *sizes, *workers)
-    refused = dict(spec.model_problems(spec.models()))
+    refused = dict(model_problems(spec, spec.models()))
     for role in ("policy", "critic"):
         assert refused[f"roles.{role}.sequence_parallel_size"].startswith("4 does not divide the 14 attention heads of")
 
@@ -286,19 +288,19 @@ def planned(name: str, *overrides: str) -> RunSpec:
 
 def test_a_spec_checks_its_models_before_anything_starts(tmp_path: Path) -> None:
     path = folder(tmp_path, REWARD | {"head_dim": 16})
-    refused = dict(planned("tiny-grpo", f"model.path={path}").missing())
+    refused = dict(missing(planned("tiny-grpo", f"model.path={path}")))
     assert "size 16" in refused["model.path"]
-    found = [message for _, message in planned("tiny-grpo", f"model.path={path}").missing()]
+    found = [message for _, message in missing(planned("tiny-grpo", f"model.path={path}"))]
     assert any("classifier" in message for message in found)
     (tmp_path / "config.json").write_text(json.dumps(CAUSAL | AWQ | {"head_dim": 64, **HEADS}))
     ranks = ("roles.rollout.tensor_parallel_size=4", "roles.rollout.cpus=4")
-    refused = dict(planned("tiny-grpo", f"model.path={path}", *ranks).missing())
+    refused = dict(missing(planned("tiny-grpo", f"model.path={path}", *ranks)))
     assert "4 does not divide the model's 14 attention heads" in refused["roles.rollout.tensor_parallel_size"]
-    found = [message for _, message in planned("tiny-grpo", f"model.path={path}", *ranks).missing()]
+    found = [message for _, message in missing(planned("tiny-grpo", f"model.path={path}", *ranks))]
     assert any("quantized (awq)" in message for message in found)
     (tmp_path / "config.json").write_text(json.dumps(REWARD | {"head_dim": 16}))
     on_gpus = planned("tiny-grpo", f"model.path={path}", "roles.policy.gpus=1", "roles.rollout.gpus=1")
-    assert not any("size 16" in message for _, message in on_gpus.missing())
+    assert not any("size 16" in message for _, message in missing(on_gpus))
 
 
 def test_validate_says_both_before_anything_starts(tmp_path: Path) -> None:
@@ -307,7 +309,7 @@ def test_validate_says_both_before_anything_starts(tmp_path: Path) -> None:
         whole_model(tmp_path / name, tensors(*BODY))
         folder(tmp_path / name, CAUSAL | {"model_type": "llama", "vocab_size": size})
     overrides = (f"model.path={tmp_path / 'policy'}", f"roles.reference={{model: {{path: {tmp_path / 'teacher'}}}}}")
-    found = [f"{field}: {why}" for field, why in planned("tiny-grpo", *overrides, "algorithm.kl.coef=0.1").missing()]
+    found = [f"{field}: {why}" for field, why in missing(planned("tiny-grpo", *overrides, "algorithm.kl.coef=0.1"))]
     for field in ("model.path", "roles.reference.model.path"):
         assert any(line.startswith(f"{field}: its files hold no output head") for line in found)
     assert any(line.startswith("roles.reference.model.path: its vocabulary has 99 tokens") for line in found)
@@ -324,7 +326,7 @@ def test_validate_says_both_before_anything_starts(tmp_path: Path) -> None:
 def test_workers_without_work_are_a_warning(override: str, warned: list[str]) -> None:
     spec = planned("tiny-grpo", override)
     assert spec.algorithm.name == "grpo"
-    found = spec.warnings()
+    found = warnings_of(spec)
     assert len(found) == len(warned) and all(line.startswith(start) for line, start in zip(found, warned, strict=True))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.spec.checks.machine import unusable_functions
+from troupe.orchestrator.spec.checks.machine import missing, unusable_functions
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.config import RewardFunctionConfig
 
@@ -77,4 +77,4 @@ def test_a_spec_reports_them_with_what_else_is_missing(own: Path) -> None:
     path = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
     functions = "roles.reward.functions=[{name: own_broken:score}]"
     spec = plan_runs(read_document(path, [functions]))[0].spec
-    assert "roles.reward.functions.0.name" in dict(spec.missing())
+    assert "roles.reward.functions.0.name" in dict(missing(spec))

@@ -14,8 +14,20 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from tests.conftest import NO_WEIGHTS
+from troupe.orchestrator.roles.settings import (
+    critic_config,
+    policy_config,
+    reference_config,
+    reward_config,
+    rollout_config,
+)
 from troupe.orchestrator.spec import yaml_reader
-from troupe.orchestrator.spec.derived.hub import with_sections
+from troupe.orchestrator.spec.derived import sampling
+from troupe.orchestrator.spec.derived.paths import with_sections
+from troupe.orchestrator.spec.derived.sampling import evaluation_metrics, group_settings, held_out_sets, solved_at
+from troupe.orchestrator.spec.derived.sizes import group_scoring_s, prompt_room
+from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
+from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -64,44 +76,44 @@ def load(folder: Path, text: str, *overrides: str) -> RolloutSpec:
 def test_defaults_and_what_follows_from_them(tmp_path: Path) -> None:
     spec = load(tmp_path, GRPO)
     assert (spec.group_size, spec.samples_per_step, spec.kl_coef) == (8, 64, 0.0)
-    assert (spec.device, spec.resolved_backend(), spec.policy_updates) == ("cpu", "shm", 30)
-    assert (spec.critic_config(), spec.reference_config(), spec.reference_in_policy) == (None, None, False)
+    assert (spec.device, resolved_backend(spec), spec.updates_of("policy")) == ("cpu", "shm", 30)
+    assert (critic_config(spec), reference_config(spec), spec.reference_in_policy) == (None, None, False)
     assert spec.run_folder == Path("runs/base")
     assert list(spec.roles.present()) == ["rollout", "policy", "reward"]
 
 
 def test_a_group_has_time_for_the_timeout_of_every_sample(tmp_path: Path) -> None:
-    assert load(tmp_path, GRPO).group_scoring_s == 600.0
+    assert group_scoring_s(load(tmp_path, GRPO)) == 600.0
     hanging = "roles.reward.functions=[{name: exact_match, timeout_s: 50}]"
-    assert load(tmp_path, GRPO, "algorithm.group_size=16", hanging).group_scoring_s == 16 * (50 + 10)
-    assert load(tmp_path, PPO).group_scoring_s == 600.0, "a reward model alone"
+    assert group_scoring_s(load(tmp_path, GRPO, "algorithm.group_size=16", hanging)) == 16 * (50 + 10)
+    assert group_scoring_s(load(tmp_path, PPO)) == 600.0, "a reward model alone"
 
 
 def test_worker_configurations_follow_from_the_roles(tmp_path: Path) -> None:
     spec = load(tmp_path, GRPO)
-    rollout, policy = spec.rollout_config(), spec.policy_config()
+    rollout, policy = rollout_config(spec), policy_config(spec)
     assert rollout.engine.max_model_len == 512
-    assert (rollout.engine.threads, policy.trainer.threads, spec.reward_config().threads) == (2, 3, 1)
+    assert (rollout.engine.threads, policy.trainer.threads, reward_config(spec).threads) == (2, 3, 1)
     assert policy.total_updates == 30
     assert policy.reference_model is None
     assert policy.loss.aggregation == "sequence_mean"
-    assert [function.name for function in spec.reward_config().functions] == ["exact_match"]
+    assert [function.name for function in reward_config(spec).functions] == ["exact_match"]
 
 
 def test_turns_can_have_a_form_where_the_loss_accounts_for_the_sampler(tmp_path: Path) -> None:
-    assert load(tmp_path, GRPO, "algorithm.importance.mode=truncate").rollout_config().turn_forms
-    assert not load(tmp_path, GRPO, "algorithm.importance.mode=none").rollout_config().turn_forms
+    assert rollout_config(load(tmp_path, GRPO, "algorithm.importance.mode=truncate")).turn_forms
+    assert not rollout_config(load(tmp_path, GRPO, "algorithm.importance.mode=none")).turn_forms
 
 
 def test_ppo_has_a_critic_and_a_reference_of_their_own(tmp_path: Path) -> None:
     spec = load(tmp_path, PPO)
-    critic, reference = spec.critic_config(), spec.reference_config()
+    critic, reference = critic_config(spec), reference_config(spec)
     assert critic is not None and reference is not None
     assert (critic.model.path, critic.trainer.learning_rate) == ("models/m", 2e-5)
     assert critic.loss == CriticLossConfig(value_clip=None)
-    assert (critic.total_updates, spec.policy_config().total_updates) == (5, 3)
+    assert (critic.total_updates, policy_config(spec).total_updates) == (5, 3)
     assert (reference.model.path, reference.temperature, reference.threads) == ("models/ref", 0.7, 2)
-    assert spec.policy_config().advantage.kl_coef == 0.05
+    assert policy_config(spec).advantage.kl_coef == 0.05
 
 
 def test_the_advice_on_a_clip_of_rewards_turns_it_off(tmp_path: Path) -> None:
@@ -117,11 +129,11 @@ def test_the_advice_on_a_clip_of_rewards_turns_it_off(tmp_path: Path) -> None:
 
 def test_a_reference_can_run_inside_the_policy(tmp_path: Path) -> None:
     spec = load(tmp_path, PPO, "roles.reference={colocate_with: policy, model: {path: models/ref}}")
-    reference = spec.policy_config().reference_model
-    assert spec.reference_in_policy and spec.reference_config() is None
+    reference = policy_config(spec).reference_model
+    assert spec.reference_in_policy and reference_config(spec) is None
     assert reference is not None and reference.path == "models/ref"
     spec = load(tmp_path, PPO, "roles.reference={colocate_with: policy}")
-    assert spec.policy_config().reference_model == spec.model
+    assert policy_config(spec).reference_model == spec.model
 
 
 @pytest.mark.parametrize(
@@ -135,8 +147,8 @@ def test_a_reference_can_run_inside_the_policy(tmp_path: Path) -> None:
 )
 def test_the_transfer_backend_follows_from_the_devices(tmp_path: Path, overrides: list[str], backend: str) -> None:
     spec = load(tmp_path, PPO, *overrides)
-    assert spec.resolved_backend() == spec.rollout_config().transfer_backend == backend
-    assert spec.policy_config().transfer_backend == backend
+    assert resolved_backend(spec) == rollout_config(spec).transfer_backend == backend
+    assert policy_config(spec).transfer_backend == backend
     assert spec.device == ("cuda" if overrides else "cpu")
 
 
@@ -161,7 +173,7 @@ def test_the_transfer_backend_follows_from_the_devices(tmp_path: Path, overrides
 )
 def test_engines_on_the_policys_gpus_rest_by_default(tmp_path: Path, overrides: list[str], sleep: str) -> None:
     spec = load(tmp_path, PPO, *overrides)
-    assert spec.resolved_sleep == spec.rollout_config().sleep == sleep
+    assert resolved_sleep(spec) == rollout_config(spec).sleep == sleep
 
 
 def test_a_spec_is_frozen_and_checked_when_parsed(tmp_path: Path) -> None:
@@ -395,8 +407,8 @@ def test_what_counts_as_solved_follows_from_the_reward_unless_it_is_set(
     reward = f"roles.reward.functions={functions}"
     data = "data.train={kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 1}"
     held = "data.eval={kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 2}"
-    assert load(tmp_path, GRPO, reward, data, held).solved_at == solved_at
-    assert load(tmp_path, GRPO, reward, data, held, "evaluation={solved_at: 0.7}").solved_at == 0.7
+    assert sampling.solved_at(load(tmp_path, GRPO, reward, data, held)) == solved_at
+    assert sampling.solved_at(load(tmp_path, GRPO, reward, data, held, "evaluation={solved_at: 0.7}")) == 0.7
 
 
 @pytest.mark.parametrize(
@@ -416,7 +428,7 @@ def test_a_curriculum_follows_the_reward_unless_it_says_what_is_solved(
     reward, given = f"roles.reward.functions={functions}", f"data.curriculum={{{curriculum}}}"
     data = "data.train={kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 1}"
     spec = load(tmp_path, GRPO, reward, data, given)
-    assert [one.solved_at for one in spec.group_settings] == [solved_at]
+    assert [one.solved_at for one in group_settings(spec)] == [solved_at]
 
 
 def test_a_curriculum_that_nothing_tells_what_is_solved_is_refused(tmp_path: Path) -> None:
@@ -431,7 +443,7 @@ def test_a_curriculum_that_nothing_tells_what_is_solved_is_refused(tmp_path: Pat
         load(tmp_path, GRPO, shaped, "data.curriculum={component: lenght}")
     assert "solved_at" not in str(several.value)
     held = ("data.eval={kind: jsonl, path: eval.jsonl}", "evaluation={solved_at: 0.9}")
-    assert load(tmp_path, GRPO, shaped, "data.curriculum={}", *held).group_settings[0].solved_at == 0.9
+    assert group_settings(load(tmp_path, GRPO, shaped, "data.curriculum={}", *held))[0].solved_at == 0.9
 
 
 def test_a_curriculum_over_a_mixture_asks_each_source_what_is_solved(tmp_path: Path) -> None:
@@ -441,7 +453,7 @@ def test_a_curriculum_over_a_mixture_asks_each_source_what_is_solved(tmp_path: P
 
     def solved(own: str, curriculum: str) -> list[float | None]:
         spec = load(tmp_path, GRPO, train.replace("OWN", own), f"data.curriculum={{{curriculum}}}")
-        return [one.solved_at for one in spec.group_settings]
+        return [one.solved_at for one in group_settings(spec)]
 
     assert solved(", solved_at: 30", "") == [2.0, 1.0, 30.0]
     assert solved(", solved_at: 30", "solved_at: 1.5") == [1.5, 1.5, 30.0]
@@ -465,24 +477,24 @@ NAMED = GRPO.replace(
 
 def test_named_held_out_sets_have_their_own_sampling_and_rewards(tmp_path: Path) -> None:
     spec = load(tmp_path, NAMED)
-    sums, math, form = spec.held_out_sets()
+    sums, math, form = held_out_sets(spec)
     assert [one.prefix for one in (sums, math, form)] == ["eval/sums/", "eval/math-500/", "eval/form/"]
     assert (sums.sampling.top_k, sums.sampling.max_tokens, sums.pass_at, sums.level) == (20, 400, [2, 4, 6], "recipe")
     assert math.sampling == form.sampling == spec.evaluation.sampling  # type: ignore[union-attr]
     assert (sums.solved_at, math.solved_at, form.solved_at) == (2.0, 0.5, None)  # of their own rewards
-    config = spec.reward_config()
+    config = reward_config(spec)
     assert [sums.rewards, math.rewards, form.rewards] == ["data.eval.sums", "", "data.eval.form"]
     assert {name: [f.name for f in functions] for name, functions in config.sets.items()} == {
         "data.eval.sums": ["reasoning_gym"],
         "data.eval.form": ["regex", "length"],
     }
-    names = spec.evaluation_metrics()
+    names = evaluation_metrics(spec)
     assert {"eval/sums/avg", "eval/sums/pass@6", "eval/sums/maj@6", "eval/math-500/maj@2", "eval/form/reward"} <= {
         *names
     }
     assert not {"eval/form/avg", "eval/form/maj@2", "eval/sums/accuracy", "eval/sums/pass@1"} & {*names}
-    assert list(spec.data_sources()) == ["train", "eval.sums", "eval.math-500", "eval.form"]
-    assert spec.room_for("eval.sums").tokens == 112 and spec.room_for("train").tokens == 256
+    assert list(spec.data.sources()) == ["train", "eval.sums", "eval.math-500", "eval.form"]
+    assert prompt_room(spec, "eval.sums").tokens == 112 and prompt_room(spec, "train").tokens == 256
 
 
 def test_named_held_out_sets_survive_a_resolved_spec_and_replaced_sections(tmp_path: Path) -> None:
@@ -496,7 +508,7 @@ def test_named_held_out_sets_survive_a_resolved_spec_and_replaced_sections(tmp_p
 
 def test_one_source_keeps_its_names(tmp_path: Path) -> None:
     held = "data.eval={kind: jsonl, path: eval.jsonl}"
-    (only,) = load(tmp_path, GRPO, held, "evaluation={sampling: {temperature: 1, samples: 4}}").held_out_sets()
+    (only,) = held_out_sets(load(tmp_path, GRPO, held, "evaluation={sampling: {temperature: 1, samples: 4}}"))
     assert (only.prefix, only.rewards, only.label) == ("eval/", "", "eval")
     today = ("prompts", "refused", "failed_samples", "reward", "response_tokens", "accuracy", "solved_at", "pass@2")
     assert {f"eval/{name}" for name in (*today, "pass@4")} <= {*only.metric_names()}
@@ -550,8 +562,8 @@ def test_bad_held_out_sets_and_best_checkpoints_are_refused_at_their_field(
 
 
 def test_a_reward_model_does_not_say_what_counts_as_solved(tmp_path: Path) -> None:
-    assert load(tmp_path, GRPO, "roles.reward.model={path: judge}").solved_at is None
-    assert load(tmp_path, GRPO, "roles.reward.model={path: judge}", "roles.reward.model_weight=0").solved_at == 1.0
+    assert solved_at(load(tmp_path, GRPO, "roles.reward.model={path: judge}")) is None
+    assert solved_at(load(tmp_path, GRPO, "roles.reward.model={path: judge}", "roles.reward.model_weight=0")) == 1.0
 
 
 # Files
@@ -681,7 +693,7 @@ def test_a_problem_without_a_place_is_at_the_top_of_the_file() -> None:
 def test_a_trial_of_fewer_updates_than_the_warm_up_is_valid_with_a_warning(name: str) -> None:
     def warnings(*overrides: str) -> list[str]:
         path, sets = ROOT / "deploy" / "specs" / f"{name}.yaml", ["roles.policy.warmup_updates=5", *overrides]
-        return plan_runs(read_document(path, sets))[0].spec.warnings()
+        return warnings_of(plan_runs(read_document(path, sets))[0].spec)
 
     assert warnings("schedule.steps=6") == []
     (line,) = warnings("schedule.steps=5")

@@ -9,6 +9,7 @@ import pytest
 from tests.orchestrator.spec.test_engine_options import load
 from tests.real.call_forms import FORMS, OTHERS, READ_NO_TEXT
 from troupe.orchestrator.spec import installed_vllm
+from troupe.orchestrator.spec.checks.machine import missing
 
 PATH = "roles.environment.tool_parser"
 
@@ -35,4 +36,4 @@ def test_an_unknown_parser_is_refused_where_vllm_is_installed(monkeypatch: pytes
 
 def test_the_files_check_of_a_spec_includes_its_parsers(tmp_path: Path) -> None:
     spec = load(tmp_path, "roles.environment={name: tools, args: {tools: [calculator]}, tool_parser: hermess}")
-    assert dict(spec.missing())[PATH] == "vLLM has no tool parser 'hermess' (did you mean 'hermes'?)"
+    assert dict(missing(spec))[PATH] == "vLLM has no tool parser 'hermess' (did you mean 'hermes'?)"

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 
@@ -54,8 +55,8 @@ WARNED: list[tuple[str, tuple[str, ...], str]] = [
 @pytest.mark.parametrize(("name", "changes", "warning"), WARNED)
 def test_what_may_not_be_meant_is_a_warning(name: str, changes: tuple[str, ...], warning: str) -> None:
     path = SPECS / f"{name}.yaml"
-    assert [line for spec in specs(path) for line in spec.warnings()] == []
-    (found,) = [line for spec in specs(path, *changes) for line in spec.warnings()]
+    assert [line for spec in specs(path) for line in warnings_of(spec)] == []
+    (found,) = [line for spec in specs(path, *changes) for line in warnings_of(spec)]
     assert found.startswith(warning)
 
 
@@ -126,9 +127,9 @@ def test_what_can_have_no_effect_is_refused_at_its_field(name: str, changes: tup
 
 @pytest.mark.parametrize(("name", "changes"), ACCEPTED)
 def test_what_has_an_effect_is_accepted_without_a_warning(name: str, changes: tuple[str, ...]) -> None:
-    assert [line for spec in specs(SPECS / f"{name}.yaml", *changes) for line in spec.warnings()] == []
+    assert [line for spec in specs(SPECS / f"{name}.yaml", *changes) for line in warnings_of(spec)] == []
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_spec_has_no_warnings(path: Path) -> None:
-    assert [line for spec in specs(path) for line in spec.warnings()] == []
+    assert [line for spec in specs(path) for line in warnings_of(spec)] == []

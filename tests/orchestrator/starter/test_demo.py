@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands.train import next_steps, write_run_report
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec.checks.machine import missing
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter import demo
@@ -127,7 +128,7 @@ def test_an_example_is_copied_as_a_file_to_edit(models: Path) -> None:
     assert "#   troupe run my.yaml\n" in text and f"path: {models}/tiny-llama" in text
     (planned,) = plan_runs(read_document(output))
     assert planned.spec == plan_runs(read_document("examples:tiny-dpo"))[0].spec
-    assert [path for path, _ in planned.spec.missing()] == ["model.path"], "created by the first command that needs it"
+    assert [path for path, _ in missing(planned.spec)] == ["model.path"], "created by the first command that needs it"
 
 
 def test_flags_that_a_copy_would_not_heed_are_refused(models: Path) -> None:

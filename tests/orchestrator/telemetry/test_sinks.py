@@ -16,6 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import ROOT
+from troupe.orchestrator.spec.checks.machine import missing
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.sections import BaseOutput, PrometheusConfig
@@ -237,7 +238,7 @@ def test_sinks_of_a_spec_need_their_packages(monkeypatch: pytest.MonkeyPatch) ->
     grpo = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
     spec = load_rollout_spec(grpo, ["output.sinks=[tensorboard, wandb]", "output.prometheus={port: 9000}"])
     assert spec.output.prometheus == PrometheusConfig(port=9000)
-    assert list(spec.missing()) == [("output.sinks.1", "needs the package wandb: pip install 'troupe-rl[trackers]'")]
+    assert list(missing(spec)) == [("output.sinks.1", "needs the package wandb: pip install 'troupe-rl[trackers]'")]
     with pytest.raises(SpecError, match=r"output\.sinks.*wandb"):
         load_rollout_spec(grpo, ["output.sinks=[wand]"])
 

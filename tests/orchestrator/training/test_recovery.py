@@ -14,6 +14,7 @@ from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.pools.replicas import RestartBudget
+from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch, values_at_batch
 
 METHODS = ("compute_logprobs", "prepare", "update", "publish_weights", "save", "export")
 
@@ -114,7 +115,7 @@ def test_a_trainer_that_dies_while_a_batch_is_scored_scores_it_when_it_is_brough
     method = {"critic-0": "compute_values", "policy-0": "compute_logprobs"}[rank]
     sections: dict[str, Any] = {"schedule": {"max_staleness": 1}, "algorithm": {"name": "ppo_penalty", "kl_states": 12}}
     run = RecoveringRun(tmp_path, (rank, method, 3), **sections)
-    assert run.spec.old_logprobs_at_batch and run.spec.values_at_batch
+    assert old_logprobs_at_batch(run.spec) and values_at_batch(run.spec)
     outcome = run.run()
     assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
     assert run.controller.components.recovery.budget.total == 1

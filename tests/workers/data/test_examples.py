@@ -23,6 +23,7 @@ from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
 from troupe.orchestrator.errors import DataError
+from troupe.orchestrator.roles.settings import offline_config
 from troupe.orchestrator.runs.offline import OfflineRun
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -222,7 +223,7 @@ async def evaluator_of(loaded: OfflineSpec, tokenizer: Any, said: io.StringIO) -
 
     class Tokenizer(FakeTrainer):
         async def tokenize(self, texts: pa.Table) -> Any:
-            return tokenize(tokenizer, texts, loaded.trainer_config().examples)
+            return tokenize(tokenizer, texts, offline_config(loaded).examples)
 
     worker: Any = FaultyWorker("policy-0", Tokenizer())
     workers: Any = SimpleNamespace(examples=ExampleGroup("policy", [worker], 256), reference=None)

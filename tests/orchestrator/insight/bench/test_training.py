@@ -19,6 +19,7 @@ from troupe.orchestrator.insight.bench.trainers import (
     trainer_measures,
     transfer_measures,
 )
+from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.messages import TRAIN, GroupSummary, Peak, SampleSummary
 
@@ -65,7 +66,7 @@ def test_what_no_part_of_an_update_explains_is_its_transfer() -> None:
 def test_back_ends_that_the_workers_cannot_use_are_left_out() -> None:
     on_cpus = by_backend(point().spec)
     assert set(on_cpus) == {"shm", "gloo"}, "store needs a URL"
-    assert all(spec.resolved_backend() == name for name, spec in on_cpus.items())
+    assert all(resolved_backend(spec) == name for name, spec in on_cpus.items())
     on_gpus = ["roles.rollout.gpus=1", "roles.policy.gpus=1"]
     apart = by_backend(load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", on_gpus))
     assert set(apart) == {"shm", "nccl"}

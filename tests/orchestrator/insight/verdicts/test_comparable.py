@@ -13,6 +13,7 @@ from troupe.orchestrator.insight.report.overview import overview
 from troupe.orchestrator.insight.verdicts.apply import comparable_history, verdicts_of
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
+from troupe.orchestrator.spec.derived.digests import reward_digest
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.config import ModelConfig
 
@@ -100,14 +101,14 @@ def test_the_digest_of_rewards_is_that_of_what_they_are(tmp_path: Path) -> None:
     def digest(**changed: Any) -> str:
         functions = tuple(one.model_copy(update=changed) for one in reward.functions)
         roles = base.roles.model_copy(update={"reward": reward.model_copy(update={"functions": functions})})
-        return base.model_copy(update={"roles": roles}).reward_digest()
+        return reward_digest(base.model_copy(update={"roles": roles}))
 
-    assert digest() == digest(timeout_s=77.0) == base.reward_digest()
+    assert digest() == digest(timeout_s=77.0) == reward_digest(base)
     assert len({digest(), digest(weight=0.5), digest(args={"letters": "x"})}) == 3
     models = [ModelConfig(path="m", adapter=adapter) for adapter in (None, "a", "b")]
     rewards = [reward.model_copy(update={"model": model}) for model in models]
     roles = [base.roles.model_copy(update={"reward": one}) for one in rewards]
-    assert len({base.model_copy(update={"roles": one}).reward_digest() for one in roles} | {digest()}) == 4
+    assert len({reward_digest(base.model_copy(update={"roles": one})) for one in roles} | {digest()}) == 4
 
 
 def test_a_damaged_file_of_evaluations_hides_none(tmp_path: Path) -> None:

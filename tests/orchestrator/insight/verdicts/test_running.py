@@ -15,7 +15,7 @@ from troupe.orchestrator.insight.verdicts.apply import HEALTHY, RunningVerdicts,
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.updates import fewer_updates
 from troupe.orchestrator.insight.verdicts.verdict import Remedy, field
-from troupe.orchestrator.spec.checks.machine import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EVENTS

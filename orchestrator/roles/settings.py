@@ -1,0 +1,263 @@
+"""What a spec gives the workers of each role: their configurations, and the settings of their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from troupe.orchestrator.algorithms import section
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
+from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import environment_role
+from troupe.workers.contract.config import (
+    CPU_THREADS,
+    CriticConfig,
+    Device,
+    EngineConfig,
+    EngineProcess,
+    EnvironmentConfig,
+    EpisodeConfig,
+    JudgeConfig,
+    ModelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    ScoringConfig,
+    TrainerConfig,
+)
+from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
+
+_SHARED_GPU = 0.5
+"""Share of the policy's GPU for an engine there whose memory cannot be planned."""
+_CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **CPU_THREADS}
+"""Ray hides no GPU from an actor that requests none."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Settings with which each worker of a role is started."""
+
+    config: Any
+    """First argument of the constructor; the worker's name is the second."""
+    threads: int
+    device: Device
+    micro_batch_tokens: int = 0
+    """Most tokens in one forward pass, or 0 if the role's workers do not share rows by their tokens."""
+    extra: tuple[Any, ...] = ()
+    """Constructor arguments after the worker's name."""
+    sequence_parallel_size: int = 1
+    """Adjacent workers that share each micro-batch."""
+    engine: EngineProcess | None = None
+    """The engine in its process, or None without one on the CPU."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables of its process."""
+        return worker_env(self.threads, self.device)
+
+
+def worker_env(threads: int, device: Device) -> dict[str, str]:
+    """Environment variables of a worker's process, set before any library is loaded; 0 threads: the library decides."""
+    env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if threads:
+        env["OMP_NUM_THREADS"] = str(threads)
+    # DeepSpeed looks for a CUDA toolkit, which its torch operations do not need.
+    return {**env, **(_CPU_ENV if device == "cpu" else {"DS_IGNORE_CUDA_DETECTION": "1"})}
+
+
+def rollout_config(spec: RolloutSpec) -> RolloutConfig:
+    """Configuration of each rollout worker."""
+    role = spec.roles.rollout
+    share = role.gpu_memory_utilization or (_SHARED_GPU if role.colocate_with == "policy" else None)
+    return RolloutConfig(
+        model=spec.model,
+        engine=role.worker_config(EngineConfig, gpu_memory_utilization=share),
+        engine_options=role.engine,
+        sampling=spec.sampling,
+        seed=spec.seed,
+        transfer_backend=resolved_backend(spec),
+        device=spec.device,
+        episodes={name: role.part(EpisodeConfig) for name, role in spec.roles.environments().items()},
+        turn_forms=_accounts_for_forms(spec),
+        sleep=resolved_sleep(spec),
+        lora=spec.roles.policy.lora,
+    )
+
+
+def _accounts_for_forms(spec: RolloutSpec) -> bool:
+    """Whether the loss accounts for the tokens that a form permits."""
+    if spec.sampling.truncates or section.corrects_sampler(spec.algorithm):
+        return True
+    return not section.policy_loss(spec.algorithm).has_ratio
+
+
+def environment_configs(spec: RolloutSpec) -> dict[str, EnvironmentConfig]:
+    """Configuration of the workers of each environment, by role: `environment`, or `environment.NAME`."""
+    environments = spec.roles.environments().items()
+    return {environment_role(name): one.part(EnvironmentConfig) for name, one in environments}
+
+
+def judge_config(spec: RolloutSpec) -> JudgeConfig | None:
+    """Configuration of each judge worker, or None without a judge."""
+    role = spec.roles.judge
+    if role is None:
+        return None
+    engine = role.worker_config(EngineConfig)
+    return role.part(JudgeConfig, engine=engine, engine_options=role.engine, device=role.device)
+
+
+def reward_config(spec: RolloutSpec) -> ScoringConfig:
+    """Configuration of each reward worker."""
+    own = {f"data.train.{n}": source.rewards for n, source in enumerate(spec.data.mixture)}
+    sets = {section: functions for section, functions in own.items() if functions is not None}
+    sets |= {one.rewards: one.functions for one in held_out_sets(spec) if one.own_rewards}
+    return spec.roles.reward.worker_config(ScoringConfig, sets=sets)
+
+
+def reference_config(spec: RunSpec) -> ReferenceConfig | None:
+    """Configuration of each reference worker, or None without a reference or with one in the policy's workers.
+
+    Its logits are divided by the temperature that responses are sampled at, or by 1 if there is no sampling.
+    """
+    role = spec.roles.reference
+    if role is None or spec.reference_in_policy:
+        return None
+    return role.worker_config(
+        ReferenceConfig,
+        model=spec.reference_model,
+        temperature=1.0 if spec.rollouts is None else spec.rollouts.sampling.temperature,
+        device=role.device,
+        threads=role.threads or max(1, int(role.cpus) // role.shards),
+    )
+
+
+def policy_config(spec: RolloutSpec) -> PolicyConfig:
+    """Configuration of each policy rank."""
+    role = spec.roles.policy
+    return PolicyConfig(
+        model=spec.model,
+        trainer=role.worker_config(TrainerConfig),
+        loss=section.policy_loss(spec.algorithm),
+        advantage=section.advantage(spec.algorithm),
+        sampling=spec.sampling,
+        ptx_coef=spec.algorithm.ptx_coef,
+        share_prompts=role.share_prompts,
+        run_id=spec.name,
+        reference_model=_colocated_reference(spec),
+        total_updates=spec.updates_of("policy"),
+        seed=spec.seed,
+        device=spec.device,
+        transfer_backend=resolved_backend(spec),
+        weight_store=spec.weight_sync.url,
+        records_tokens=spec.output.trajectories,
+        lora=role.lora,
+    )
+
+
+def critic_config(spec: RolloutSpec) -> CriticConfig | None:
+    """Configuration of each critic rank, or None without a critic."""
+    role, loss = spec.roles.critic, section.critic_loss(spec.algorithm)
+    if role is None or loss is None:
+        return None
+    return CriticConfig(
+        model=role.model or spec.model,
+        trainer=role.worker_config(TrainerConfig),
+        loss=loss,
+        total_updates=spec.updates_of("critic"),
+        seed=spec.seed,
+        device=role.device,
+        lora=role.lora,
+    )
+
+
+def offline_config(spec: OfflineSpec) -> OfflineConfig:
+    """Configuration of each rank that trains on offline data."""
+    role = spec.roles.policy
+    return OfflineConfig(
+        model=spec.model,
+        trainer=role.worker_config(TrainerConfig),
+        loss=spec.algorithm.loss_config(),
+        examples=ExampleConfig(
+            max_length=spec.data.max_length,
+            micro_batch_tokens=role.micro_batch_tokens,
+            from_divergence=bool(spec.algorithm.from_divergence),
+            mismatched="labelled" in spec.row.formats,
+        ),
+        reference_model=_colocated_reference(spec),
+        total_updates=spec.updates_of("policy"),
+        seed=spec.seed,
+        device=spec.device,
+        lora=role.lora,
+    )
+
+
+def _colocated_reference(spec: RunSpec) -> ModelConfig | None:
+    """The reference's model if the policy's workers hold it, else None."""
+    return spec.reference_model if spec.reference_in_policy else None
+
+
+def of_rollout(spec: RolloutSpec) -> WorkerSettings:
+    """Settings of rollout workers."""
+    return _engine(rollout_config(spec))
+
+
+def of_environment(spec: RolloutSpec) -> Mapping[str, WorkerSettings]:
+    """Settings of environment workers, by role."""
+    configs = environment_configs(spec).items()
+    return {role: WorkerSettings(config, 1, "cpu", extra=(spec.model,)) for role, config in configs}
+
+
+def of_judge(spec: RolloutSpec) -> WorkerSettings | None:
+    """Settings of judge workers, or None without a judge."""
+    config = judge_config(spec)
+    return None if config is None else _engine(config)
+
+
+def of_reward(spec: RolloutSpec) -> WorkerSettings:
+    """Settings of reward workers."""
+    config, device = reward_config(spec), spec.roles.reward.device
+    return WorkerSettings(config, config.threads, device, extra=(device, spec.model))
+
+
+def of_reference(spec: RunSpec) -> WorkerSettings | None:
+    """Settings of reference workers, or None without any."""
+    config = reference_config(spec)
+    return None if config is None else WorkerSettings(config, config.threads, config.device, config.micro_batch_tokens)
+
+
+def of_policy(spec: RolloutSpec) -> WorkerSettings:
+    """Settings of policy ranks."""
+    return _trainer(policy_config(spec))
+
+
+def of_critic(spec: RolloutSpec) -> WorkerSettings | None:
+    """Settings of critic ranks, or None without a critic."""
+    config = critic_config(spec)
+    return None if config is None else _trainer(config)
+
+
+def of_offline(spec: OfflineSpec) -> WorkerSettings:
+    """Settings of ranks that train on offline data."""
+    return _trainer(offline_config(spec))
+
+
+def _engine(config: RolloutConfig | JudgeConfig) -> WorkerSettings:
+    """On a GPU vLLM decides about threads (0): it takes one, because more would spin in parallel."""
+    if config.device == "cuda":
+        return WorkerSettings(config, 0, "cuda")
+    return WorkerSettings(config, config.engine.threads, "cpu", engine=config.process)
+
+
+def _trainer(config: PolicyConfig | CriticConfig | OfflineConfig) -> WorkerSettings:
+    trainer = config.trainer
+    return WorkerSettings(
+        config,
+        trainer.threads,
+        config.device,
+        trainer.micro_batch_tokens,
+        sequence_parallel_size=trainer.sequence_parallel_size,
+    )

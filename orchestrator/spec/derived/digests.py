@@ -1,0 +1,106 @@
+"""Digests of the settings that results depend on, and the settings that measurements of a spec depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sampling import HeldOutSettings, held_out_sets, reward_functions
+from troupe.orchestrator.spec.field_tree import decisive, field_tree, live_names
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.consequences import Counts
+from troupe.workers.contract.rewards import JUDGE_REWARD
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Settings by what they determine: `model`, `engine`, `sampling`, `trainer`."""
+
+
+def evaluation_digest(spec: RunSpec) -> str:
+    """Digest of how evaluations are made: the values of those with the same one can be compared."""
+    fields = field_tree(type(spec))
+    # Digests of earlier versions have these sections, with or without fields that count.
+    content = {name: dict(spec)[name] and {} for name in ("data", "evaluation", "roles")}
+    content |= fields.counted(spec, "evaluation", Counts.YES)
+    if others := fields.counted(spec, "evaluation", Counts.IF_SET):
+        content["others"] = others
+    if spec.rollouts is not None and (sets := _evaluated_by(spec.rollouts)):
+        content["sets"] = sets
+    return _digest(content)
+
+
+def reward_digest(spec: RunSpec) -> str:
+    """Digest of the settings that determine rewards in training, without the functions' time limits and place.
+
+    Equal ones are comparable. Empty for a run on offline data.
+    """
+    if spec.rollouts is None:
+        return ""
+    rollouts: RolloutSpec = spec.rollouts
+    reward, judge = rollouts.roles.reward, rollouts.roles.judge
+    content: dict[str, Any] = {
+        path: [decisive(one, "reward") for one in functions]
+        for path, functions in reward_functions(rollouts).items()
+        if not path.startswith("data.eval")
+    }
+    if reward.model is not None:
+        content["model"] = [*decisive(reward, "reward")["model"].values(), reward.model_weight]
+    if judge is not None:
+        content["judge"] = decisive(judge, "reward")
+    return _digest(content)
+
+
+def plays_and_judges(spec: RolloutSpec, held_out: HeldOutSettings) -> dict[str, Any]:
+    """The environment of a held-out set and the judge of its samples, as far as they decide results; JSON-ready."""
+    found: dict[str, Any] = {}
+    if held_out.environment is not None:
+        role = spec.roles.environments()[held_out.environment]
+        found["played_in"] = decisive(role, "evaluation")
+    judge = spec.roles.judge
+    if judge is not None and any(function.name == JUDGE_REWARD for function in held_out.functions):
+        found["judged_by"] = field_tree(type(judge)).counted(judge, "evaluation", Counts.BY_SET)
+    return found
+
+
+def measured_settings(spec: RolloutSpec) -> Settings:
+    """The settings that measurements depend on, as they are recorded with them."""
+    schedule, roles = spec.schedule, spec.roles
+    batch = {"algorithm.group_size": spec.group_size, "schedule.prompts_per_step": schedule.prompts_per_step}
+    updates = {"schedule.epochs": schedule.epochs, "schedule.minibatches": schedule.minibatches}
+    critic = {} if roles.critic is None else _flat("roles.critic", roles.critic)
+    return {
+        "model": _flat("model", spec.model),
+        "engine": _flat("roles.rollout", roles.rollout, live_names(roles.rollout)),
+        "sampling": _flat("sampling", spec.sampling) | batch,
+        "trainer": _flat("roles.policy", roles.policy) | critic | updates,
+    }
+
+
+def different(one: Settings, other: Settings, *parts: str) -> list[str]:
+    """Paths of the settings in these parts that are not equal."""
+    return [
+        path
+        for part in parts
+        for path in sorted({*one[part], *other[part]})
+        if one[part].get(path) != other[part].get(path)
+    ]
+
+
+def _evaluated_by(spec: RolloutSpec) -> dict[str, Any]:
+    """Environment and judge that decide results, by set; the digest's other fields hold an unnamed environment."""
+    sets = {one.label: plays_and_judges(spec, one) for one in held_out_sets(spec)}
+    if "" in spec.roles.environments():
+        sets = {label: {k: v for k, v in own.items() if k != "played_in"} for label, own in sets.items()}
+    return {label: own for label, own in sets.items() if own}
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _flat(section: str, values: Frozen, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The fields of a section by their paths."""
+    return {f"{section}.{name}": value for name, value in values.model_dump(mode="json", exclude=set(without)).items()}

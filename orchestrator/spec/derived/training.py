@@ -1,0 +1,106 @@
+"""What the updates of a run do besides their losses, and what reaches the engines, as far as a spec defines it."""
+
+from __future__ import annotations
+
+from troupe.orchestrator.algorithms import section
+from troupe.orchestrator.algorithms.table import KlPenalty
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import AlarmConfig
+from troupe.workers.contract.config import Sleep
+from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
+
+
+def update_rules(spec: RunSpec) -> tuple[object, ...]:
+    """What the updates of a step depend on besides its batch and the configurations of the trainers."""
+    shared = spec.seed, spec.schedule.epochs, spec.schedule.minibatches
+    if spec.rollouts is None:
+        return shared
+    rollouts: RolloutSpec = spec.rollouts
+    algorithm = rollouts.algorithm
+    return (
+        *shared,
+        rollouts.critic_warmup,
+        skips_zero_advantage(rollouts),
+        section.kl_penalty(algorithm),
+        section.trust_region(algorithm),
+        algorithm.kl_stop or None,
+        algorithm.kl_states,
+    )
+
+
+def kl_penalty(spec: RunSpec) -> KlPenalty | None:
+    """The penalty on KL(old || new), or None for an algorithm without one."""
+    return None if spec.rollouts is None else section.kl_penalty(spec.rollouts.algorithm)
+
+
+def kl_start(spec: RunSpec) -> float | None:
+    """Start value of the adaptive coefficient of the KL term in the reward, or None if it does not adapt."""
+    rollouts: RolloutSpec | None = spec.rollouts
+    return None if rollouts is None or rollouts.algorithm.kl.target is None else rollouts.kl_coef
+
+
+def alarm_limits(spec: RunSpec) -> AlarmConfig | None:
+    """When a rising reward counts as reward hacking, or None if never."""
+    return None if spec.rollouts is None else spec.rollouts.failures.alarm
+
+
+def skips_zero_advantage(spec: RolloutSpec) -> bool:
+    """Whether updates leave out rows without an advantage, because the loss has no other term for them.
+
+    A custom loss may have one.
+    """
+    loss = section.policy_loss(spec.algorithm)
+    only_advantages = loss.objective != "custom" and loss.kl_coef == 0 and loss.entropy_coef == 0
+    return only_advantages and section.kl_penalty(spec.algorithm) is None
+
+
+def needs_old_logprobs(spec: RolloutSpec) -> bool:
+    """Whether the log-probs before the update are computed separately.
+
+    With one update per step and no KL in the reward, the update itself computes them.
+    """
+    advantage = section.advantage(spec.algorithm)
+    compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
+    return compares or advantage.kl_coef > 0 or advantage.estimator == "distill"
+
+
+def old_logprobs_at_batch(spec: RolloutSpec) -> bool:
+    """Whether these log-probs are computed for the whole batch instead of for each group during generation."""
+    return needs_old_logprobs(spec) and spec.schedule.max_staleness > 0
+
+
+def values_at_batch(spec: RolloutSpec) -> bool:
+    """Whether the critic's values are computed for the whole batch instead of for each group during generation.
+
+    The critic trains while groups of later steps are generated: only once it is their turn is it the critic before
+    the step's updates.
+    """
+    return spec.roles.critic is not None and spec.schedule.max_staleness > 0
+
+
+def overlaps_steps(spec: RunSpec) -> bool:
+    """Whether a step may begin before the engines have the weights of the step before."""
+    return spec.rollouts is not None and spec.rollouts.schedule.max_staleness > 0
+
+
+def resolved_backend(spec: RolloutSpec) -> TransferBackend:
+    """The weight-transfer back-end, `auto` resolved. Adapters are small: they take the way through memory."""
+    if spec.weight_sync.backend != "auto":
+        return spec.weight_sync.backend
+    if spec.roles.policy.lora is not None:
+        return "shm"
+    return automatic_backend(spec.device, spec.roles.rollout.colocate_with == "policy").name
+
+
+def has_weight_file(spec: RunSpec) -> bool:
+    """Whether new weights reach the engines in a file in shared memory."""
+    return spec.rollouts is not None and BACKENDS[resolved_backend(spec.rollouts)].writes_file
+
+
+def resolved_sleep(spec: RolloutSpec) -> Sleep:
+    """Memory that engines release while the policy trains, null resolved."""
+    role = spec.roles.rollout
+    if role.sleep is not None:
+        return role.sleep
+    return "kv_cache" if role.colocate_with == "policy" and spec.device == "cuda" else "none"

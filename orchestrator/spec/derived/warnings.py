@@ -1,0 +1,82 @@
+"""What works in a spec, and is probably not meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from troupe.orchestrator.algorithms import section
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks.adapters import forgotten_templates, unverified_adapters
+from troupe.orchestrator.spec.rollout import RolloutSpec
+
+_SCORERS = ("reference", "reward", "environment")
+"""Roles whose workers have one sample at a time."""
+
+
+def warnings_of(spec: RunSpec) -> list[str]:
+    """One line for each: adapters of models that nothing verifies or that were trained with other chat templates,
+    held-out data that no evaluation uses, profiles of what the run does not have, restarts that cannot be, learning
+    rates that do not reach their peak, and roles with more workers than work."""
+    return [
+        *unverified_adapters(spec.models()),
+        *forgotten_templates(spec.models()),
+        *_unused_eval(spec),
+        *_missing_profiles(spec),
+        *_limited_restarts(spec),
+        *_rising_rates(spec),
+        *(() if spec.rollouts is None else _idle_workers(spec.rollouts)),
+    ]
+
+
+def _unused_eval(spec: RunSpec) -> Iterator[str]:
+    if spec.evaluation is None and any(name.partition(".")[0] == "eval" for name in spec.data.sources()):
+        yield "data.eval: the run never evaluates on it; add `evaluation: {}` (without it, only `troupe eval` does)"
+
+
+def _missing_profiles(spec: RunSpec) -> Iterator[str]:
+    profile, trainers = spec.output.profile, spec.roles.trainers().values()
+    if profile is None:
+        return
+    most, ranks = spec.schedule.steps, max(role.data_parallel_size for role in trainers)
+    if late := [str(step) for step in profile.steps if step > most]:
+        yield f"output.profile.steps: the run has {most} steps; not recorded: {', '.join(late)}"
+    if beyond := [str(rank) for rank in profile.ranks if rank >= ranks]:
+        yield f"output.profile.ranks: no trainer has rank {', '.join(beyond)} (ranks count from 0)"
+
+
+def _limited_restarts(spec: RunSpec) -> Iterator[str]:
+    """Trainers that can be restarted only in some of the steps, if the spec sets one of the two fields."""
+    failures, every = spec.failures, min(spec.checkpoint.every_steps or spec.schedule.steps, spec.schedule.steps)
+    kept, defaults = failures.replay_steps, type(failures).model_fields
+    ours = all(dict(failures)[name] == defaults[name].default for name in ("replay_steps", "trainer_restarts"))
+    if not ours and failures.trainer_restarts and kept < every:
+        yield (
+            f"failures.replay_steps: {kept}, but {every} steps lie between checkpoints (checkpoint.every_steps): a "
+            f"trainer that is lost more than {kept} steps after one is not restarted, and the run ends"
+        )
+
+
+def _rising_rates(spec: RunSpec) -> Iterator[str]:
+    """Runs that end before a learning rate has reached its peak."""
+    for name, role in spec.roles.trainers().items():
+        updates = spec.updates_of(name)
+        if 0 < updates <= role.warmup_updates:
+            yield (
+                f"roles.{name}.warmup_updates: {role.warmup_updates}, but the run has {updates}: the learning rate "
+                f"stays below roles.{name}.learning_rate"
+            )
+
+
+def _idle_workers(spec: RolloutSpec) -> Iterator[str]:
+    if section.dynamic_sampling(spec.algorithm):  # more groups are dispatched than a step trains on
+        return
+    groups = spec.schedule.prompts_per_step * (1 + spec.schedule.max_staleness)
+    samples = groups * max(spec.group_sizes)
+    most = {"rollout": (groups, "groups")} | dict.fromkeys(_SCORERS, (samples, "samples"))
+    for name, role in spec.roles.scaled().items():
+        bound = most.get(name.partition(".")[0])
+        if bound is not None and role.workers > bound[0]:
+            yield (
+                f"roles.{name}.workers: {role.workers}, but at most {bound[0]} {bound[1]} are in progress at a "
+                "time (schedule.prompts_per_step, max_staleness, algorithm.group_size); the other workers are idle"
+            )
