@@ -60,7 +60,7 @@ class RolesSection(Protocol):
     def trainers(self) -> dict[str, TrainerRole]: ...
 
 
-class Source(Protocol):
+class NamedData(Protocol):
     """A section that names data."""
 
     @property
@@ -70,7 +70,7 @@ class Source(Protocol):
 class DataSection(Protocol):
     """The data section, as both kinds have it."""
 
-    def sources(self) -> Mapping[str, Source]: ...
+    def sources(self) -> Mapping[str, NamedData]: ...
 
 
 class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]

@@ -14,7 +14,7 @@ from typing import Any
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec import installed_vllm
-from troupe.orchestrator.spec.base import RunSpec, Source
+from troupe.orchestrator.spec.base import NamedData, RunSpec
 from troupe.orchestrator.spec.checks import models as of_models
 from troupe.orchestrator.spec.checks.adapters import trained_adapters, wrong_adapters
 from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
@@ -141,7 +141,7 @@ def _unusable_code(spec: RolloutSpec) -> Iterator[Finding]:
             yield "algorithm.name", problem
 
 
-def missing_data(sources: Mapping[str, Source]) -> Iterator[Finding]:
+def missing_data(sources: Mapping[str, NamedData]) -> Iterator[Finding]:
     """Files and folders of data that do not exist, by the name of their section in `data`."""
     for name, source in sources.items():
         if not isinstance(source, Located):
