@@ -158,9 +158,9 @@ class SharedWorkers:
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
         policy.packs = await self.policy.call(ReusablePolicy.packs, TIMEOUT_S)
         policy.shares_prompts = await self.policy.call(ReusablePolicy.shares_prompts, TIMEOUT_S)
-        critic, critic_config = None, critic_config(spec)
-        if critic_config is not None:
-            await self.critic.call(ReusableCritic.reconfigure, TIMEOUT_S, critic_config)
+        critic, config = None, critic_config(spec)
+        if config is not None:
+            await self.critic.call(ReusableCritic.reconfigure, TIMEOUT_S, config)
             critic = CriticGroup("critic", [self.critic], spec.roles.trainers()["critic"].micro_batch_tokens)
             critic.packs = await self.critic.call(ReusableCritic.packs, TIMEOUT_S)
         for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
