@@ -103,7 +103,7 @@ def test_refused_texts_are_said_or_stop_the_run(on_bad_row: str, tokens: tuple[i
             failures=SimpleNamespace(on_bad_row=on_bad_row),
             seed=0,
         ),
-        _context=SimpleNamespace(
+        _session=SimpleNamespace(
             cluster=SimpleNamespace(put=lambda table: table), console=SimpleNamespace(message=said.append)
         ),
     )
