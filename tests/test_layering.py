@@ -313,7 +313,7 @@ def test_no_code_tells_the_kinds_of_spec_apart() -> None:
     for module in modules():
         for name, call in calls(module):
             if name == "isinstance" and ast.unparse(call.args[1]).endswith("Spec"):
-                violations.append(f"{module.location(call)}: isinstance on a spec: use a method that both kinds have")
+                violations.append(f"{module.location(call)}: isinstance on a spec: use a function of both kinds")
     report(violations)
 
 

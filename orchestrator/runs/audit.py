@@ -78,9 +78,7 @@ class RunAudit:
     data: RunData
     sync: WeightSync
 
-    async def run(
-        self, found: Checkpoint | None, load: Callable[[], Awaitable[object]] | None = None
-    ) -> AuditReport:
+    async def run(self, found: Checkpoint | None, load: Callable[[], Awaitable[object]] | None = None) -> AuditReport:
         """Compares the initial weights, or those of a checkpoint.
 
         Args:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-
-
-from troupe.orchestrator.spec.derived.paths import without_adapters
-from troupe.orchestrator.spec.derived.sampling import held_out_sets
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
@@ -16,18 +11,26 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from troupe.orchestrator.data.prompts import evaluation_picks
-from troupe.orchestrator.data.summary import RunData, load_data
-from troupe.orchestrator.data.summary import describe
+from troupe.orchestrator.data.summary import RunData, describe, load_data
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollouts.endpoint import Endpoint, endpoint_sampler
-from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, Sampler, engine_sampler, levels_of, metrics_of
+from troupe.orchestrator.rollouts.evaluation import (
+    Evaluator,
+    HeldOutSet,
+    Sampler,
+    engine_sampler,
+    levels_of,
+    metrics_of,
+)
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog, as_json, described_sets, evaluation_as_json
 from troupe.orchestrator.rollouts.held_out import SetResult
 from troupe.orchestrator.runs.offline import OfflineRun, load_offline
 from troupe.orchestrator.runs.pools import RunPools, open_pools
 from troupe.orchestrator.runs.session import RunRequest, Session, open_session, say
+from troupe.orchestrator.spec.derived.paths import without_adapters
+from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec

@@ -17,8 +17,8 @@ from troupe.orchestrator.errors import DataError, TroupeError
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.runs.session import RunRequest, Session
-from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
+from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import load_checkpoint

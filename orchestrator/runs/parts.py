@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from troupe.orchestrator.spec.derived.training import alarm_limits
-from troupe.orchestrator.spec.derived.training import kl_penalty
-
 from collections.abc import Sequence
 
 from troupe.orchestrator.controller import RunComponents, RunParts
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.training import alarm_limits, kl_penalty
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.alarm import Alarm

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from troupe.orchestrator.spec.derived.sizes import group_scoring_s
-from troupe.orchestrator.spec.derived.training import needs_old_logprobs
-from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch
-from troupe.orchestrator.spec.derived.training import resolved_sleep
-from troupe.orchestrator.spec.derived.training import values_at_batch
-
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -24,6 +18,13 @@ from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.runs.session import Session
+from troupe.orchestrator.spec.derived.sizes import group_scoring_s
+from troupe.orchestrator.spec.derived.training import (
+    needs_old_logprobs,
+    old_logprobs_at_batch,
+    resolved_sleep,
+    values_at_batch,
+)
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import environment_role
 from troupe.orchestrator.training.checkpoint import Checkpoint, load_checkpoint

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-
-
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.derived.paths import uses_hub
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.examples import models_folder
-from troupe.orchestrator.spec.derived.paths import uses_hub
 from troupe.orchestrator.spec.load import plan_runs
-from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.demo import named_models
 from troupe.workers.contract.imports import missing_package

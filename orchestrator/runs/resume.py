@@ -5,10 +5,6 @@ Everything here is checked before Ray starts. A change is refused if the checkpo
 
 from __future__ import annotations
 
-from troupe.orchestrator.spec.derived.training import kl_penalty
-
-from troupe.orchestrator.spec.derived.training import kl_start
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +14,7 @@ from troupe.orchestrator.data.mixture import DrawnSource
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import FieldDifference, field_changes
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.training import kl_penalty, kl_start
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.load import plan_runs, read_document

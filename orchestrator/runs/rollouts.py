@@ -10,10 +10,9 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
-from troupe.orchestrator.data.prompts import PromptOrder
 from troupe.orchestrator.data.pools import RowTable
-from troupe.orchestrator.data.summary import RunData
-from troupe.orchestrator.data.summary import data_metrics
+from troupe.orchestrator.data.prompts import PromptOrder
+from troupe.orchestrator.data.summary import RunData, data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.live.control import ControlServer
@@ -25,15 +24,15 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import weight_sync
-from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.audit import AUDIT, RunAudit
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.evaluation import held_out_evaluator
 from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
 from troupe.orchestrator.runs.session import RunRequest, Session, say
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
-from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import SourceShare
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks

@@ -1,9 +1,7 @@
-"""The session of a run: a cluster and workers, from their start to an orderly end. Every kind of run is a function of one."""
+"""The session of a run: a cluster and workers, from their start to an orderly end. Every kind of run is a function
+of one."""
 
 from __future__ import annotations
-
-from troupe.orchestrator.spec.derived.digests import evaluation_digest
-from troupe.orchestrator.spec.derived.digests import reward_digest
 
 import asyncio
 import logging
@@ -17,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from troupe.orchestrator.plan.placement import role_sizes, room
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.data.prompt_check import PromptCheck
@@ -26,10 +23,12 @@ from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
+from troupe.orchestrator.plan.placement import role_sizes, room
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import SAMPLERS
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.digests import evaluation_digest, reward_digest
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, recorded_failure
 from troupe.orchestrator.telemetry.versions import versions as describe_versions

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from troupe.orchestrator.spec.derived.warnings import warnings_of
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -11,8 +9,7 @@ from typing import Any
 
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
-from troupe.orchestrator.data.summary import load_data
-from troupe.orchestrator.data.summary import Pools, describe
+from troupe.orchestrator.data.summary import Pools, describe, load_data
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints, open_checkpoints
@@ -21,8 +18,8 @@ from troupe.orchestrator.runs.offline import load_offline, train_offline
 from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.runs.rollouts import train_on_rollouts
 from troupe.orchestrator.runs.session import RunRequest, open_session, say
-from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.base import RESOLVED_SPEC
+from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
+from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.telemetry.console import Console
 
 
