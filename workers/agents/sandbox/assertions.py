@@ -21,7 +21,8 @@ ITEMS = "_items"
 """Function of the sandbox that makes that list; its second argument: whether the value must have a length."""
 _RESULT = "\0result"
 """Name that stands for a result of the sandbox in an expression."""
-_LARGEST_POWER = 2**16
+_POWER_BITS = 2**20
+"""Bits of the largest integer that a power may be."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ def _compute(op: ast.operator, left: Any, right: Any) -> Any:
         if isinstance(op, ast.Add) and type(left) is type(right) and isinstance(left, (list, tuple, str)):
             return left + right
         raise ValueError("arithmetic on something other than numbers")
-    if isinstance(op, ast.Pow) and (abs(right) > _LARGEST_POWER or abs(left) > _LARGEST_POWER):
+    whole = isinstance(left, int) and isinstance(right, int)
+    if whole and isinstance(op, ast.Pow) and left.bit_length() * abs(right) > _POWER_BITS:
         raise ValueError("a power that is too large")
     return BINARY[type(op)](left, right)

@@ -334,6 +334,13 @@ def test_assertions_are_split_into_calls_and_comparisons() -> None:
     assert not found.cases[0].holds(["text", False])
 
 
+@pytest.mark.parametrize("test", ["f() == 100000**2", "1e5**2 >= f()", "f() ** 3 == 1000000007**0 * 10**30"])
+def test_powers_of_large_numbers_are_compared(test: str) -> None:
+    [case] = parse_assertions(f"assert {test}").cases
+    assert case.holds([10**10])
+    assert not case.holds([10**10 + 1])
+
+
 def test_an_expression_in_the_cases_cannot_use_up_the_worker() -> None:
     [case] = parse_assertions("assert f(1) == 9**9**9**9").cases
     assert not case.holds([1])
