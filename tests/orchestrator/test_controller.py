@@ -6,6 +6,7 @@ import asyncio
 import gc
 import io
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -321,6 +322,13 @@ def test_epochs_and_minibatches_make_that_many_updates(tmp_path: Path) -> None:
     assert sorted(rows) == sorted(list(range(20)) * 2)
 
 
+def test_every_epoch_of_every_step_divides_its_samples_anew(tmp_path: Path) -> None:
+    run = RolloutRun(tmp_path, schedule={"steps": 3, "epochs": 2, "minibatches": 2})
+    run.run()
+    updates = [tuple(sorted(row for part in plan.micro_batches for row in part)) for plan in run.policies[0].updates]
+    assert len({frozenset(updates[at : at + 2]) for at in range(0, 12, 2)}) == 6
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_minibatches_are_divided_between_samples(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample has two rows: an update has both, and counts one sequence."""
@@ -457,6 +465,14 @@ def test_a_step_beyond_the_trust_region_is_shortened(tmp_path: Path, max_kl: flo
         assert line["policy/step_length"] == lengths[-1]
         assert line["policy/kl_exact"] == pytest.approx(0.25 * lengths[-1] ** 2)
         assert line["policy/kl_proposed"] == 0.25
+
+
+def test_a_divergence_that_is_not_a_number_is_beyond_the_trust_region(tmp_path: Path) -> None:
+    run = RolloutRun(tmp_path, schedule={"steps": 1})
+    run.change(algorithm={"name": "trpo", "kl_states": 12, "trust_region": {"max_kl": 0.3, "backtrack": 0.5}})
+    run.policies[0].divergences = [math.nan]
+    run.run()
+    assert run.policies[0].step_lengths == [1.0, 0.5]
 
 
 def test_texts_are_split_over_the_minibatches_and_continue_after_a_resume(tmp_path: Path) -> None:

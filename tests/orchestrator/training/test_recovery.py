@@ -15,6 +15,8 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.pools.replicas import RestartBudget
 from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch, values_at_batch
+from troupe.orchestrator.training.state import PenaltyState
+from troupe.orchestrator.training.updates import Metrics
 
 METHODS = ("compute_logprobs", "prepare", "update", "publish_weights", "save", "export")
 
@@ -202,6 +204,41 @@ def test_a_rank_that_reports_the_death_of_another_is_no_error(tmp_path: Path, wh
     run.build = build
     run.run()
     assert run.learned == whole.learned
+
+
+def test_steps_after_the_one_that_is_being_saved_are_repeated_and_published(tmp_path: Path) -> None:
+    """Two steps are trained while the checkpoint of the first is written: the second is not in it."""
+    repeated: list[int] = []
+    published: list[int] = []
+
+    async def run() -> None:
+        recovery = RecoveringRun(tmp_path).build().components.recovery
+        done = PenaltyState()
+
+        async def ran(*_: object) -> tuple[list[Metrics], PenaltyState]:
+            return [], done
+
+        async def repeat(step: int, *_: object) -> None:
+            repeated.append(step)
+
+        async def push(version: int) -> None:
+            published.append(version)
+
+        async def load(_: WorkerError) -> None:
+            assert recovery._saved == 1
+
+        recovery._updates.run, recovery._updates.repeat = ran, repeat
+        recovery._push, recovery._load = push, load
+        batch: Any = None
+        await recovery.train(0, batch, done)
+        recovery.begin_save()
+        await recovery.train(1, batch, done)
+        await recovery.commit(1, lambda: None)
+        await recovery._restore(WorkerDied("policy-0", "update", "the process is gone"))
+
+    asyncio.run(run())
+    assert repeated == [1]
+    assert published == [2]
 
 
 def test_the_budget_ends_the_run_and_says_by_what(tmp_path: Path) -> None:
