@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from troupe.orchestrator.cluster.actors import RunActors, WorkerPlacements
@@ -19,12 +20,21 @@ from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.training import resolved_sleep
-from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import WorkerHealth
 
 logger = logging.getLogger(__name__)
+
+_SHOWN = 6
+"""Names of workers that a message lists."""
+_LOOK_S = 1.0
+"""Time between two looks at what the workers do that are starting."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with the numbers of started workers and of all, and the names of the others."""
+Activities = Callable[[Sequence[str]], Awaitable[dict[str, str]]]
+"""Start-up steps of workers, by name."""
 
 
 class WorkerLauncher:
@@ -50,7 +60,7 @@ class WorkerLauncher:
         self._cluster = cluster
         self._placements = WorkerPlacements(spec, cluster)
         self._actors = RunActors(spec, cluster, self._placements, classes)
-        self._progress: StartProgress | None = None
+        self._progress: _StartProgress | None = None
 
     async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
         """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
@@ -65,7 +75,7 @@ class WorkerLauncher:
         """
         await self._placements.reserve(only)
         await self._download()
-        self._progress = StartProgress(self._cluster.activities, progress, self._placements, self._actors.served)
+        self._progress = _StartProgress(self._cluster.activities, progress, self._placements, self._actors.served)
         try:
             with self._progress.following():
                 return await self._start()
@@ -193,3 +203,43 @@ class WorkerLauncher:
         self._actors.record_start(name, health)
         if self._progress is not None:
             self._progress.report()
+
+
+class _StartProgress:
+    """Reports the workers that have not started, until all of them have."""
+
+    def __init__(
+        self, activities: Activities, progress: Progress, all_names: Collection[str], served: Collection[str]
+    ) -> None:
+        """`all_names` and `served`: the workers of the run, and the started ones; both change."""
+        self._activities = activities
+        self._progress = progress
+        self._all = all_names
+        self._served = served
+        self._doing: dict[str, str] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Looks at the workers while the block runs."""
+        self.report()
+        task = asyncio.create_task(self._follow(), name="follow activities")
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def report(self) -> None:
+        """Says which workers are still starting, and what they do."""
+        waiting = self._waiting()
+        each = [f"{name} ({self._doing[name]})" if name in self._doing else name for name in waiting[:_SHOWN]]
+        more = [f"and {len(waiting) - _SHOWN} more"] if len(waiting) > _SHOWN else []
+        self._progress(len(self._all) - len(waiting), len(self._all), " ".join([", ".join(each), *more]))
+
+    def _waiting(self) -> list[str]:
+        return sorted(name for name in self._all if name not in self._served)
+
+    async def _follow(self) -> None:
+        while True:
+            self._doing = await self._activities(self._waiting())
+            self.report()
+            await asyncio.sleep(_LOOK_S)

@@ -37,7 +37,7 @@ _PROBE_S = 5.0
 Push = Callable[[int], Awaitable[object]]
 """Loads the policy's weights into every engine as this version."""
 HoldMemory = Callable[[], AbstractAsyncContextManager[None]]
-"""Gives the trainers the memory of GPUs that they share with engines. Engines that rested need weights afterwards."""
+"""Gives the trainers the memory of GPUs that they share with engines. Engines that slept need weights afterwards."""
 RestartGroups = Callable[[Sequence[TrainerGroup[Any]]], Awaitable[None]]
 """Ends the processes of these groups, and starts the same ranks with their initial model."""
 

@@ -206,7 +206,9 @@ def test_a_rank_that_reports_the_death_of_another_is_no_error(tmp_path: Path, wh
     assert run.learned == whole.learned
 
 
-def test_steps_after_the_one_that_is_being_saved_are_repeated_and_published(tmp_path: Path) -> None:
+def test_steps_after_the_one_that_is_being_saved_are_repeated_and_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps are trained while the checkpoint of the first is written: the second is not in it."""
     repeated: list[int] = []
     published: list[int] = []
@@ -227,8 +229,10 @@ def test_steps_after_the_one_that_is_being_saved_are_repeated_and_published(tmp_
         async def load(_: WorkerError) -> None:
             assert recovery._saved == 1
 
-        recovery._updates.run, recovery._updates.repeat = ran, repeat
-        recovery._push, recovery._load = push, load
+        monkeypatch.setattr(recovery._updates, "run", ran)
+        monkeypatch.setattr(recovery._updates, "repeat", repeat)
+        monkeypatch.setattr(recovery, "_push", push)
+        monkeypatch.setattr(recovery, "_load", load)
         batch: Any = None
         await recovery.train(0, batch, done)
         recovery.begin_save()

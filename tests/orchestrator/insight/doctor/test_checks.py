@@ -262,4 +262,4 @@ def test_the_findings_are_the_same_as_text_and_as_json() -> None:
 
 
 def test_the_packages_that_may_be_missing_are_those_that_the_lock_leaves_out() -> None:
-    assert UNUSED == set(LEFT_OUT)
+    assert set(LEFT_OUT) == UNUSED
