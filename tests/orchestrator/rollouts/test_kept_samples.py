@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from tests.fakes import FakeTable, FaultyEngine, fake_spec
+from tests.orchestrator import test_controller
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.rollouts import kept_samples, source
 from troupe.orchestrator.rollouts.kept_samples import GROUPS, fingerprint
-from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import MANIFEST, SAMPLES, Checkpoint, CheckpointStore, verify
 from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, SampleSummary
 
@@ -280,7 +281,8 @@ def test_groups_whose_values_an_earlier_version_kept_are_sampled_again(
 ) -> None:
     """It scored them during generation, with critics that have trained since."""
     with monkeypatch.context() as earlier:
-        earlier.setattr(RolloutSpec, "values_at_batch", False)
+        for module in (test_controller, source, kept_samples):
+            earlier.setattr(module, "values_at_batch", lambda _: False)
         run, _ = stopped_run(tmp_path, "values", critic=True)
     again = slow_run(run.out, 99, resume=True, roles={"critic": {}})
     assert again.run().ledger["trained"] == 6 * 3 * GROUP_SIZE
