@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AddedToken
 
+from tests.fakes import fake_spec
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.roles.table import ROLES
 from troupe.workers.agents.environments import base
@@ -84,12 +84,9 @@ def test_an_environment_whose_reward_has_nothing_to_know_keeps_its_arguments(thi
 
 
 def test_environment_workers_know_the_policy() -> None:
-    model = ModelConfig(path="model")
-    spec: Any = SimpleNamespace(
-        environment_configs=lambda: {"environment": EnvironmentConfig(name="retry")}, model=model
-    )
+    spec = fake_spec(roles={"environment": {"name": "retry"}})
     settings: Any = ROLES["environment"].settings(spec)
-    assert settings["environment"].extra == (model,)
+    assert settings["environment"].extra == (spec.model,)
 
 
 def test_a_row_and_a_turn_show_the_tags_of_thoughts_that_are_special_tokens(tiny_model: Path) -> None:
