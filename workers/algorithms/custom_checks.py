@@ -101,7 +101,7 @@ class _TestedAlgorithm:
 
 
 _Check = Callable[[_TestedAlgorithm, int], str]
-"""From the algorithm and a seed to what is wrong; empty if nothing is."""
+"""Takes the algorithm and a seed; returns what is wrong, or an empty text."""
 
 
 def _run(name: str, check: _Check, case: _TestedAlgorithm, seeds: int) -> Check:

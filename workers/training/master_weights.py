@@ -1,4 +1,4 @@
-"""The master weights: the optimizer's own, in float32, from which it rounds the model's.
+"""The master weights: the optimizer's float32 weights. It rounds them to the model's.
 
 Under ZeRO each rank holds a part of them. The digest of a rank covers its own part, so that nothing is gathered.
 """

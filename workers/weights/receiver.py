@@ -38,7 +38,7 @@ _LEAST_EFFECT = 1e-3
 class EngineWeights:
     """Loads versions of the policy's weights into an engine, and confirms what its processes hold.
 
-    The engine's requests are paused meanwhile, and continue under the new weights. After a failed update the engine
+    The engine's requests are paused during a load, and continue under the new weights. After a failed update the engine
     stays closed until an update succeeds.
     """
 

@@ -23,6 +23,8 @@ _RESULT = "\0result"
 """Name that stands for a result of the sandbox in an expression."""
 _POWER_BITS = 2**20
 """Bits of the largest integer that a power may be."""
+_REPEATED_ITEMS = 2**20
+"""Items of the longest sequence that a repetition (`[0] * 3`) may be."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def parse_assertions(text: str, function: str = "") -> Assertions:
 
     Raises:
         ValueError: the text is not Python, contains anything but imports, assignments and assertions, or an assertion
-            whose expected result would have to enter the sandbox.
+            whose expected result would have to enter the sandbox, cannot be computed or is too large.
     """
     try:
         body = ast.parse(text).body
@@ -120,6 +122,7 @@ class _Splitter:
         calls: list[str] = []
         local = self._split(self._insert(test), calls, truth=True)
         if calls:  # `assert True` tests nothing
+            _require_values(local)
             self._found.cases.append(Assertion(tuple(calls), local))
 
     def _insert(self, node: ast.expr) -> ast.expr:
@@ -215,13 +218,39 @@ class _Splitter:
         return False
 
 
+def _require_values(node: ast.AST) -> None:
+    """Raise ValueError if a part of an assertion that holds no result of the sandbox has no value.
+
+    No program could pass: the assertion says nothing about the program.
+    """
+    if any(isinstance(inner, ast.Name) and inner.id.startswith(_RESULT) for inner in ast.walk(node)):
+        called = isinstance(node, ast.Call)
+        children = [*node.args, *(one.value for one in node.keywords)] if called else ast.iter_child_nodes(node)
+        for child in children:
+            _require_values(child)
+    elif isinstance(node, ast.expr):
+        try:
+            evaluate(node, _compute)
+        except Exception as error:
+            shown = f"{ast.unparse(node)[:80]} ({error})"
+            raise ValueError(f"the tests contain an expression that cannot be evaluated: {shown}") from None
+
+
 def _compute(op: ast.operator, left: Any, right: Any) -> Any:
-    """Arithmetic on numbers; nothing that makes large data of small."""
-    if not all(isinstance(one, (int, float, complex)) for one in (left, right)):
-        if isinstance(op, ast.Add) and type(left) is type(right) and isinstance(left, (list, tuple, str)):
-            return left + right
-        raise ValueError("arithmetic on something other than numbers")
-    whole = isinstance(left, int) and isinstance(right, int)
-    if whole and isinstance(op, ast.Pow) and left.bit_length() * abs(right) > _POWER_BITS:
-        raise ValueError("a power that is too large")
-    return BINARY[type(op)](left, right)
+    """Arithmetic on numbers, sequences and sets; nothing that makes large data of small."""
+    match op, left, right:
+        case ast.Pow(), int(), int() if left.bit_length() * abs(right) > _POWER_BITS:
+            raise ValueError("a power that is too large")
+        case _, int() | float() | complex(), int() | float() | complex():
+            return BINARY[type(op)](left, right)
+        case ast.Add(), list() | tuple() | str(), _ if type(left) is type(right):
+            return BINARY[ast.Add](left, right)
+        case ast.Sub(), set() | frozenset(), set() | frozenset():
+            return left - right
+        case (ast.Mult(), list() | tuple() | str() as items, int(times)) | (
+            ast.Mult(),
+            int(times),
+            list() | tuple() | str() as items,
+        ) if len(items) * times <= _REPEATED_ITEMS:
+            return items * times
+    raise ValueError("arithmetic on something other than numbers, or a sequence that is too long")

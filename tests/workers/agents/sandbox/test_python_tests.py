@@ -342,10 +342,34 @@ def test_powers_of_large_numbers_are_compared(test: str) -> None:
 
 
 def test_an_expression_in_the_cases_cannot_use_up_the_worker() -> None:
-    [case] = parse_assertions("assert f(1) == 9**9**9**9").cases
-    assert not case.holds([1])
     [case] = parse_assertions("assert f(1) * 10**10 == 'x'").cases
     assert not case.holds(["x" * 1000])
+    [case] = parse_assertions("assert f(1) ** 10**6 == 1").cases
+    assert not case.holds([3])
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["f() == 9**9**9**9", "f() == [0] * 10**7", "f() == 1 // 0", "isclose(f(), 1, rel_tol='1' - 1)", "f() == '%d' % 3"],
+)
+def test_an_expected_result_without_a_value_is_refused_and_is_no_wrong_answer(test: str) -> None:
+    with pytest.raises(ValueError, match="cannot be evaluated"):
+        parse_assertions(f"assert {test}")
+
+
+@pytest.mark.parametrize(
+    ("test", "right", "wrong"),
+    [
+        ("f() == [0] * 3", [0, 0, 0], [0, 0]),
+        ("f() == 2 * (1, 'ab' * 2)", (1, "abab", 1, "abab"), (1, "abab")),
+        ("f() - {1} == {2}", {1, 2}, {1, 3}),
+        ("len(f() + [1]) == 3", [1, 2], [1]),
+    ],
+)
+def test_expected_results_may_be_computed_of_sequences_and_sets(test: str, right: Any, wrong: Any) -> None:
+    [case] = parse_assertions(f"assert {test}").cases
+    assert case.holds([right])
+    assert not case.holds([wrong])
 
 
 # Forged verdicts
