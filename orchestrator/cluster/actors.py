@@ -1,4 +1,4 @@
-"""The workers of a run as actors: the place that each has, its class and its configuration."""
+"""The workers of a run as actors, each with a placement, a class and a configuration."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class WorkerPlacements(Mapping[str, tuple[Placement, Seat]]):
             self._cluster.release(placement.name)
 
     def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
-        """Takes the places of a placement, or those of the sections in `only`."""
+        """Takes the places of a placement, or of the sections in `only` alone."""
         seats = [seat for seat in placement.seats if only is None or section_of(seat.role) in only]
         self._placements |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}
 

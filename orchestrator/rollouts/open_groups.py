@@ -88,7 +88,7 @@ class ScheduledGroup:
 
 
 class ResumedGroups:
-    """The groups that were open at the checkpoint from which a run resumes, and that are not opened again yet."""
+    """Groups of the checkpoint that a run resumes from, until they are opened again."""
 
     def __init__(self, open_groups: Sequence[OpenGroup]) -> None:
         """`open_groups`: from the ledger; without `keep` all of them are sampled again."""

@@ -79,7 +79,7 @@ class RunAudit:
     sync: WeightSync
 
     async def run(self, found: Checkpoint | None, load: Callable[[], Awaitable[object]] | None = None) -> AuditReport:
-        """Compares the initial weights, or those of a checkpoint.
+        """Compares the initial weights, or a checkpoint's.
 
         Args:
             found: The checkpoint, or None for the initial weights.

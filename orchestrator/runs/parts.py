@@ -29,7 +29,7 @@ def run_parts(
     console: Console,
     own: Sequence[RunPart] = (),
 ) -> RunParts:
-    """The parts of a run, with the state of the checkpoint from which it resumes.
+    """The parts of a run, with the state of the checkpoint that it resumes from.
 
     Args:
         spec: The spec.

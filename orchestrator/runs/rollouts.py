@@ -17,13 +17,13 @@ from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.rollouts.evaluation import EvaluationBeside
+from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
-from troupe.orchestrator.rollouts.weight_sync import weight_sync
+from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.runs.audit import AUDIT, RunAudit
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.evaluation import held_out_evaluator
@@ -169,14 +169,7 @@ class RolloutRun:
             curriculum=curriculum,
         )
         cluster = self._session.cluster
-        recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
-        evaluator = held_out_evaluator(
-            spec,
-            self._pools,
-            self._data,
-            responses=self._out / "evaluation" if spec.output.trajectories else None,
-            log=EvaluationLog(self._out / EVALUATIONS, described_sets(spec, self._data.held_out), done),
-        )
+        evaluator = self._evaluator(done)
         beside = evaluator is not None and spec.evaluation is not None and spec.evaluation.beside
         components = RunComponents(
             source=RolloutSource(spec, self._out, rollouts, self._session.console, self._session.stop, advantages),
@@ -191,17 +184,31 @@ class RolloutRun:
             scaler=self.scaler,
             budgets=[pool.budget for pool in self._pools.by_role.values()],
             peaks=cluster.peaks,
-            recorder=recorder,
+            recorder=RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib),
             data=data_metrics(self._data.pools, self._data.refused),
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._session.console, self._session.stop
-        own: list[RunPart] = [LiveControl(ControlServer(self._out, self.scaler))]
-        if spec.audit.at_start:
-            audited = RunAudit(self._session.spec.rollouts, self._session, self._pools, self._data, sync)
-            own.insert(0, AuditAtStart(audited, found, self._out))
-        parts = run_parts(spec, components, checkpoints, sinks, console, own)
+        parts = run_parts(spec, components, checkpoints, sinks, console, self._own_parts(sync, found))
         return Controller(spec, components, parts, sinks, console, stop, done)
+
+    def _evaluator(self, done: int) -> Evaluator | None:
+        """Evaluates on the held-out sets and logs the results, or None if the spec has none."""
+        return held_out_evaluator(
+            self._spec,
+            self._pools,
+            self._data,
+            responses=self._out / "evaluation" if self._spec.output.trajectories else None,
+            log=EvaluationLog(self._out / EVALUATIONS, described_sets(self._spec, self._data.held_out), done),
+        )
+
+    def _own_parts(self, sync: WeightSync, found: Checkpoint | None) -> list[RunPart]:
+        """The parts that only runs on rollouts have."""
+        control = LiveControl(ControlServer(self._out, self.scaler))
+        if not self._spec.audit.at_start:
+            return [control]
+        audited = RunAudit(self._session.spec.rollouts, self._session, self._pools, self._data, sync)
+        return [AuditAtStart(audited, found, self._out), control]
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
         """The texts of PPO-ptx, tokenized and split once."""

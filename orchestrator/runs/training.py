@@ -52,7 +52,7 @@ def train(request: RunRequest, console: Console) -> RunOutcome:
 
 
 def _announce(request: RunRequest, checkpoints: RunCheckpoints, console: Console) -> None:
-    """Writes the spec of a new run, or compares that of the folder; shows the changes and warnings.
+    """Writes the spec of a new run, or compares the folder's; shows the changes and warnings.
 
     Raises:
         UsageError: The run cannot resume with this spec.

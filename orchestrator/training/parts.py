@@ -70,7 +70,7 @@ class RunPart:
         """Begins what follows a step's updates, once its weights are on their way and before its samples count."""
 
     async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
-        """Follows a step whose samples count; returns its own metrics. `metrics` are those of the parts before it."""
+        """Follows a step whose samples count; returns its own metrics. `metrics` are the earlier parts'."""
         return {}
 
     async def end_step(self, now: Moment) -> None:

@@ -39,7 +39,7 @@ class StepMetrics(RunPart):
 
 
 class RestartCounts(RunPart):
-    """Gives restarts back for steps without a lost worker, and counts those of the trainers."""
+    """Gives restarts back for steps without a lost worker, and counts the trainers' restarts."""
 
     def __init__(self, trainers: RestartBudget, others: Sequence[RestartBudget]) -> None:
         """`others`: the budgets of the other roles."""
@@ -64,6 +64,6 @@ class StepFiles(RunPart):
         self._recorder = recorder
 
     async def end_step(self, now: Moment) -> None:
-        """Begins to write those of the step."""
+        """Begins to write the step's files."""
         await self._source.save_trajectories(now.step)
         await self._recorder.end_step(now.step)
