@@ -22,7 +22,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock models demo cluster-demo test test-long test-faults lint docs bench bench-quick gpu-check clean distclean
+.PHONY: help setup lock models demo cluster-demo test test-long test-faults lint docs bench gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,9 +67,6 @@ docs: $(STAMP) ## build the documentation into site/, with its generated pages b
 
 bench: models ## run the benchmarks that are not recorded for this code, and write their table in the docs (hours); ARGS="--minutes 30" runs a piece
 	$(RUN) "$(BIN)/python" -m benchmarks.suite $(ARGS)
-
-bench-quick: models ## run small benchmarks and compare them with the recorded ratios of this kind of machine
-	$(RUN) "$(BIN)/python" -m benchmarks.quick $(ARGS)
 
 # Where NVIDIA's driver is loaded, the environment is that of gpu.lock.
 gpu-check: ## run the tests that need NVIDIA GPUs; ARGS=--lf runs those that failed, ARGS="-k sleep" some

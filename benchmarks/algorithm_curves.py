@@ -23,11 +23,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reward_curves import METRIC, curve
 from benchmarks.support.harness import command_parser, machine, versions, where
 from docs.tooling.algorithm_reference import Curves, spec_of
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "recorded" / "algorithm_curves.json"
@@ -36,7 +36,7 @@ IMAGE = "images/algorithm-curves.svg"
 FIGURE = ROOT / "docs" / "reference" / IMAGE
 STEPS = 20
 LONGEST_S = 900
-OFFLINE_METRIC = "eval/loss"
+METRIC, OFFLINE_METRIC = "reward/mean", "eval/loss"
 METRIC_OF = {"distill": "kl_ref"}
 """What a run optimizes, where it is not the reward: `distill` lowers the divergence from its teacher."""
 SMOLLM2 = Path(".cache/models/smollm2-135m-instruct")
@@ -96,6 +96,14 @@ def measure(name: str, steps: int) -> Run:
         subprocess.run([*command, *settings], cwd=ROOT, timeout=LONGEST_S, check=True)
         values = {str(step): round(value, 5) for step, value in curve(out, metric).items()}
     return Run(metric, given, values, where(machine(), versions(), f"{datetime.now(UTC):%Y-%m-%d}"))
+
+
+def curve(run: Path, metric: str) -> dict[int, float]:
+    """The metric by step. Raises ValueError if no finished step of the run has it."""
+    found = {line["step"]: line[metric] for line in RunFolder(run).metrics() if line.get(metric) is not None}
+    if not found:
+        raise ValueError(f"{run}: no finished step has {metric}")
+    return found
 
 
 def noisy_copy(teacher: Path, student: Path) -> Path:

@@ -1,7 +1,6 @@
 """Tokens per second streamed through the orchestrator, against bare vLLM on the same prompts and seeds.
 
     python -m benchmarks.rollout_throughput --groups 16 --samples 8 --max-tokens 32
-    python -m benchmarks.rollout_throughput --sweep concurrency=16,32,64 --sweep engines=1,2
     python -m benchmarks.rollout_throughput --lengths long-tail --training
 
 The product samples through its own Ray actors, engine pool, scheduler, `RolloutWorker.generate` and Arrow tables in the
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.support.bare_engines import BareAsyncLLM, BareLLM, SampledBatch
 from benchmarks.support.harness import NotCorrect, Report, Turn, best, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter, RemoteObject, stopped
-from benchmarks.support.sweep import parse_sweep, points, results_path
 from benchmarks.support.training_load import BackgroundLoad, TrainingLoad
 from benchmarks.support.workload import (
     Group,
@@ -287,18 +285,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=0,
         help="maximum number of unfinished samples per engine, including queued ones (default: 0, troupe's own)",
     )
-    add(
-        "--sweep",
-        type=parse_sweep,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE,...",
-        help="measure each of these values, with a table and a results file for each; may be repeated",
-    )
     given = parser.parse_args(arguments)
-    default: dict[str, int] = {"engines": given.engines}
-    engines = max((default | point)["engines"] for point in points(given.sweep))
-    if given.device == "cuda" and (given.training or engines > 1):
+    if given.device == "cuda" and (given.training or given.engines > 1):
         parser.error(
             "--device cuda supports one engine and no --training: all contenders share one GPU, and the training "
             "process runs on the CPU"
@@ -309,18 +297,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print the table and write the results file, once for every point of the sweep."""
+    """Measure, print the table, write the results file."""
     given = vars(parse(sys.argv[1:]))
     turns, runs, max_load, path = (given.pop(name) for name in ("turns", "runs", "max_load", "json"))
-    training, sweeps, baseline = given.pop("training"), given.pop("sweep"), given.pop("baseline")
-    baselines = list(BARE) if baseline is None else [baseline]
-    for point in points(sweeps):
-        settings = replace(Settings(**given), **point)
+    training, baseline = given.pop("training"), given.pop("baseline")
+    baselines, settings = list(BARE) if baseline is None else [baseline], Settings(**given)
 
-        def run(settings: Settings = settings) -> Report:
-            return asyncio.run(measure(settings, turns, max_load, training, baselines))
+    def once() -> Report:
+        return asyncio.run(measure(settings, turns, max_load, training, baselines))
 
-        run_benchmark(lambda run=run: measure_repeatedly(runs, run, baselines), results_path(path, point))
+    run_benchmark(lambda: measure_repeatedly(runs, once, baselines), path)
 
 
 if __name__ == "__main__":
