@@ -32,7 +32,7 @@ from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch, val
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers, std
-from troupe.orchestrator.training.batch import Batch, GroupOrigin, SourceSnapshot, plan_rows, unless_stopped
+from troupe.orchestrator.training.batch import Batch, SourceSnapshot, plan_rows, unless_stopped
 from troupe.orchestrator.training.checkpoint import SAMPLES
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
@@ -269,7 +269,7 @@ class RolloutSource:
         self._advantage_state = self._advantage_state.after(summary.state, policy_trains=policy_trains)
         self._train = table
         texts = None if self._components.texts is None else self._components.texts.pick()
-        return Batch(summary, table, texts=texts, groups=tuple(map(_origin, groups)))
+        return Batch(summary, table, texts=texts)
 
     async def _score_batch(self, groups: Sequence[ScoredGroup]) -> list[TableRef]:
         """Token scores of the batch by every trainer that scores whole batches, concurrently."""
@@ -320,12 +320,6 @@ def _retrieve(task: asyncio.Future[Any]) -> None:
     """Mark the exception of a task as seen."""
     if not task.cancelled():
         task.exception()
-
-
-def _origin(group: ScoredGroup) -> GroupOrigin:
-    samples = group.summary.samples
-    oldest, newest = min(s.oldest_version for s in samples), max(s.newest_version for s in samples)
-    return GroupOrigin(group.summary.prompt_uid, group.row, len(samples), oldest, newest)
 
 
 def _unique(groups: Sequence[ScoredGroup]) -> list[TableRef]:

@@ -31,10 +31,9 @@ from troupe.orchestrator.training.offline_source import (
     ReferenceScorer,
     Tokenized,
 )
-from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.step_recorder import StepRecorder
-from troupe.orchestrator.training.updates import OfflineUpdates
+from troupe.orchestrator.training.updates import OfflineUpdates, UpdateProfiles
 from troupe.workers.contract.roles import TableRef
 
 

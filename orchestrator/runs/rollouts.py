@@ -39,10 +39,9 @@ from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import RunPart
-from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.step_recorder import StepRecorder
-from troupe.orchestrator.training.updates import RolloutUpdates
+from troupe.orchestrator.training.updates import RolloutUpdates, UpdateProfiles
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import TextCut
 

@@ -20,19 +20,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class GroupOrigin:
-    """Origin of a group of a batch."""
-
-    prompt_uid: str
-    row: int
-    """Row of the prompt pool."""
-    samples: int
-    oldest_version: int
-    newest_version: int
-    """Version of the weights that sampled it."""
-
-
-@dataclass(frozen=True)
 class Batch:
     """The batch of one step, ready for the trainers."""
 
@@ -42,8 +29,6 @@ class Batch:
     """Rows that must share a micro-batch (the two responses of a pair), or None if rows are independent."""
     texts: TextPicks | None = None
     """Plain texts on which the policy trains along with the batch (PPO-ptx)."""
-    groups: tuple[GroupOrigin, ...] = ()
-    """The groups of samples that it consists of, in runs on rollouts."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, ConfigDict, ValidationError
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
-from troupe.orchestrator.training.batch import Batch, GroupOrigin
+from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, TrainRow, TrainSummary
@@ -45,7 +45,8 @@ def _of_penalty(state: Any) -> Any:
 class StepRecord(Frozen):
     """Inputs of one step's updates besides its tables, and the digests of the resulting weights."""
 
-    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")  # a metric of an update may be NaN
+    # A metric of an update may be NaN; records of earlier versions have a field more.
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants", extra="ignore")
 
     format: Literal[1] = 1
     step: int
@@ -62,8 +63,6 @@ class StepRecord(Frozen):
     """Rows of the table of texts, in the order of the updates."""
     text_tokens: tuple[int, ...]
     """Tokens of each text in the table."""
-    groups: tuple[GroupOrigin, ...]
-    """The groups of samples, in runs on rollouts."""
     files: dict[str, KeptFile]
     before: dict[str, str]
     """Digest of the weights before the updates, by role, or empty if unknown."""
@@ -104,7 +103,7 @@ class RecordedStep:
         """The batch, with references to its tables."""
         kept = self.kept
         picks = None if texts is None else TextPicks(texts, kept.text_tokens, kept.text_rows)
-        return Batch(TrainSummary(kept.rows), table, kept.units, picks, kept.groups)
+        return Batch(TrainSummary(kept.rows), table, kept.units, picks)
 
     def _table(self, name: str, entry: KeptFile) -> pa.Table:
         path = self.path / name

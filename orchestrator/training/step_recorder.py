@@ -124,7 +124,6 @@ class StepRecorder(RunPart):
                 units=batch.units,
                 text_rows=picks,
                 text_tokens=tokens,
-                groups=batch.groups,
                 files=files,
                 before=before,
                 after=self._digests,

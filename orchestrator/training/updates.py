@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
@@ -17,6 +18,7 @@ from troupe.orchestrator.errors import TrainingDiverged, WorkerError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.training import kl_penalty, skips_zero_advantage
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import ProfileConfig
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import merge_update_metrics
 from troupe.orchestrator.training.batch import Batch
@@ -29,9 +31,11 @@ from troupe.orchestrator.training.micro_batches import (
     sample_rows,
 )
 from troupe.orchestrator.training.parts import Metrics, RunPart
-from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics
+
+PROFILES = "profile"
+"""Folder of the traces in the run folder."""
 
 
 class Penalty(RunPart):
@@ -48,6 +52,26 @@ class Penalty(RunPart):
     def restore(self, state: Any) -> None:
         """Takes over the state of a checkpoint (see `RunPart`)."""
         self.state = PenaltyState.model_validate(state).for_penalty(self._penalty)
+
+
+class UpdateProfiles:
+    """Names a trace of torch's profiler for the first update of each role in the chosen steps."""
+
+    def __init__(self, config: ProfileConfig | None, out: Path) -> None:
+        """`out`: the run folder."""
+        self._config = config
+        self._folder = out.absolute() / PROFILES
+        self._done: set[tuple[int, str]] = set()
+
+    def traced(self, step: int, role: str, plans: Sequence[RankPlan]) -> list[RankPlan]:
+        """The plans of an update of this role in this step, with the files that its chosen ranks write."""
+        config = self._config
+        if config is None or step not in config.steps or (step, role) in self._done:
+            return list(plans)
+        self._done.add((step, role))
+        names = [str(self._folder / f"step-{step:06d}-{role}-{rank}.json.gz") for rank in range(len(plans))]
+        chosen = [name if rank in config.ranks else "" for rank, name in enumerate(names)]
+        return [replace(plan, trace=trace) for plan, trace in zip(plans, chosen, strict=True)]
 
 
 class Updates(ABC):

@@ -30,7 +30,6 @@ from troupe.orchestrator.insight.replay import (
 from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.training.batch import GroupOrigin
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.micro_batches import minibatches, plan_texts
 from troupe.orchestrator.training.state import PenaltyState
@@ -53,7 +52,6 @@ def kept_step(step: int, **changes: Any) -> StepRecord:
         units=None,
         text_rows=(),
         text_tokens=(),
-        groups=(GroupOrigin("e0-r3", 3, 2, step - 1, step - 1),),
         files={KEPT_BATCH: KeptFile(0, "")},
         before={"policy": f"w{step - 1}"},
         after={"policy": f"w{step}"},

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from troupe.orchestrator.spec.sections import ProfileConfig
-from troupe.orchestrator.training.profiling import UpdateProfiles
+from troupe.orchestrator.training.updates import UpdateProfiles
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.training.meter import profiled
 

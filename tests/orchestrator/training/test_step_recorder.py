@@ -92,8 +92,6 @@ def test_a_step_keeps_what_its_updates_need(tmp_path: Path) -> None:
         assert after.before == before.after != after.after
     first = steps[0]
     assert len(first.rows) == 20 and first.rows[0].tokens == 15
-    assert [group.prompt_uid for group in first.groups] == [f"e0-r{row}" for row in range(5)]
-    assert {(group.samples, group.oldest_version, group.newest_version) for group in steps[2].groups} == {(4, 2, 2)}
     assert len(first.text_rows) == 6 and first.text_tokens == (7, 3, 9, 4)
     assert [set(metrics) >= {"critic/loss"} for metrics in first.updates] == [True, True]
     assert any(line.startswith("torch ") for line in first.software)
@@ -219,3 +217,11 @@ def test_a_run_that_keeps_nothing_asks_the_trainers_nothing(tmp_path: Path) -> N
     calls = {call for worker in fakes_of(run.policy) for call in worker.calls}
     assert calls and not calls & {"digest", "keep_batch"}
     assert not (tmp_path / "replay").exists()
+
+
+def test_a_record_with_a_field_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.run()
+    file = folder_of(run.root, 2) / STEP
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"groups": [["e0-r0", 0, 4, 1, 1]]}))
+    assert read_step(run.root, 2).kept.step == 2
