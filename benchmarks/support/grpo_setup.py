@@ -30,7 +30,8 @@ from benchmarks.support.workload import (
     on_device,
     without_eos,
 )
-from troupe.orchestrator.data.prompts import PromptPool, PromptSource, load_pools
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.prompts import PromptSource, load_pools
 from troupe.orchestrator.roles.settings import policy_config, rollout_config
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
@@ -197,7 +198,7 @@ def _checked_steps(
     return ContenderSteps(taken | {PRODUCT: product}, rewards, checks)
 
 
-def groups_by_step(settings: Settings, spec: RolloutSpec, pool: PromptPool, model: Path) -> list[list[Group]]:
+def groups_by_step(settings: Settings, spec: RolloutSpec, pool: Pool, model: Path) -> list[list[Group]]:
     """The groups of each step, drawn in the product's order of prompts."""
     source = PromptSource(pool, spec.seed)
     picks = [source.next() for _ in range(spec.schedule.steps * settings.groups)]

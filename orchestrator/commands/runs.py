@@ -31,7 +31,7 @@ def _say(line: str) -> None:
 def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
     """Read all data of several runs; a description of the data of each. Raises SpecError if data cannot be used."""
     from troupe.orchestrator.data.prompt_check import check_prompts
-    from troupe.orchestrator.data.summary import describe, read_pools
+    from troupe.orchestrator.data.summary import describe, load_data
     from troupe.orchestrator.errors import DataError
 
     problems = []
@@ -43,7 +43,7 @@ def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
             described.append(describe_hub(planned.spec))  # left to the run to download
             continue
         try:
-            pools = read_pools(planned.spec)
+            pools = load_data(planned.spec).pools
         except DataError as error:
             problems.append(planned.problem("data", str(error)))
             continue

@@ -23,14 +23,10 @@ from troupe.orchestrator.data.conversations import (
     split_answers,
     split_conversation,
 )
-from troupe.orchestrator.data.pools import Pool, Repeats, collect, concatenated, prompts_of
+from troupe.orchestrator.data.pools import Pool, Repeats, collect, of_sources, prompts_of
 from troupe.orchestrator.data.readers import RawValues, read_table
 from troupe.orchestrator.spec.offline import ExampleSource, OfflineSpec, columns, data_format
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
-
-
-class ExamplePool(Pool):
-    """Examples; schema `troupe.workers.contract.offline_messages.EXAMPLE_TEXTS`."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +48,17 @@ class _Example:
     desirable: bool = True
 
 
-def load_examples(spec: OfflineSpec) -> tuple[ExamplePool, ExamplePool | None]:
+def load_examples(spec: OfflineSpec) -> tuple[Pool, Pool | None]:
     """The pools for training and (None without `data.eval`) for evaluation. Raises DataError."""
     data = spec.data
-    if isinstance(data.train, tuple):
-        named = enumerate(data.train)
-        train = concatenated({source.name: load_pool(spec, source, f"data.train.{n}") for n, source in named})
-    else:
-        train = load_pool(spec, data.train, "data.train")
+    train = of_sources(data.train, "data.train", lambda source, label: load_pool(spec, source, label))
     if data.eval is None:
         return train, None
     return train, load_pool(spec, data.eval, "data.eval", without=train if data.held_out else None)
 
 
-def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: ExamplePool | None = None) -> ExamplePool:
-    """Read a source into a pool; `failures.on_bad_row` sets what an unusable row does.
+def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Pool | None = None) -> Pool:
+    """Read a source into a pool with schema EXAMPLE_TEXTS; `failures.on_bad_row` sets what an unusable row does.
 
     Args:
         spec: The spec.
@@ -101,7 +93,7 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Exa
     unread = ("origin", "source")
     contents = (json.dumps({name: value for name, value in row.items() if name not in unread}) for row in found.rows)
     table = pa.Table.from_pylist(found.rows, schema=EXAMPLE_TEXTS)
-    return found.pool(ExamplePool, table, map(str.encode, contents))
+    return found.pool(table, map(str.encode, contents))
 
 
 def _demonstration(values: Mapping[str, Any], form: _Form) -> _Example:

@@ -11,7 +11,7 @@ from typing import Any
 
 from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.pools import Pool, RowTable
-from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptPool, PromptSource
+from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptSource
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.derived import sampling
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
@@ -134,7 +134,7 @@ def _number(state: Mapping[str, Any], name: str) -> float:
     return value
 
 
-def prompt_order(spec: RolloutSpec, pool: PromptPool, curriculum: Curriculum | None = None) -> PromptOrder:
+def prompt_order(spec: RolloutSpec, pool: Pool, curriculum: Curriculum | None = None) -> PromptOrder:
     """The order in which a run draws its prompts."""
     mixture = spec.data.mixture
     if not mixture:
@@ -142,7 +142,7 @@ def prompt_order(spec: RolloutSpec, pool: PromptPool, curriculum: Curriculum | N
     return PromptMixture([pool.parts[source.name] for source in mixture], mixture, spec.seed, curriculum)
 
 
-def group_settings(spec: RolloutSpec, pool: PromptPool) -> RowTable[GroupSettings]:
+def group_settings(spec: RolloutSpec, pool: Pool) -> RowTable[GroupSettings]:
     """How groups are sampled and scored, by the row of their prompt."""
     sizes = [part.rows for part in pool.parts.values()] or [pool.rows]
     return RowTable.of(sizes, sampling.group_settings(spec))

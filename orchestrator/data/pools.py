@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -23,7 +23,8 @@ OnBadRow = Literal["skip", "stop"]
 T = TypeVar("T")
 RawT = TypeVar("RawT", RawRow, RawValues)
 RowT = TypeVar("RowT")
-PoolT = TypeVar("PoolT", bound="Pool")
+SourceT = TypeVar("SourceT")
+NamedT = TypeVar("NamedT", bound="Named")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Pool:
     """Every usable row of a source."""
 
     table: pa.Table
+    """Prompts, examples or texts."""
     digest: str
     """Digest of the rows' content; equal pools have equal digests."""
     bad_rows: int = 0
@@ -65,13 +67,13 @@ class Collected(Generic[RowT]):
     repeated: int = 0
     deduped: int = 0
 
-    def pool(self, kind: type[PoolT], table: pa.Table, contents: Iterable[bytes]) -> PoolT:
+    def pool(self, table: pa.Table, contents: Iterable[bytes]) -> Pool:
         """The pool of these rows, as a table; `contents` is what the digest covers."""
         digest = hashlib.blake2b(digest_size=16)
         for content in contents:
             digest.update(len(content).to_bytes(8, "little") + content)
         counts = (self.left_out, self.repeated, self.deduped)
-        return kind(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), *counts)
+        return Pool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), *counts)
 
 
 class Repeats(Generic[RowT]):
@@ -152,12 +154,32 @@ def _why_empty(found: Collected[RowT]) -> str:
     return "there are no rows"
 
 
-def concatenated(parts: Mapping[str, PoolT]) -> PoolT:
-    """One pool of several sources, by name, in their order; its rows name their source in a column `source`."""
+class Named(Protocol):
+    """A source among several."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+
+def of_sources(
+    given: SourceT | tuple[NamedT, ...], section: str, load: Callable[[SourceT | NamedT, str], Pool]
+) -> Pool:
+    """The pool of a source, or one pool of several in their order, whose rows name their source in a column `source`.
+
+    Args:
+        given: The source, or sources with names.
+        section: Their path in the spec.
+        load: Reads the source at a path.
+    """
+    if not isinstance(given, tuple):
+        return load(given, section)
+    parts = {source.name: load(source, f"{section}.{number}") for number, source in enumerate(given)}
     pools = list(parts.values())
     tables = [of_source(name, pool.table) for name, pool in parts.items()]
     content = json.dumps([[name, pool.digest] for name, pool in parts.items()])
-    return type(pools[0])(
+    return Pool(
         table=pa.concat_tables(tables),
         digest=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
         bad_rows=sum(pool.bad_rows for pool in pools),

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from troupe.orchestrator.data.conversations import BadRow, chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
-from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, concatenated, of_source, prompts_of
+from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, of_source, of_sources, prompts_of
 from troupe.orchestrator.data.readers import RawRow, json_safe, read_rows
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataConfig, DataSource
@@ -22,10 +22,6 @@ from troupe.workers.contract.messages import PROMPTS
 
 RIGHT_ANSWERS = "right_answers"
 """Key of the metadata under which reward functions find every right answer of a row that has several."""
-
-
-class PromptPool(Pool):
-    """Prompts; schema `troupe.workers.contract.messages.PROMPTS`, column `row` counts from 0."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +65,11 @@ class Ordered(Protocol):
         ...
 
 
-def load_pools(
-    data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False
-) -> tuple[PromptPool, dict[str, PromptPool]]:
+def load_pools(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> tuple[Pool, dict[str, Pool]]:
     """The pool for training, and those for evaluation by the name of their section in `data`. Raises DataError."""
     train = load_train_pool(data, on_bad_row, plain=plain)
     without = train if data.held_out else None
-    held_out: dict[str, PromptPool] = {}
+    held_out: dict[str, Pool] = {}
     for section, source in data.held_out_sets().items():
         pool = load_pool(source, on_bad_row, f"data.{section}", without=without, plain=plain)
         name = section.partition(".")[2]
@@ -83,12 +77,12 @@ def load_pools(
     return train, _with_alike(data, train, held_out) if data.held_out else held_out
 
 
-def _with_alike(data: DataConfig, train: PromptPool, held_out: Mapping[str, PromptPool]) -> dict[str, PromptPool]:
+def _with_alike(data: DataConfig, train: Pool, held_out: Mapping[str, Pool]) -> dict[str, Pool]:
     """The held-out pools with the number of their rows with a training question in another form."""
     pools = list(train.parts.values()) or [train]
     trained = list(zip(data.train_sources().values(), pools, strict=True))
     asked: dict[str, set[bytes]] = {}
-    found: dict[str, PromptPool] = {}
+    found: dict[str, Pool] = {}
     for section, source in data.held_out_sets().items():
         pool = held_out[section]
         others = [
@@ -115,15 +109,9 @@ def _questions(source: DataSource, pool: Pool) -> list[bytes]:
     return digests
 
 
-def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> PromptPool:
+def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> Pool:
     """The pool for training: the only source's, or the pools of a mixture one after another. Raises DataError."""
-    if not isinstance(data.train, tuple):
-        return load_pool(data.train, on_bad_row, plain=plain)
-    parts = {
-        source.name: load_pool(source, on_bad_row, f"data.train.{number}", plain=plain)
-        for number, source in enumerate(data.train)
-    }
-    pool = concatenated(parts)
+    pool = of_sources(data.train, "data.train", lambda source, label: load_pool(source, on_bad_row, label, plain=plain))
     rows = pa.array(range(pool.rows), pa.int64())
     return replace(pool, table=pool.table.set_column(0, PROMPTS.field("row"), rows))
 
@@ -132,11 +120,11 @@ def load_pool(
     source: DataSource,
     on_bad_row: OnBadRow = "skip",
     label: str = "data.train",
-    without: PromptPool | None = None,
+    without: Pool | None = None,
     *,
     plain: bool = False,
-) -> PromptPool:
-    """Read a source into a pool.
+) -> Pool:
+    """Read a source into a pool with schema PROMPTS, whose column `row` counts from 0.
 
     Args:
         source: The source's section of the spec.
@@ -164,7 +152,7 @@ def load_pool(
     table = pa.table([range(len(rows)), *columns, candidates, pa.nulls(len(rows), pa.string())], schema=PROMPTS)
     if any(candidates):
         texts.append([json.dumps(row.candidates, ensure_ascii=False) for row in rows])
-    return found.pool(PromptPool, table, (text.encode() for column in texts for text in column))
+    return found.pool(table, (text.encode() for column in texts for text in column))
 
 
 @dataclass(frozen=True, slots=True)

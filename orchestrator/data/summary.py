@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.data.mixture import DrawnSource, drawn_rows
 from troupe.orchestrator.data.pools import Pool
-from troupe.orchestrator.data.prompts import PromptPool, load_pools
-from troupe.orchestrator.data.texts import TextPool, load_texts
+from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.data.texts import load_texts
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.rollout import RolloutSpec
 
 _SHOWN = 3
 """Bad rows that are shown."""
@@ -27,12 +25,13 @@ Pools = Mapping[str, Pool]
 class RunData:
     """The data sets of a run."""
 
-    train: PromptPool
-    held_out: Mapping[str, PromptPool]
+    train: Pool
+    held_out: Mapping[str, Pool]
     """The pools by the name of their section in `data`."""
-    texts: TextPool | None
+    texts: Pool | None = None
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Prompts rendered before the start that do not fit the model, by the name of their section."""
+    """Prompts and examples rendered before the start that do not fit the model, by the name of their section. Examples
+    are among the bad rows once all of them are tokenized."""
 
     @property
     def held_out_digest(self) -> str:
@@ -43,34 +42,24 @@ class RunData:
     @property
     def pools(self) -> Pools:
         """The pools by the name of their section."""
-        return named(self.train, self.held_out, self.texts)
+        return {"train": self.train, **self.held_out} | ({} if self.texts is None else {"ptx": self.texts})
 
     def drawn(self, state: Mapping[str, Any]) -> list[DrawnSource]:
-        """The sources that a checkpoint has drawn from, by the state of their order."""
+        """The sources that a checkpoint has drawn from, by the state of its batch source."""
         texts = [] if self.texts is None else drawn_rows("data.ptx", self.texts, state.get("texts", {}))
-        return drawn_rows("data.train", self.train, state["prompts"]) + texts
+        return drawn_rows("data.train", self.train, state.get("prompts", state)) + texts
 
 
-def load_data(spec: RolloutSpec) -> RunData:
-    """Reads the data sets of the spec. Raises DataError."""
-    on_bad_row = spec.failures.on_bad_row
-    texts = load_texts(spec.data, on_bad_row)
-    return RunData(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)
+def load_data(spec: RunSpec) -> RunData:
+    """Reads the data sets of a spec. Raises DataError."""
+    if spec.rollouts is None:
+        from troupe.orchestrator.data.examples import load_examples
 
-
-def read_pools(spec: RunSpec) -> Pools:
-    """Read all data of a spec. Raises DataError."""
-    return named_examples(*load_examples(spec.offline)) if spec.rollouts is None else load_data(spec.rollouts).pools
-
-
-def named(train: Pool, held_out: Mapping[str, Pool], texts: Pool | None = None) -> Pools:
-    """Pools by the name of their section; `held_out` has those for evaluation by that name."""
-    return {"train": train, **held_out} | ({} if texts is None else {"ptx": texts})
-
-
-def named_examples(train: Pool, held_out: Pool | None) -> Pools:
-    """`named` for offline data."""
-    return named(train, {} if held_out is None else {"eval": held_out})
+        train, held_out = load_examples(spec.offline)
+        return RunData(train, {} if held_out is None else {"eval": held_out})
+    data, on_bad_row = spec.rollouts.data, spec.failures.on_bad_row
+    texts = load_texts(data, on_bad_row)
+    return RunData(*load_pools(data, on_bad_row, plain=spec.model.plain), texts)
 
 
 def is_held_out(name: str) -> bool:

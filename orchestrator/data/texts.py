@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from troupe.orchestrator.data.conversations import BadRow, require_whole
 from troupe.orchestrator.data.mixture import PromptMixture
-from troupe.orchestrator.data.pools import OnBadRow, Pool, collect, concatenated
+from troupe.orchestrator.data.pools import OnBadRow, Pool, collect, of_sources
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource
 from troupe.orchestrator.data.readers import RawValues, read_table
 from troupe.orchestrator.spec.sections import DataConfig, SourceShare, TextSource
@@ -18,27 +19,21 @@ from troupe.workers.contract.roles import TableRef
 _SCHEMA = pa.schema([pa.field("text", pa.string(), nullable=False), pa.field("origin", pa.string(), nullable=False)])
 
 
-class TextPool(Pool):
-    """Texts; columns `text` and `origin` ("file.jsonl:17")."""
-
-
-def load_texts(data: DataConfig, on_bad_row: OnBadRow) -> TextPool | None:
+def load_texts(data: DataConfig, on_bad_row: OnBadRow) -> Pool | None:
     """Read the texts of `data.ptx`; several sources one after another. None if there are none.
 
     Raises:
         DataError: A source cannot be read, a row is bad with `stop`, or no row of a source is left.
     """
-    pools = [_load(source, f"data.{section}", on_bad_row) for section, source in data.text_sources().items()]
-    if isinstance(data.ptx, tuple):
-        return concatenated({source.name: pool for source, pool in zip(data.ptx, pools, strict=True)})
-    return pools[0] if pools else None
+    return None if data.ptx is None else of_sources(data.ptx, "data.ptx", partial(_load, on_bad_row))
 
 
-def _load(source: TextSource, section: str, on_bad_row: OnBadRow) -> TextPool:
+def _load(on_bad_row: OnBadRow, source: TextSource, section: str) -> Pool:
+    """The texts of a source; columns `text` and `origin` ("file.jsonl:17")."""
     rows = read_table(source, {"text": source.text}, section)
     found = collect(rows, lambda raw: _row(raw, source.text), section, on_bad_row)
     table = pa.Table.from_pylist(found.rows, schema=_SCHEMA)
-    return found.pool(TextPool, table, (row["text"].encode() for row in found.rows))
+    return found.pool(table, (row["text"].encode() for row in found.rows))
 
 
 def _row(raw: RawValues, column: str) -> dict[str, str]:

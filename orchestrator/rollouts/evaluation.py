@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.data.prompts import PromptPick, PromptPool
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import DataLost, EvaluationLost, WorkerError
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
@@ -100,7 +101,7 @@ class _Sampled:
     """ROLLOUTS and REWARDS if they will be written."""
 
 
-def levels_of(pool: PromptPool, key: str) -> list[str]:
+def levels_of(pool: Pool, key: str) -> list[str]:
     """Level of each row of a pool, by a key of its metadata; none if no row has it, or it has too many or too long
     values. A level is part of the names of metrics, so that it is one line without control characters."""
     values = [json.loads(text).get(key) for text in pool.table["metadata"].to_pylist()]

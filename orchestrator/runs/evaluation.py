@@ -26,7 +26,7 @@ from troupe.orchestrator.rollouts.evaluation import (
 )
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog, as_json, described_sets, evaluation_as_json
 from troupe.orchestrator.rollouts.held_out import SetResult
-from troupe.orchestrator.runs.offline import OfflineRun, load_offline
+from troupe.orchestrator.runs.offline import OfflineRun
 from troupe.orchestrator.runs.pools import RunPools, open_pools
 from troupe.orchestrator.runs.session import RunRequest, Session, open_session, say
 from troupe.orchestrator.spec.derived.paths import without_adapters
@@ -183,12 +183,14 @@ async def evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Cons
     """Metrics of the spec's model on held-out examples: the trainers compute the loss of their algorithm, with the
     reference if it has one. Raises UsageError if the spec names no such data."""
     local = fetch(spec, console)
-    data = load_offline(local.spec) if spec.data.eval is not None else None
-    if data is None or data.held_out is None:
+    data = load_data(local.spec) if spec.data.eval is not None else None
+    if data is None:
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
     say(console, describe(data.pools))
     async with open_session(request, console, local=local) as session:
-        evaluator = await session.unless_stopped(OfflineRun(spec, request.out, session).evaluator(data.held_out))
+        evaluator = await session.unless_stopped(
+            OfflineRun(spec, request.out, session).evaluator(data.held_out["eval"])
+        )
         running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
         return await session.unless_stopped(running)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
-from troupe.orchestrator.data.examples import ExamplePool, load_examples
-from troupe.orchestrator.data.mixture import DrawnSource, PromptMixture, drawn_rows
+from troupe.orchestrator.data.mixture import PromptMixture
+from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
-from troupe.orchestrator.data.summary import Pools, data_metrics, named_examples
+from troupe.orchestrator.data.summary import RunData, data_metrics
 from troupe.orchestrator.errors import DataError, TroupeError
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.parts import run_parts
@@ -37,33 +34,8 @@ from troupe.orchestrator.training.updates import OfflineUpdates, UpdateProfiles
 from troupe.workers.contract.roles import TableRef
 
 
-@dataclass(frozen=True)
-class ExampleData:
-    """The data sets of an offline run."""
-
-    train: ExamplePool
-    held_out: ExamplePool | None
-    refused: Mapping[str, int] = field(default_factory=dict)
-    """Examples rendered before the start that do not fit the model, by the name of their section. They are among the
-    bad rows once all examples are tokenized."""
-
-    @property
-    def pools(self) -> Pools:
-        """The pools by the name of their section."""
-        return named_examples(self.train, self.held_out)
-
-    def drawn(self, state: Mapping[str, Any]) -> list[DrawnSource]:
-        """The sources that a checkpoint has drawn from, by the state of their order."""
-        return drawn_rows("data.train", self.train, state)
-
-
-def load_offline(spec: OfflineSpec) -> ExampleData:
-    """Reads the data sets of the spec. Raises DataError."""
-    return ExampleData(*load_examples(spec))
-
-
 async def train_offline(
-    request: RunRequest, session: Session, data: ExampleData, checkpoints: RunCheckpoints
+    request: RunRequest, session: Session, data: RunData, checkpoints: RunCheckpoints
 ) -> RunOutcome:
     """Trains in a session that has the trainers."""
     spec = request.spec.offline
@@ -84,7 +56,7 @@ class OfflineRun:
         self._session = session
         self._trainer = session.workers.examples
 
-    async def controller(self, data: ExampleData, checkpoints: RunCheckpoints) -> Controller:
+    async def controller(self, data: RunData, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, found, done = self._spec, checkpoints.found, checkpoints.done
         profiles = UpdateProfiles(spec.output.profile, self._out)
@@ -99,7 +71,7 @@ class OfflineRun:
             done=done,
         )
         examples, train = await self._tokenize(data.train, "data.train")
-        held_out = data.held_out if spec.evaluation is not None else None
+        held_out = data.held_out.get("eval") if spec.evaluation is not None else None
         counts = data_metrics(data.pools) | _tokenized("train", data.train, examples)
         evaluator = None
         if held_out is not None:
@@ -146,7 +118,7 @@ class OfflineRun:
                 raise DataError(f"data.train.{number}: no row of {source.name} fits the model")
         return PromptMixture([examples.parts[source.name] for source in mixture], mixture, self._spec.seed)
 
-    async def evaluator(self, pool: ExamplePool) -> ExampleEvaluator:
+    async def evaluator(self, pool: Pool) -> ExampleEvaluator:
         """Held-out metrics of the current model on `data.eval`; on all of it unless the spec says otherwise."""
         return self._evaluator(*await self._tokenize(pool, "data.eval"))
 
@@ -155,7 +127,7 @@ class OfflineRun:
         picks = evaluation_picks(examples, self._spec.seed, evaluation.examples)
         return ExampleEvaluator(self._trainer, self._maker(table), picks, self._spec.schedule.train_timeout_s)
 
-    async def _tokenize(self, pool: ExamplePool, label: str) -> tuple[Tokenized, TableRef]:
+    async def _tokenize(self, pool: Pool, label: str) -> tuple[Tokenized, TableRef]:
         """Tokenizes every example once; an example that is too long counts as a bad row.
 
         Bad rows that were found before are reported when the data are read.
@@ -185,7 +157,7 @@ class OfflineRun:
         return ReferenceScorer(trainer, trainer.reference_logprobs) if self._spec.reference_in_policy else None
 
 
-def _tokenized(name: str, pool: ExamplePool, examples: Tokenized) -> dict[str, float]:
+def _tokenized(name: str, pool: Pool, examples: Tokenized) -> dict[str, float]:
     """Metrics of a pool once it is tokenized: examples that do not fit are bad rows too."""
     bad = pool.bad_rows + pool.rows - examples.rows
     return {f"data/{name}_rows": float(examples.rows), f"data/{name}_bad_rows": float(bad)}

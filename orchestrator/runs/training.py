@@ -14,7 +14,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints, open_checkpoints
 from troupe.orchestrator.runs.lock import kept, locked
-from troupe.orchestrator.runs.offline import load_offline, train_offline
+from troupe.orchestrator.runs.offline import train_offline
 from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.runs.rollouts import train_on_rollouts
 from troupe.orchestrator.runs.session import RunRequest, open_session, say
@@ -35,7 +35,7 @@ class _Kind:
 
 
 _ROLLOUTS = _Kind(load_data, COUNTED, train_on_rollouts)
-_OFFLINE = _Kind(load_offline, PROMPTS, train_offline)
+_OFFLINE = _Kind(load_data, PROMPTS, train_offline)
 
 
 def train(request: RunRequest, console: Console) -> RunOutcome:

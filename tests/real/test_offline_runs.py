@@ -37,13 +37,13 @@ from tests.real.commands import (
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.data.conversations import chat_messages
-from troupe.orchestrator.data.examples import load_examples
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, Seat
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.settings import offline_config, reference_config
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
-from troupe.orchestrator.runs.offline import OfflineRun, load_offline
+from troupe.orchestrator.runs.offline import OfflineRun
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.load import plan_runs, read_document
@@ -154,14 +154,12 @@ class SharedWorkers:
         with contextlib.chdir(ROOT):
             spec = shipped(name, *overrides)
             parts = await self._parts(spec, self.folder, asyncio.Event())
-            held_out = load_examples(spec)[1]
-            assert held_out is not None
-            return await (await parts.evaluator(held_out)).run(0)
+            return await (await parts.evaluator(load_data(spec).held_out["eval"])).run(0)
 
     async def _train(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> int:
         """Train from the newest checkpoint in the folder, if there is one. Returns the number of steps of the run."""
         parts = await self._parts(spec, out, stop)
-        controller = await parts.controller(load_offline(spec), folder_checkpoints(spec, out))
+        controller = await parts.controller(load_data(spec), folder_checkpoints(spec, out))
         return (await controller.run()).steps_done
 
     async def _parts(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> OfflineRun:

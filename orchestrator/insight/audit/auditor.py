@@ -14,7 +14,8 @@ from typing import Any
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.mixture import group_settings
-from troupe.orchestrator.data.prompts import PromptPool, PromptSource
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.attribution import Cause, Gap, attribute, distance, of_engine
 from troupe.orchestrator.plan.placement import Placement, Seat
@@ -198,7 +199,7 @@ class Auditor:
         spec: RolloutSpec,
         pool: EnginePool,
         policy: PolicyGroup,
-        prompts: tuple[PromptPool, TableRef],
+        prompts: tuple[Pool, TableRef],
         scorer: Scorer,
     ) -> None:
         """`prompts`: the pool of data.train, and the reference to its table."""

@@ -12,7 +12,8 @@ from troupe.orchestrator.cluster.actors import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all, rare_collections
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.data.mixture import group_settings, prompt_order
-from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_train_pool
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.prompts import PromptPick, load_train_pool
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.insight.bench.batches import BatchPrompts, GroupLengths, SamplingBatches
@@ -82,9 +83,9 @@ async def _bench(request: BenchRequest, console: Console, on_results: OnResults)
             waiting.insert(0, left)
 
 
-def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, PromptPool]:
+def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, Pool]:
     """The training prompts by `_data_key`; sources that points share are read once. Raises DataError."""
-    pools: dict[str, PromptPool] = {}
+    pools: dict[str, Pool] = {}
     for point in points:
         if (key := _data_key(point)) not in pools:
             spec = fetch(point.spec, console).spec
@@ -95,7 +96,7 @@ def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, Prompt
 async def _launch(
     request: BenchRequest,
     points: Sequence[Point],
-    pools: Mapping[str, PromptPool],
+    pools: Mapping[str, Pool],
     console: Console,
     add: Callable[[Result], None],
 ) -> None:
@@ -144,9 +145,7 @@ def explained(error: TroupeError) -> str:
 class _PointBench:
     """Measures one point on engines that run."""
 
-    def __init__(
-        self, request: BenchRequest, point: Point, prompts: PromptPool, session: Session, *, warm_up: bool
-    ) -> None:
+    def __init__(self, request: BenchRequest, point: Point, prompts: Pool, session: Session, *, warm_up: bool) -> None:
         self._request = request
         self._prompts = prompts
         self._point = point

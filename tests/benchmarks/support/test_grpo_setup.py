@@ -14,7 +14,8 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.workload import Group, grpo_spec
 from tests.benchmarks.settings import SETTINGS
-from troupe.orchestrator.data.prompts import PromptPool, load_pools
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.prompts import load_pools
 
 
 def steps(length: int = 3, gap: float = 0.01, norm: float = 1.0):
@@ -67,7 +68,7 @@ def test_step_check_refuses_other_prompts() -> None:
 def test_steps_draw_the_products_prompts(tiny_model: Path) -> None:
     plan = grpo_spec(replace(SETTINGS, model=tiny_model), tiny_model, turns=2, prompts=4)
     pool, _ = load_pools(plan.data)
-    assert isinstance(pool, PromptPool)
+    assert isinstance(pool, Pool)
     work = grpo_setup.groups_by_step(SETTINGS, plan, pool, tiny_model)
     assert [len(groups) for groups in work] == [2, 2]
     assert sorted(one.row for groups in work for one in groups) == [0, 1, 2, 3]

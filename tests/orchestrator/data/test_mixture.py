@@ -17,7 +17,7 @@ from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
 from troupe.orchestrator.data.mixture import PromptMixture, drawn_rows, source_seed
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptSource, load_pool, load_pools, load_train_pool
-from troupe.orchestrator.data.summary import data_metrics, describe, named
+from troupe.orchestrator.data.summary import RunData, data_metrics, describe
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import CurriculumConfig, DataConfig, SourceShare
 from troupe.workers.contract.messages import PROMPTS, RewardSummary
@@ -226,8 +226,8 @@ def test_a_mixture_is_one_pool_whose_rows_name_their_source(tmp_path: Path) -> N
     alone = load_pool(data.mixture[0])
     assert pool.parts["sums"].digest == alone.digest
     assert alone.table.column("source").null_count == 4
-    assert describe(named(pool, {})) == ["data.train.0 (sums): 4 rows", "data.train.1 (facts): 3 rows"]
-    metrics = data_metrics(named(pool, {}))
+    assert describe(RunData(pool, {}).pools) == ["data.train.0 (sums): 4 rows", "data.train.1 (facts): 3 rows"]
+    metrics = data_metrics(RunData(pool, {}).pools)
     assert (metrics["data/train_rows"], metrics["source/sums/rows"], metrics["source/facts/rows"]) == (7, 4, 3)
     state = PromptMixture(list(pool.parts.values()), data.mixture, 1).state()
     assert [(path, digest) for path, _, digest in drawn_rows("data.train", pool, state)] == [
@@ -259,12 +259,12 @@ def test_repeated_prompts_are_counted_and_left_out_on_request(tmp_path: Path) ->
     counted = load_pool(jsonl(tmp_path, *rows))
     assert (counted.rows, counted.repeated, counted.deduped) == (6, 3, 0)
     line = "data.train: 6 rows, 3 repeat an earlier one (dedupe: true leaves them out)"
-    assert describe(named(counted, {})) == [line]
+    assert describe(RunData(counted, {}).pools) == [line]
     once = load_pool(jsonl(tmp_path, *rows, dedupe=True))
     assert (once.rows, once.repeated, once.deduped) == (3, 0, 3)
     assert texts(once, "answer") == ["0", "1", "3"]  # the first row with each prompt
     line = "data.train: 3 rows, 3 that repeat an earlier one left out (dedupe)"
-    assert describe(named(once, {})) == [line]
+    assert describe(RunData(once, {}).pools) == [line]
 
 
 def test_rows_that_are_repeated_across_sources_are_of_both(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_held_out_prompts_that_training_asks_in_another_form_are_counted(tmp_pat
     pool, held_out = load_pools(data)
     assert (held_out["eval.same"].rows, held_out["eval.same"].left_out, held_out["eval.same"].alike) == (2, 1, 1)
     assert (held_out["eval.other"].rows, held_out["eval.other"].left_out, held_out["eval.other"].alike) == (3, 0, 2)
-    line = describe(named(pool, held_out))[-1]
+    line = describe(RunData(pool, held_out).pools)[-1]
     assert line == (
         "data.eval.other: 3 rows, 2 ask what data.train asks with another system message or template, and stay"
     )

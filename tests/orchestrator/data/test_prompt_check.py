@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.probes import ask_here
 from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_prompts, classify
-from troupe.orchestrator.data.summary import read_pools
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.spec.derived.sizes import PromptRoom
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.data.tokenizer_probe import measure
@@ -46,7 +46,7 @@ def check(model: Path, name: str, prompts: list[str], *overrides: str, response:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = [f"model.path={model}", f"data.train={{kind: jsonl, path: {data}}}", *overrides]
     spec = plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", sets))[0].spec
-    return check_prompts(spec, read_pools(spec))
+    return check_prompts(spec, load_data(spec).pools)
 
 
 LENGTHS = ("roles.rollout.max_model_len=128", "sampling.max_tokens=64")

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import (
-    PromptPool,
     PromptSource,
     evaluation_picks,
     load_pool,
@@ -48,19 +48,19 @@ def gym(**fields: Any) -> DataSource:
     return source(kind="reasoning_gym", **(given | fields))
 
 
-def texts(pool: PromptPool, column: str) -> list[str]:
+def texts(pool: Pool, column: str) -> list[str]:
     return [str(text) for text in pool.table.column(column).to_pylist()]
 
 
-def said(pool: PromptPool) -> list[list[dict[str, str]]]:
+def said(pool: Pool) -> list[list[dict[str, str]]]:
     return [json.loads(text) for text in texts(pool, "messages")]
 
 
-def pool_of(rows: int) -> PromptPool:
+def pool_of(rows: int) -> Pool:
     text = pa.array([str(row) for row in range(rows)], pa.string())
     nulls = [pa.nulls(rows, PROMPTS.field(name).type) for name in ("candidates", "source")]
     columns = [pa.array(range(rows), pa.int64()), *[text] * 4, *nulls]
-    return PromptPool(pa.table(columns, schema=PROMPTS), digest=f"digest-{rows}")
+    return Pool(pa.table(columns, schema=PROMPTS), digest=f"digest-{rows}")
 
 
 # What is read

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from troupe.orchestrator.data.prompts import PromptPool, load_pool
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.prompts import load_pool
 from troupe.orchestrator.data.readers import arrow_columns, find_column, read_table
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataSource, FileSource
@@ -33,7 +34,7 @@ def csv(folder: Path, content: str | bytes, **fields: Any) -> DataSource:
     return source(kind="csv", path=str(path), **fields)
 
 
-def prompts(pool: PromptPool) -> list[str]:
+def prompts(pool: Pool) -> list[str]:
     return [json.loads(text)[-1]["content"] for text in pool.table.column("messages").to_pylist()]
 
 
@@ -99,7 +100,7 @@ def test_the_files_of_a_dataset_are_read_one_after_another_up_to_the_limit(tmp_p
     assert prompts(load_pool(source(**data, limit=3))) == ["p0", "p1", "j"]
 
 
-def json_rows(folder: Path, content: str | bytes, name: str = "rows.json") -> PromptPool:
+def json_rows(folder: Path, content: str | bytes, name: str = "rows.json") -> Pool:
     path = folder / name
     data = content.encode() if isinstance(content, str) else content
     path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
@@ -251,11 +252,11 @@ def on_a_hub(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
 WRITERS = (as_jsonl, as_json, as_parquet, as_datasets, on_a_hub)
 
 
-def load(given: dict[str, Any], **fields: Any) -> PromptPool:
+def load(given: dict[str, Any], **fields: Any) -> Pool:
     return load_pool(TypeAdapter(DataSource).validate_python(given | fields))
 
 
-def metadata(pool: PromptPool) -> list[dict[str, Any]]:
+def metadata(pool: Pool) -> list[dict[str, Any]]:
     return [json.loads(text) for text in pool.table.column("metadata").to_pylist()]
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cli import app, main
-from troupe.orchestrator.data.summary import data_metrics, describe, read_pools
+from troupe.orchestrator.data.summary import data_metrics, describe, load_data
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import plan_runs, read_document
@@ -33,7 +33,7 @@ def spec(tmp_path: Path, *overrides: str) -> RunSpec:
 
 
 def test_rows_bad_rows_and_removed_rows_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
-    pools = read_pools(spec(tmp_path))
+    pools = load_data(spec(tmp_path)).pools
     assert describe(pools) == [
         "data.train: 3 rows, 4 bad rows skipped: train.jsonl:3: the prompt is empty; "
         "train.jsonl:4: the prompt is neither text nor messages; train.jsonl:6: the prompt is empty; ...",
@@ -56,7 +56,7 @@ def test_rows_bad_rows_and_removed_rows_are_counted_and_the_first_are_shown(tmp_
 
 def test_a_bad_row_is_refused_where_the_spec_stops_at_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.jsonl:3: the prompt is empty"):
-        read_pools(spec(tmp_path, "failures.on_bad_row=stop"))
+        load_data(spec(tmp_path, "failures.on_bad_row=stop"))
 
 
 def test_validate_shows_the_rows_of_every_stage(tiny_model: Path) -> None:

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.tokenizers import new_tokenizer
-from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder, TextPool, load_texts
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder, load_texts
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.spec.sections import DataConfig, FileSource, FileTexts, NamedFileTexts, SourceShare
@@ -29,7 +30,7 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> FileTexts:
     return FileTexts(kind="jsonl", path=str(path))
 
 
-def read(ptx: Any, on_bad_row: Literal["skip", "stop"]) -> TextPool:
+def read(ptx: Any, on_bad_row: Literal["skip", "stop"]) -> Pool:
     """The texts of a spec's section `data`."""
     found = load_texts(DataConfig(train=FileSource(kind="jsonl", path="train.jsonl"), ptx=ptx), on_bad_row)
     assert found is not None
@@ -94,7 +95,7 @@ def test_refused_texts_are_said_or_stop_the_run(on_bad_row: str, tokens: tuple[i
 
     said: list[str] = []
     run: Any = SimpleNamespace(
-        _data=SimpleNamespace(texts=TextPool(texts("a", "b"), digest="d")),
+        _data=SimpleNamespace(texts=Pool(texts("a", "b"), digest="d")),
         _spec=SimpleNamespace(
             data=SimpleNamespace(
                 ptx=None, text_sources=lambda: {"ptx": SimpleNamespace(max_tokens=9, texts_per_step=1)}

@@ -11,7 +11,7 @@ import pytest
 import reasoning_gym
 import yaml
 
-from troupe.orchestrator.data.summary import read_pools
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter import command, difficulty
 from troupe.orchestrator.starter.choices import Choices, Difficulty
@@ -56,7 +56,7 @@ def test_tasks_are_left_to_evaluate_on_where_there_are_few(tiny_model: Path, tmp
     found = Difficulty(easiest, 1, 64, 1, 8, tasks)
     choices = Choices(str(tiny_model), "reasoning_gym:chain_sum", cpus=2, difficulty=found)
     (tmp_path / "run.yaml").write_text(text_of(choices, tmp_path / "run.yaml"))
-    pools = read_pools(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec)
+    pools = load_data(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec).pools
     assert pools["train"].rows == tasks and pools["eval"].rows >= 32
 
 

@@ -18,7 +18,7 @@ import yaml
 from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.data.summary import read_pools
+from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.plan.plan import plan_stages
@@ -281,7 +281,7 @@ def test_rows_of_other_libraries_are_read_as_they_are(
     section = document["data"]["train"]
     assert {name: value for name, value in section.items() if name not in {"kind", "path"}} == columns
     spec = plan_runs(read_document(tmp_path / "run.yaml"))[0].spec
-    assert read_pools(spec)["train"].rows == 4
+    assert load_data(spec).pools["train"].rows == 4
     if reward is not None:
         assert document["roles"]["reward"]["functions"] == [{"name": reward}]
         assert f"# Reward: {reward}: 4 of 4 answers of the data earn 1." in (tmp_path / "run.yaml").read_text()
@@ -328,7 +328,7 @@ def test_what_is_held_out_is_found_beside_the_data_or_the_spec_says_why_not(tiny
     document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
     assert document["data"]["eval"] == {"kind": "csv", "path": str(tmp_path / "test-*.csv")}
     assert document["evaluation"]["every_steps"]
-    pools = read_pools(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec)
+    pools = load_data(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec).pools
     assert {name: pool.rows for name, pool in pools.items()} == {"train": 16, "eval": 2}
     other = text_of(chosen(tiny_model, data=str(tmp_path / "other.csv")), tmp_path / "run.yaml")
     assert (

@@ -12,7 +12,8 @@ import pytest
 from trl.data_utils import apply_chat_template, extract_prompt, maybe_convert_to_chatml, maybe_extract_prompt
 
 from tests.tokenizers import new_tokenizer
-from troupe.orchestrator.data.examples import ExamplePool, load_pool
+from troupe.orchestrator.data.examples import load_pool
+from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.workers.contract.offline_config import ExampleConfig
@@ -49,7 +50,7 @@ def spec(path: Path, algorithm: str, template: str | None = None, **source: Any)
     )
 
 
-def pool(folder: Path, rows: list[dict[str, Any]], algorithm: str, **fields: Any) -> ExamplePool:
+def pool(folder: Path, rows: list[dict[str, Any]], algorithm: str, **fields: Any) -> Pool:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = spec(path, algorithm, **fields)
@@ -57,7 +58,7 @@ def pool(folder: Path, rows: list[dict[str, Any]], algorithm: str, **fields: Any
     return load_pool(loaded, source, "data.train")
 
 
-def said(loaded: ExamplePool) -> list[tuple[Any, list[Any]]]:
+def said(loaded: Pool) -> list[tuple[Any, list[Any]]]:
     """Prompt and responses of every row, as messages."""
     columns = (loaded.table.column(name).to_pylist() for name in ("messages", "responses"))
     return [(json.loads(prompt), list(map(json.loads, turns))) for prompt, turns in zip(*columns, strict=True)]
