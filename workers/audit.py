@@ -31,6 +31,7 @@ from troupe.workers.contract.audit import (
     TokenScores,
 )
 from troupe.workers.contract.kept_tokens import kept_of
+from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.data.plain_text import as_text
 from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 from troupe.workers.models.attention import choose_attention
@@ -150,6 +151,7 @@ def _load(request: ScoreRequest, folder: str, dtype: torch.dtype, attention: str
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    check_model_files(folder)
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,

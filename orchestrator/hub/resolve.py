@@ -38,8 +38,8 @@ _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tik
 """Weights, configuration and tokenizer. No pickles: loading one can run any code."""
 _CODE_FILES = ("*.py",)
 """Files for `trust_remote_code` only."""
-_NOT_LOADED = ("*/*", "consolidated*.safetensors")
-"""Copies of the weights in other formats, which transformers and vLLM do not load."""
+_NOT_LOADED = ("*/*", "consolidated*.safetensors", "adapter_*")
+"""Copies of the weights in other formats, and adapters beside them: neither belongs to the model."""
 _SPLITS = ("train", "training", "test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev")
 """Words that name a split in a file's path."""
 

@@ -24,15 +24,14 @@ from troupe.orchestrator.model_facts.families import (
     shape_of,
     with_defaults,
 )
+from troupe.workers.contract.model_files import weight_files
 
 CONFIG_BYTES = 1 << 20
 """Size limit of a config.json."""
-_INDEX_BYTES = 64 << 20
 _HEADER_BYTES = 32 << 20
 """Longest header that is parsed: one of 200 000 tensors. The safetensors library reads 100 MB, which as Python objects
 are gigabytes."""
 _MOST_DIMENSIONS = 16
-_MOST_FILES = 10_000
 _MOST = 1 << 50
 """Largest dimension, and largest number of parameters, that is not taken for a broken file."""
 
@@ -196,21 +195,12 @@ def _tensors(folder: Path) -> Iterator[Tensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers loads: the single one, else those in the index. A folder may hold further copies."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))[:_MOST_FILES]
-    named = _object(index, _INDEX_BYTES).get("weight_map")
-    names = set(named.values()) if isinstance(named, dict) and all(map(_is_name, named.values())) else set()
-    if not names or len(names) > _MOST_FILES:
-        raise SizeUnknown(f"{index}: its weight_map names no files of this folder")
-    return [folder / name for name in sorted(names)]
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value == Path(value).name and value.endswith(".safetensors")
+    try:
+        return weight_files(folder)
+    except OSError as error:
+        raise SizeUnknown(f"{error.filename}: {error.strerror}") from None
+    except ValueError as error:
+        raise SizeUnknown(str(error)) from None
 
 
 def _is_size(number: object) -> bool:

@@ -12,6 +12,7 @@ from troupe.workers.contract.config import (
     RolloutConfig,
     StructuredConfig,
 )
+from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.engine.process import FOLDER_VARIABLE, OWNER_VARIABLE, private_semaphores, temporary_folder
 
@@ -81,6 +82,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    check_model_files(config.model.path)
     engine = config.engine
     return AsyncEngineArgs(
         model=config.model.path,

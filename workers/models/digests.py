@@ -10,23 +10,26 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
+from troupe.workers.contract.model_files import weight_files
+
 _PIECE = 1 << 24
 _CONFIG = "config.json"
 
 
 def base_digest(folder: str | Path) -> str:
-    """xxh3-128 of the configuration and of every safetensors file of a model, with their names.
+    """xxh3-128 of the configuration and of the weight files of a model, with their names.
 
     Args:
         folder: Folder of the model.
 
     Raises:
         OSError: A file cannot be read, or there are no weights.
+        ValueError: The index of the weights cannot be read.
     """
     root = Path(folder)
-    files = sorted(root.glob("*.safetensors"))
+    files = weight_files(root)
     if not files:
-        raise FileNotFoundError(f"{root} has no safetensors files")
+        raise FileNotFoundError(f"{root} has no weights (safetensors)")
     state = xxhash.xxh3_128()
     for file in (root / _CONFIG, *files):
         state.update(json.dumps([file.name, file.stat().st_size]).encode())

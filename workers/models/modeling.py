@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
 from troupe.workers.contract.kept_tokens import BITMAP, bitmap_words
 from troupe.workers.contract.messages import RankPlan
+from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.models.adapter_files import add_folder
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import OneDnnLinear, use_onednn
@@ -65,8 +66,8 @@ def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> 
 
     Raises:
         OSError: the folder or its weights are missing.
-        ValueError: some weights are missing and would be random (a reward model has no output head), or the adapter
-            does not fit the model.
+        ValueError: some weights are missing and would be random (a reward model has no output head), the adapter does
+            not fit the model, or the folder holds other weights besides.
     """
     from transformers import AutoModelForCausalLM
 
@@ -117,6 +118,7 @@ def load_value(config: ModelConfig, partitioner: Partitioner | None = None) -> P
 def _load_arguments(config: ModelConfig) -> dict[str, Any]:
     if not Path(config.path).is_dir():
         raise FileNotFoundError(f"model folder {config.path} does not exist")
+    check_model_files(config.path)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from troupe.workers.contract.config import Device, ModelConfig
+from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.data.examples import encode_conversation
 from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
@@ -45,9 +46,11 @@ class RewardModel:
         """Load model and tokenizer.
 
         Raises:
-            ValueError: the model does not have one label, or weights are missing and would be random.
+            ValueError: the model does not have one label, weights are missing and would be random, or the folder holds
+                other weights besides.
             OSError: the folder does not exist or has no safetensors.
         """
+        check_model_files(config.path)
         self.micro_batch_tokens = micro_batch_tokens
         self.device: Device = device
         source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.contract.rewards import is_solved
 from troupe.workers.rewards.answer_text import in_thought
 from troupe.workers.rewards.loading import load
@@ -59,6 +60,7 @@ def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     attention = choose_attention(request["model"], trust_remote_code=False)
+    check_model_files(request["model"])
     model: Any = AutoModelForCausalLM.from_pretrained(request["model"], dtype=dtype, attn_implementation=attention)
     model.to(device).eval()
     torch.manual_seed(_SEED)

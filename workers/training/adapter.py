@@ -19,6 +19,7 @@ from torch import nn
 
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_DIGEST, SCORE, SCORES
 from troupe.workers.contract.config import ALL_LINEAR, LoraConfig, ModelConfig
+from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.models.adapter_files import (
     DESCRIPTION,
@@ -282,6 +283,7 @@ def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
 
     adapter, target = read_adapter(request["adapter"]), Path(request["target"])
     base = request.get("base") or str(adapter.config["base_model_name_or_path"])
+    check_model_files(base)
     adapter.require_base(base)
     dtype = next(iter(adapter.tensors.values())).dtype  # of the run: what the adapter was added to
     arguments: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}

@@ -24,6 +24,7 @@ from troupe.orchestrator.model_facts.model_size import (
 )
 from troupe.orchestrator.spec.locations import is_hub_name
 from troupe.workers.contract.config import NO_TEMPLATE, ModelConfig
+from troupe.workers.contract.model_files import check_model_files
 
 REWARD_MODEL = "roles.reward.model"
 """A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
@@ -69,6 +70,10 @@ def model_folder(folder: Path) -> str:
         return f"{folder / 'config.json'} is larger than {CONFIG_BYTES >> 20} MiB: this is no model's configuration"
     if not any(folder.glob("*.safetensors")):
         return f"{folder} has no *.safetensors"
+    try:
+        check_model_files(folder)
+    except (OSError, ValueError) as error:
+        return str(error)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return f"{folder} has no tokenizer ({', '.join(TOKENIZERS)})"
     generation = folder / "generation_config.json"

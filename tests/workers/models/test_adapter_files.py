@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
 from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.models.adapter_files import read_adapter
 from troupe.workers.models.modeling import load_causal, load_value
+from troupe.workers.rewards.model import RewardModel
 from troupe.workers.training.adapter import Adapter, ModelAdapter
 
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "down_proj"))
@@ -172,3 +175,14 @@ def test_layers_beside_experts_have_no_adapters() -> None:
     adapter = Adapter(model, LoraConfig(rank=2))
     assert adapter.targets == ("k_proj", "o_proj", "q_proj", "v_proj")
     assert len(list(adapter.named_parameters())) == 8
+
+
+@pytest.mark.parametrize("load", [load_causal, load_value, lambda config: RewardModel(config, 64, "cpu")])
+def test_an_adapter_left_in_the_folder_of_a_model_is_never_added(
+    base: Path, trained: Path, tmp_path: Path, load: Callable[[ModelConfig], object]
+) -> None:
+    folder = tmp_path / "both"
+    shutil.copytree(base, folder)
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    with pytest.raises(ValueError, match="holds an adapter beside the model"):
+        load(source(folder, None))
