@@ -160,8 +160,8 @@ class Controller:
         self.stop = stop
         self._recorder = components.recorder
         self._timers = self._new_timers()
-        sync, recovery, source = components.sync, components.recovery, components.source
-        self._weights = None if sync is None else RunWeights(sync, recovery, self._recorder, source.mark_served)
+        sync, calls, source = components.sync, components.recovery.calls, components.source
+        self._weights = None if sync is None else RunWeights(sync, calls, self._recorder, source.mark_served)
 
     async def run(self) -> RunOutcome:
         """Trains until the last step, or saves and returns after the step during which `stop` was set."""
@@ -216,7 +216,7 @@ class Controller:
             if self._weights is not None:
                 await self._weights.cancel()
             await source.close()
-            await self.components.recovery.close()
+            await self.components.recovery.calls.close()
             await self._recorder.close()
         await source.flush()
         await self.parts.saves.last(snapshot, self._moment())

@@ -11,6 +11,7 @@ from typing import Any
 from troupe.orchestrator.cluster.actors import RunActors, WorkerPlacements
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
+from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
@@ -55,6 +56,8 @@ class WorkerLauncher:
             snapshots: The folders that are snapshots of the hub, which nodes without them download.
             classes: Worker classes to start instead of the classes of the table, by its rows.
         """
+        self.calls = RecoverableCalls()
+        """Repeats calls of the trainers' groups once the run has restarted them."""
         self._spec = spec
         self._snapshots = tuple(snapshots)
         self._cluster = cluster
@@ -118,6 +121,7 @@ class WorkerLauncher:
             settings.micro_batch_tokens,
             hung_s=self._spec.failures.hung_s,
             sequence_parallel_size=settings.sequence_parallel_size,
+            calls=self.calls,
         )
         if isinstance(group, TrainerGroup):
             await self._start_trainers(group)
@@ -167,9 +171,9 @@ class WorkerLauncher:
         """
         for worker in (worker for group in groups for worker in group.workers):
             self._actors.kill(worker.name)
-        for group in groups:
-            group.workers = tuple(self._actors.spawn(worker.name) for worker in group.workers)
-        await gather_all(group.start(self._spec.schedule.start_timeout_s) for group in groups)
+        timeout_s = self._spec.schedule.start_timeout_s
+        spawned = [[self._actors.spawn(worker.name) for worker in group.workers] for group in groups]
+        await gather_all(group.restart(workers, timeout_s) for group, workers in zip(groups, spawned, strict=True))
         names = [worker.name for group in groups for worker in group.workers]
         self._cluster.events.record("trainer_restarted", workers=names)
 

@@ -23,10 +23,12 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 import pyarrow as pa
 
 from troupe.orchestrator.cluster.event_loop import within
+from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised, WorkerTimeout
 from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -676,7 +678,9 @@ class FakePolicy(FakeTrainer):
         return tuple(row for row, key in zip(rows, request.keep, strict=True) if key not in request.masked)
 
 
-def fake_pool(engines: Sequence[FaultyEngine], spec: RolloutSpec | None = None) -> EnginePool:
+def fake_pool(
+    engines: Sequence[FaultyEngine], spec: RolloutSpec | None = None, weights: EngineWeights | None = None
+) -> EnginePool:
     """A pool over fake engines that can replace them."""
     started = 0
 
@@ -686,17 +690,18 @@ def fake_pool(engines: Sequence[FaultyEngine], spec: RolloutSpec | None = None) 
         started += 1
         return Engine(FaultyWorker(name, FaultyEngine(f"{name}#{started}", random.Random(started))), "host")
 
-    return EnginePool([Engine(FaultyWorker(e.name, e), "host") for e in engines], spawn, spec or pool_spec())
+    workers = [Engine(FaultyWorker(e.name, e), "host") for e in engines]
+    return EnginePool(workers, spawn, spec or pool_spec(), weights=weights)
 
 
-def policy_group(*policies: FakePolicy) -> PolicyGroup:
+def policy_group(*policies: FakePolicy, calls: RecoverableCalls | None = None) -> PolicyGroup:
     """The policy's ranks over fakes."""
-    return PolicyGroup("policy", [FaultyWorker(f"policy-{p.rank}", p) for p in policies], 256)
+    return PolicyGroup("policy", [FaultyWorker(f"policy-{p.rank}", p) for p in policies], 256, calls=calls)
 
 
-def critic_group(*critics: FakeCritic) -> CriticGroup:
+def critic_group(*critics: FakeCritic, calls: RecoverableCalls | None = None) -> CriticGroup:
     """The critic's ranks over fakes."""
-    return CriticGroup("critic", [FaultyWorker(f"critic-{c.rank}", c) for c in critics], 256)
+    return CriticGroup("critic", [FaultyWorker(f"critic-{c.rank}", c) for c in critics], 256, calls=calls)
 
 
 def fakes_of(group: TrainerGroup[Any]) -> list[FaultyWorker[Any]]:
@@ -710,8 +715,7 @@ async def restart_fakes(groups: Sequence[TrainerGroup[Any]]) -> None:
         ranks = fakes_of(group)
         for worker in ranks:
             worker.kill()
-        group.workers = tuple(FaultyWorker(rank.name, type(rank.target)(rank.target.rank)) for rank in ranks)
-        await group.start(1.0)
+        await group.restart([FaultyWorker(rank.name, type(rank.target)(rank.target.rank)) for rank in ranks], 1.0)
 
 
 class FakeRun(ABC, Generic[SpecT]):
@@ -722,6 +726,7 @@ class FakeRun(ABC, Generic[SpecT]):
         self.spec = spec
         self.resume = resume
         self.stop = asyncio.Event()
+        self.trainer_calls = RecoverableCalls()
 
     def change(self, **sections: Mapping[str, Any]) -> None:
         """Give fields of the spec other values, by section."""
@@ -745,7 +750,7 @@ class FakeRun(ABC, Generic[SpecT]):
         self, updates: Updates, push: Push | None, store: CheckpointStore, console: Console, done: int
     ) -> TrainerRecovery:
         """Restarts trainers as new fakes."""
-        return TrainerRecovery(self.spec, updates, push, store, restart_fakes, console, done)
+        return TrainerRecovery(self.spec, self.trainer_calls, updates, push, store, restart_fakes, console, done)
 
     def run(self) -> RunOutcome:
         """Run to the end."""

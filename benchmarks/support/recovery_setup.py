@@ -29,6 +29,7 @@ from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
+from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import TokenScorer
@@ -102,7 +103,8 @@ class RecoverySetup:
                 raise RuntimeError("the spec has no policy")
             failures = {"max_failed_fraction": 0.0, "max_attempts": _ATTEMPTS, "engine_restarts": len(work)}
             spec = measured_spec(spec, len(work), failures)
-            pool = EnginePool(workers.engines, launcher.engine, spec)
+            weights = EngineWeights(lambda engine: sync.bring_up(engine))
+            pool = EnginePool(workers.engines, launcher.engine, spec, weights=weights)
             picks, ledger = prompt_picks(work), Ledger()
             prompts = cluster.put(table)
             scheduler = RolloutScheduler(spec, pool, Unscored(), ledger, lambda: next(picks), prompts)
@@ -156,7 +158,7 @@ class RecoverySetup:
         """Wait until the engine works on all samples of the turn; returns the process id of its worker."""
         async with asyncio.timeout(_SAMPLING_TIMEOUT_S):
             while True:
-                (engine,) = self._pool.engines
+                (engine,) = self._pool.workers
                 health = await engine.handle.call(RolloutEngine.health, _TIMEOUT_S)
                 if health.in_flight == samples:
                     return health.pid

@@ -20,7 +20,7 @@ from troupe.orchestrator.insight.bench.batches import SamplingBatches
 from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
-from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.engines import EnginePool, sample_group
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.contract.roles import TableRef
@@ -74,7 +74,7 @@ class RolloutSetup:
             workers = await launcher.open(frozenset({"rollout", "reward"}))
             spec = measured_spec(spec, len(work), {"max_attempts": 1, "max_failed_fraction": 0.0})
             pool = EnginePool(workers.engines, launcher.engine, spec)
-            pool.max_load = max_load or pool.max_load
+            pool.dispatch.max_load = max_load or pool.dispatch.max_load
             prompts = cluster.put(table)
             picks = prompt_picks(work)
             turns = SamplingBatches(spec, pool, lambda: next(picks), prompts)
@@ -88,7 +88,7 @@ class RolloutSetup:
     @property
     def max_load(self) -> int:
         """Maximum number of unfinished samples per engine."""
-        return self._pool.max_load
+        return self._pool.dispatch.max_load
 
     async def turn(self, turn: int) -> tuple[Turn, list[list[int]]]:
         """Run one turn; returns it and the response token ids, in the order of the groups' samples."""
@@ -102,7 +102,7 @@ class RolloutSetup:
     async def alone(self, group: Group, greedy: bool) -> list[list[int]]:
         """Sample one group on an idle engine; returns its response token ids."""
         request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
-        _, rollouts = await self._pool.sample(request, self._prompts)
+        _, rollouts = await sample_group(self._pool, request, self._prompts)
         return response_ids(rollouts)
 
 

@@ -30,6 +30,7 @@ from tests.fakes import (
     fake_spec,
     no_work,
 )
+from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, WorkerHandle
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
@@ -211,8 +212,9 @@ class Simulation:
             return Engine(workers.spawn(name), "host")
 
         pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, spec)
-        pool.max_load = shape.slots * shape.samples
-        policy = PolicyGroup("policy", [workers.policy], 16384)
+        pool.dispatch.max_load = shape.slots * shape.samples
+        calls = RecoverableCalls()
+        policy = PolicyGroup("policy", [workers.policy], 16384, calls=calls)
         rewards = RewardPool([workers.reward], shape.timeout_s)
         ledger = Ledger()
         prompts = PromptSource(_Pool((shape.steps + shape.staleness + 1) * shape.groups), 17)
@@ -222,7 +224,7 @@ class Simulation:
         updates = RolloutUpdates(spec, policy, None, self.clock)
         sinks = MetricSinks.open(LoggedRun(out))
         store, sync = CheckpointStore(out / "checkpoints", 1), FileSync(policy, pool, shape.timeout_s)
-        recovery = TrainerRecovery(spec, updates, sync.push, store, _restart, self.clock)
+        recovery = TrainerRecovery(spec, calls, updates, sync.push, store, _restart, self.clock)
         recorder = StepRecorder(spec, out, updates.trainers)
         components = RunComponents(source, updates, recovery, sync, None, ledger, recorder)
         parts = run_parts(spec, components, RunCheckpoints(store), sinks, self.clock)

@@ -82,7 +82,7 @@ class WeightSyncSetup:
         """Have every engine sample one group."""
         self._serial += 1
         request = GroupRequest(f"check-{self._serial}", 0, 0, self._samples, self._serial)
-        generated = (self._pool.generate(request, self._prompts, engine) for engine in self._pool.engines)
+        generated = (self._pool.generate(request, self._prompts, engine) for engine in self._pool.workers)
         self._sampled = list(await asyncio.gather(*generated))
 
     async def gap(self) -> tuple[float, int]:
@@ -125,7 +125,7 @@ class WeightSyncSetup:
     async def _every_engine(
         self, method: Callable[Concatenate[MeasuredSyncRollout, P], Reply[R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        handles = cast("list[WorkerHandle[MeasuredSyncRollout]]", [engine.handle for engine in self._pool.engines])
+        handles = cast("list[WorkerHandle[MeasuredSyncRollout]]", [engine.handle for engine in self._pool.workers])
         return await asyncio.gather(*(handle.call(method, _TIMEOUT_S, *args, **kwargs) for handle in handles))
 
 

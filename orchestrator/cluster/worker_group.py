@@ -19,6 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from troupe.orchestrator.cluster.adaptive_timeout import AdaptiveTimeouts
 from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.errors import WorkerDied
 from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.messages import (
@@ -108,14 +109,6 @@ class ScoreTokens(Protocol):
         ...
 
 
-class Recovery(Protocol):
-    """Brings trainers back that were lost (`orchestrator/training/recovery.py`)."""
-
-    def retry(self, call: Callable[[], Coroutine[Any, Any, R]]) -> Coroutine[Any, Any, R]:
-        """The result of `call`, repeated after the trainers have been brought back."""
-        ...
-
-
 class WorkerGroup(Generic[W]):
     """The ranks of one role, called together."""
 
@@ -126,6 +119,7 @@ class WorkerGroup(Generic[W]):
         micro_batch_tokens: int,
         hung_s: float = math.inf,
         sequence_parallel_size: int = 1,
+        calls: RecoverableCalls | None = None,
     ) -> None:
         """The ranks of a role.
 
@@ -135,6 +129,7 @@ class WorkerGroup(Generic[W]):
             micro_batch_tokens: Most tokens of a micro-batch.
             hung_s: As in `AdaptiveTimeouts`; bounds the calls that compute, not calls that read or write files.
             sequence_parallel_size: Adjacent ranks that share each micro-batch.
+            calls: Repeats calls of trainers, which share it, or None if a lost rank is an error.
         """
         self.role = role
         self.workers = tuple(workers)
@@ -143,6 +138,7 @@ class WorkerGroup(Generic[W]):
         self.packs = False
         """Whether the rows of a micro-batch are concatenated without padding; known once the group has started."""
         self._timeouts = AdaptiveTimeouts(hung_s)
+        self._calls = calls or RecoverableCalls()
 
     @property
     def ranks(self) -> int:
@@ -239,14 +235,17 @@ class WorkerGroup(Generic[W]):
 class TrainerGroup(WorkerGroup[TrainerT], ABC):
     """Ranks that train one model together.
 
-    Methods that leave the trainers as they are repeat a call that failed because a rank was lost, once `recovery` has
-    brought the ranks back. The others raise: only their caller knows what else to repeat.
+    Methods that leave the trainers as they are repeat a call that failed because a rank was lost, once the ranks are
+    brought back. The others raise: only their caller knows what else to repeat.
     """
 
-    recovery: Recovery | None = None
-    """None if a lost rank is an error."""
     gpu_memory: int = 0
     """Memory of the smallest GPU of the ranks in bytes, once they have started, or 0 without one."""
+
+    async def restart(self, workers: Sequence[WorkerHandle[TrainerT]], timeout_s: float) -> None:
+        """Starts other processes as the ranks, with their initial model."""
+        self.workers = tuple(workers)
+        await self.start(timeout_s)
 
     async def start(self, timeout_s: float) -> None:
         """Starts the ranks: rank 0 names the address at which all of them meet. Then asks whether they pack."""
@@ -261,10 +260,6 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         asked = (worker.call(Trainer.health, _PROBE_S) for worker in self.workers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return next((answer for answer in answers if isinstance(answer, WorkerDied)), None)
-
-    async def _repeated(self, call: Callable[[], Coroutine[Any, Any, R]]) -> R:
-        """The result of a call that leaves the trainers as they are."""
-        return await call() if self.recovery is None else await self.recovery.retry(call)
 
     @abstractmethod
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
@@ -302,7 +297,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
     async def digest(self, *, timeout_s: float) -> str:
         """Digest of the weights, in the optimizer's precision: of the digests of the ranks' parts."""
-        parts = await self._repeated(lambda: self._compute(Trainer.digest, timeout_s))
+        parts = await self._calls.retry(lambda: self._compute(Trainer.digest, timeout_s))
         return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
 
     async def keep_batch(
@@ -314,7 +309,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
             with self._timeouts.occupied():
                 return await self.workers[0].call(Trainer.keep_batch, timeout_s, folder, batch, texts, rows)
 
-        return await self._repeated(keep)
+        return await self._calls.retry(keep)
 
     async def export(self, directory: str, *, timeout_s: float) -> None:
         """Writes the model as a Hugging Face folder."""
@@ -338,23 +333,23 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     async def compute_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
         """`old_logprobs` of the plans' rows."""
-        return await self._repeated(lambda: self._score(Policy.compute_logprobs, timeout_s, plans, *rollouts))
+        return await self._calls.retry(lambda: self._score(Policy.compute_logprobs, timeout_s, plans, *rollouts))
 
     async def reference_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
         """`ref_logprobs` of the plans' rows under the colocated reference."""
-        return await self._repeated(lambda: self._score(Policy.reference_logprobs, timeout_s, plans, *rollouts))
+        return await self._calls.retry(lambda: self._score(Policy.reference_logprobs, timeout_s, plans, *rollouts))
 
     async def prepare(
         self, request: PrepareRequest, *tables: TableRef, timeout_s: float
     ) -> tuple[TrainSummary, TableRef]:
         """Joins rollouts, rewards and token scores into a batch with advantages."""
-        return await self._repeated(lambda: self._first(Policy.prepare, timeout_s, request, *tables))
+        return await self._calls.retry(lambda: self._first(Policy.prepare, timeout_s, request, *tables))
 
     async def cut_texts(
         self, texts: TableRef, cuts: Sequence[TextCut], *, timeout_s: float
     ) -> tuple[tuple[TextSummary, ...], TableRef]:
         """Splits plain texts into pieces (PPO-ptx)."""
-        return await self._repeated(lambda: self._first(Policy.cut_texts, timeout_s, texts, cuts))
+        return await self._calls.retry(lambda: self._first(Policy.cut_texts, timeout_s, texts, cuts))
 
     async def update(
         self,
@@ -434,7 +429,7 @@ class CriticGroup(TrainerGroup[Critic]):
 
     async def compute_values(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
         """`values` of the plans' rows."""
-        return await self._repeated(lambda: self._score(Critic.compute_values, timeout_s, plans, *rollouts))
+        return await self._calls.retry(lambda: self._score(Critic.compute_values, timeout_s, plans, *rollouts))
 
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
         """One optimizer step on the plans' rows of a TRAIN table."""
@@ -458,22 +453,24 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
 
     async def tokenize(self, texts: TableRef, *, timeout_s: float) -> tuple[ExampleSummary, TableRef]:
         """Tokenizes every example once."""
-        return await self._repeated(lambda: self._first(ExampleTrainer.tokenize, timeout_s, texts))
+        return await self._calls.retry(lambda: self._first(ExampleTrainer.tokenize, timeout_s, texts))
 
     async def assemble(
         self, picks: Sequence[tuple[str, int]], examples: TableRef, *, timeout_s: float
     ) -> tuple[ExampleBatchSummary, TableRef]:
         """Selects (name, row) pairs of the tokenized examples as a batch."""
-        return await self._repeated(lambda: self._first(ExampleTrainer.assemble, timeout_s, picks, examples))
+        return await self._calls.retry(lambda: self._first(ExampleTrainer.assemble, timeout_s, picks, examples))
 
     async def attach(self, batch: TableRef, *scores: TableRef, timeout_s: float) -> TableRef:
         """The batch with the reference's log-probs."""
-        _, table = await self._repeated(lambda: self._first(ExampleTrainer.attach, timeout_s, batch, *scores))
+        _, table = await self._calls.retry(lambda: self._first(ExampleTrainer.attach, timeout_s, batch, *scores))
         return table
 
     async def reference_logprobs(self, plans: Sequence[RankPlan], *tables: TableRef, timeout_s: float) -> Scores:
         """`ref_logprobs` of the plans' rows under the colocated reference."""
-        return await self._repeated(lambda: self._score(ExampleTrainer.reference_logprobs, timeout_s, plans, *tables))
+        return await self._calls.retry(
+            lambda: self._score(ExampleTrainer.reference_logprobs, timeout_s, plans, *tables)
+        )
 
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
         """One optimizer step on the plans' rows of an EXAMPLE_BATCH table."""
@@ -481,4 +478,4 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
 
     async def evaluate(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[EvaluationPart]:
         """The loss and metrics of the plans' rows, by share."""
-        return await self._repeated(lambda: self._run_plans(ExampleTrainer.evaluate, timeout_s, plans, batch))
+        return await self._calls.retry(lambda: self._run_plans(ExampleTrainer.evaluate, timeout_s, plans, batch))

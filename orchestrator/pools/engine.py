@@ -1,15 +1,17 @@
-"""One rollout engine as its pool has it, and what a pool keeps about engines: loads, queues, throughput, memory."""
+"""One rollout engine as its pool has it, and what a pool keeps about engines: loads, queues, throughput."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import EnginesLost
 from troupe.workers.contract import roles
 
 
@@ -60,27 +62,85 @@ class Engine:
         """Its unfinished samples as last reported; samples finished since then still count."""
         return max(0, self.outstanding - self.finished_ahead)
 
+    @property
+    def receives(self) -> bool:
+        """Whether it receives groups."""
+        return self.state is EngineState.SERVING and not self.held
 
-class EngineLoads:
-    """Engines indexed by load: finds a least-loaded engine without scanning all of them.
+    def serves(self, version: int) -> None:
+        """Notes that it has loaded a version, and is awake."""
+        self.version, self.asleep = version, False
 
-    Of several engines with the same load, the one that has had it longest comes first.
+
+class Dispatch:
+    """Assigns engines to the calls that wait for one, in order of arrival: to each the least-loaded engine.
+
+    Engines are indexed by load, so that no call scans all of them. Of several engines with the same load, the one that
+    has had it longest comes first. An engine without samples accepts any number of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engines: Sequence[Engine], max_load: int, lost: Callable[[], EnginesLost | None]) -> None:
+        """Nothing is assigned yet.
+
+        Args:
+            engines: The engines that receive groups.
+            max_load: Most unfinished samples of one engine, running and queued.
+            lost: Why no engine will receive groups again, or None.
+        """
+        self.max_load = max_load
+        self._lost = lost
+        self._waiting: deque[tuple[int, asyncio.Future[Engine]]] = deque()
+        """Waiting calls in order of arrival: number of samples, and the future that receives the engine."""
         self._by_load: dict[int, dict[Engine, None]] = {}
         self._load: dict[Engine, int] = {}
+        for engine in engines:
+            self.update(engine)
 
     def __len__(self) -> int:
+        """Number of engines that receive groups."""
         return len(self._load)
 
+    @property
+    def waiting(self) -> int:
+        """Number of calls that wait."""
+        return len(self._waiting)
+
     def least(self) -> Engine | None:
-        """A least-loaded engine; None if there is no engine."""
+        """A least-loaded engine, or None if there is no engine."""
         return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
 
+    def has_room(self, engine: Engine, samples: int) -> bool:
+        """Whether an engine accepts `samples` more."""
+        return not engine.outstanding or engine.load + samples <= self.max_load
+
+    def wait(self, samples: int) -> asyncio.Future[Engine]:
+        """The engine that will have `samples` reserved for this call; fails with EnginesLost if none is left."""
+        waiter: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        self._waiting.append((samples, waiter))
+        self.assign()
+        return waiter
+
+    def assign(self) -> None:
+        """Assigns engines to waiting calls as far as there is room; fails the calls if all engines are lost."""
+        while self._waiting:
+            samples, waiter = self._waiting[0]
+            if not waiter.done():
+                engine = self.least()
+                if engine is not None and self.has_room(engine, samples):  # else no other engine has room
+                    engine.outstanding += samples
+                    self.update(engine)
+                    waiter.set_result(engine)
+                elif (lost := self._lost()) is not None:
+                    waiter.set_exception(lost)
+                else:
+                    return
+            self._waiting.popleft()
+
     def update(self, engine: Engine) -> None:
-        """Indexes the engine by its current load."""
+        """Indexes the engine by its current load, or forgets it if it receives no groups."""
         self.discard(engine)
+        if not engine.receives:
+            return
         self._load[engine] = engine.load
         self._by_load.setdefault(engine.load, {})[engine] = None
 
@@ -153,48 +213,3 @@ class GenerationMeter:
         seconds = self._seconds + (now - self._since if self._active else 0.0)
         tokens, self._tokens, self._seconds, self._since = self._tokens, 0, 0.0, now
         return tokens / seconds if seconds > 0 else 0.0
-
-
-class MemoryLock:
-    """Locks the memory of GPUs that engines share with the policy.
-
-    Keeps engines from starting while trainers hold the memory, and trainers from taking it while engines start.
-
-    Engines that serve are not counted: they sleep before the trainers take the memory. Waiting trainers come before
-    engines that have not begun.
-    """
-
-    def __init__(self) -> None:
-        self._training = False
-        self._starting = 0
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        """Held by the trainers. Waits for the engines that are starting, each of which has a bound."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._training)
-            self._training = True
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._starting)
-            yield
-        finally:
-            self._training = False
-            await self._notify()
-
-    @asynccontextmanager
-    async def starting(self) -> AsyncIterator[None]:
-        """Held by an engine that starts or loads its first weights; several can hold it. Waits for the trainers."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._training)
-            self._starting += 1
-        try:
-            yield
-        finally:
-            self._starting -= 1
-            await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()

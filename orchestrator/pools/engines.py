@@ -10,13 +10,12 @@ starting, waiting calls fail with `EnginesLost` instead of waiting forever. Live
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import (
     EnginesLost,
     UpdateDamaged,
@@ -25,40 +24,22 @@ from troupe.orchestrator.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from troupe.orchestrator.pools.engine import (
-    Engine,
-    EngineLoads,
-    EngineQueue,
-    EngineState,
-    GenerationMeter,
-    MemoryLock,
-    Queues,
-)
+from troupe.orchestrator.pools.engine import Dispatch, Engine, EngineQueue, EngineState, GenerationMeter, Queues
+from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.spec.derived.sizes import engine_load
 from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.messages import (
-    FinishedSamples,
-    GroupRequest,
-    GroupSummary,
-)
+from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary
 from troupe.workers.contract.roles import RolloutEngine, TableRef
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
 """Wait after a replacement that did not start."""
-_RENEWALS = 2
-"""Times that the weights are published again for one engine that starts."""
-
 
 Spawn = Callable[[str], Awaitable[Engine]]
 """Starts an engine under this name (placement, constructor and `start`)."""
-BringUp = Callable[[Engine], Awaitable[None]]
-"""Loads the current weights into a new engine. Raises UpdateDamaged if they have to be published again."""
-Renew = Callable[[], Awaitable[None]]
-"""Makes the trainers publish the current weights again, after a restart if one of them is lost."""
 
 
 class EnginePool(ReplicaPool[Engine]):
@@ -78,33 +59,28 @@ class EnginePool(ReplicaPool[Engine]):
         spawn: Spawn,
         spec: RolloutSpec,
         on_loss: Callable[[str], Awaitable[None]] | None = None,
+        weights: EngineWeights | None = None,
     ) -> None:
+        """Dispatches nothing yet.
+
+        Args:
+            engines: The started engines.
+            spawn: Starts a replacement.
+            spec: Load, timeouts and restarts of the engines.
+            on_loss: As in `ReplicaPool`.
+            weights: How an engine that joins gets the current weights, or None if it keeps those it starts with.
+        """
         super().__init__(engines, spawn, RestartBudget.of_role(spec, "rollout"), _RETRY_S, on_loss)
         self.spec = spec
-        self.max_load = engine_load(spec)
-        """Most unfinished samples of one engine, running and queued."""
+        self.weights = weights or EngineWeights()
         self.meter = GenerationMeter()
-        self.bring_up: BringUp | None = None
-        self.renew: Renew | None = None
-        """If None, an engine does not start while the current weights are damaged."""
-        self.transfer_lock = asyncio.Lock()
-        """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
-        self.version = 0
-        """The version whose transfer to the engines began last."""
-        self.memory = MemoryLock()
-        """Shared with the trainers if engines run on their GPUs."""
+        self.dispatch = Dispatch(self.workers, engine_load(spec), self._all_lost)
         self._sleeps = resolved_sleep(spec) != "none"
         self._spawn = spawn
         self._faults: dict[str, str] = {}
         """Faults that ended the engines that are being replaced, by name."""
         self._repeated_fault = ""
         """Why no further engine is started: a replacement died as its predecessor did; empty before that."""
-        self._loads = EngineLoads()
-        """Loads of the serving engines."""
-        self._waiting: deque[tuple[int, asyncio.Future[Engine]]] = deque()
-        """Calls of `acquire` in order of arrival: number of samples, and the future that receives the engine."""
-        for engine in self.workers:
-            self._loads.update(engine)
 
     def follow(self, spec: RolloutSpec) -> None:
         """Adapts to more environment workers or fewer engines: each engine gets more of the episodes.
@@ -112,13 +88,8 @@ class EnginePool(ReplicaPool[Engine]):
         Its bound is never lowered: while the engines start among which the episodes are to be divided, the others still
         have all of them.
         """
-        self.max_load = max(self.max_load, engine_load(spec))
-        self._serve_waiting()
-
-    @property
-    def engines(self) -> list[Engine]:
-        """Engines that run, including engines that are being probed or finish their groups."""
-        return self.workers
+        self.dispatch.max_load = max(self.dispatch.max_load, engine_load(spec))
+        self.dispatch.assign()
 
     @property
     def serving(self) -> list[Engine]:
@@ -136,7 +107,7 @@ class EnginePool(ReplicaPool[Engine]):
             EngineQueue(e.name, "asleep" if e.asleep else "evaluating" if e.held else e.state.value, e.outstanding)
             for e in list(self.workers)
         ]
-        return Queues(tuple(engines), tuple(self.starting), len(self._waiting))
+        return Queues(tuple(engines), tuple(self.starting), self.dispatch.waiting)
 
     async def generate(
         self, request: GroupRequest, prompts: TableRef, engine: Engine, finished: TableRef | None = None
@@ -153,30 +124,13 @@ class EnginePool(ReplicaPool[Engine]):
         engine.finished_groups += 1
         return summary, rollouts
 
-    async def finished_samples(self, timeout_s: float) -> list[tuple[tuple[FinishedSamples, ...], TableRef]]:
-        """The finished samples of groups that run, by engine. An engine that does not answer in time has none."""
-
-        async def ask(engine: Engine) -> tuple[tuple[FinishedSamples, ...], TableRef] | None:
-            try:
-                return await engine.handle.call_for_table(RolloutEngine.finished_samples, timeout_s)
-            except WorkerError as error:
-                logger.warning("its finished samples are not kept: %s", error)
-                return None
-
-        answers = await gather_all(ask(engine) for engine in list(self.engines) if engine.outstanding)
-        return [answer for answer in answers if answer is not None]
-
     async def acquire(self, samples: int) -> Engine:
         """Waits for a serving engine with room for `samples` and reserves them on the least-loaded one.
-
-        Calls are served in order of arrival. An engine without samples accepts any number of them.
 
         Raises:
             EnginesLost: No engine is left and none is starting.
         """
-        waiter: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        self._waiting.append((samples, waiter))
-        self._serve_waiting()
+        waiter = self.dispatch.wait(samples)
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -189,10 +143,10 @@ class EnginePool(ReplicaPool[Engine]):
 
         It finishes the groups that it has. `end_hold` ends this.
         """
-        engine = self._loads.least() if len(self._loads) > 1 else None
+        engine = self.dispatch.least() if len(self.dispatch) > 1 else None
         if engine is not None:
             engine.held = True
-            self._loads.discard(engine)
+            self.dispatch.update(engine)
         return engine
 
     async def none_held(self) -> None:
@@ -206,8 +160,7 @@ class EnginePool(ReplicaPool[Engine]):
             return engine not in self.workers or engine.state is EngineState.LEAVING
 
         def room() -> bool:
-            fits = not engine.outstanding or engine.load + samples <= self.max_load
-            return engine.state is EngineState.SERVING and fits
+            return engine.state is EngineState.SERVING and self.dispatch.has_room(engine, samples)
 
         await self._wait_for(lambda: gone() or room())
         if gone():
@@ -224,27 +177,11 @@ class EnginePool(ReplicaPool[Engine]):
     async def release(self, engine: Engine, samples: int) -> None:
         """Returns what `acquire` or `reserve` reserved."""
         engine.outstanding -= samples
-        if engine.state is EngineState.SERVING and not engine.held:
-            self._loads.update(engine)
-            self._serve_waiting()
+        if engine.receives:
+            self.dispatch.update(engine)
+            self.dispatch.assign()
         else:
             await self._notify()
-
-    async def sample(
-        self, request: GroupRequest, prompts: TableRef, attempts: int = 1
-    ) -> tuple[GroupSummary, TableRef]:
-        """Samples a group on up to `attempts` engines, one after another. Raises the WorkerError of the last."""
-        while True:
-            engine = await self.acquire(request.samples)
-            try:
-                return await self.generate(request, prompts, engine)
-            except WorkerError as error:
-                await self.report_failure(engine, error)
-                attempts -= 1
-                if not attempts:
-                    raise
-            finally:
-                await self.release(engine, request.samples)
 
     async def report_failure(self, engine: Engine, error: WorkerError, *, in_transfer: bool = False) -> None:
         """Probes an engine after a failed call, and replaces it unless it answers as healthy.
@@ -264,9 +201,9 @@ class EnginePool(ReplicaPool[Engine]):
         self._set_state(engine, EngineState.SUSPECT)
         logger.warning("%s; probing the engine", error)
         failed = await self._probe(engine)
-        transferring = self.transfer_lock.locked() and not in_transfer
+        transferring = self.weights.lock.locked() and not in_transfer
         if transferring and failed is not None and not isinstance(failed, WorkerDied):
-            async with self.transfer_lock:
+            async with self.weights.lock:
                 failed = await self._probe(engine)
         if failed is not None:
             await self.lose(engine, failed)
@@ -291,37 +228,16 @@ class EnginePool(ReplicaPool[Engine]):
         """
 
         async def probe(engine: Engine) -> None:
-            transferring = self.transfer_lock.locked()
-            try:
-                await engine.handle.call(RolloutEngine.health, self.spec.failures.health_interval_s)
-            except WorkerError as error:
-                if isinstance(error, WorkerTimeout) and (transferring or self.transfer_lock.locked()):
-                    return
-                engine.missed_probes += 1
-                lost = isinstance(error, WorkerDied) or engine.missed_probes >= self.spec.failures.health_misses
-                if lost and engine.state is EngineState.SERVING:
-                    await self.lose(engine, error)
-            else:
-                engine.missed_probes = 0
+            transferring = self.weights.lock.locked()
+            failed = await self._probe(engine)
+            if isinstance(failed, WorkerTimeout) and (transferring or self.weights.lock.locked()):
+                return
+            engine.missed_probes = 0 if failed is None else engine.missed_probes + 1
+            lost = isinstance(failed, WorkerDied) or engine.missed_probes >= self.spec.failures.health_misses
+            if failed is not None and lost and engine.state is EngineState.SERVING:
+                await self.lose(engine, failed)
 
         await gather_all(probe(engine) for engine in self.serving)
-
-    async def sleep(self, timeout_s: float) -> None:
-        """Makes every engine give its memory to the trainers; replaces one that does not, once they have returned it.
-
-        Unfinished groups, which exist only when trainers are restarted, continue afterwards.
-        """
-
-        async def sleep(engine: Engine) -> None:
-            try:
-                await engine.handle.call(RolloutEngine.sleep, timeout_s)
-            except WorkerError as error:
-                await self.lose(engine, error)
-            else:
-                engine.asleep = True
-
-        async with self.transfer_lock:
-            await gather_all(sleep(engine) for engine in list(self.engines))
 
     async def lose(self, worker: Engine, error: WorkerError, may_replace: bool = True) -> None:
         """Ends a lost engine and replaces it, unless it died like the engine that it replaced, before a first group."""
@@ -338,112 +254,71 @@ class EnginePool(ReplicaPool[Engine]):
             self._faults.pop(worker.name, None)
 
     def _set_state(self, engine: Engine, state: EngineState) -> None:
-        """Changes the state of the engine; only serving engines have an indexed load."""
         engine.state = state
-        if state is EngineState.SERVING and not engine.held:
-            self._loads.update(engine)
-        else:
-            self._loads.discard(engine)
+        self.dispatch.update(engine)
 
-    def _serve_waiting(self) -> None:
-        """Assigns engines to waiting calls in order, as far as there is room; fails them if all engines are lost."""
-        while self._waiting:
-            samples, waiter = self._waiting[0]
-            if not waiter.done():
-                engine = self._with_room(samples)
-                if engine is not None:
-                    engine.outstanding += samples
-                    self._loads.update(engine)
-                    waiter.set_result(engine)
-                elif self._repeated_fault:
-                    waiter.set_exception(EnginesLost(self._repeated_fault))
-                elif not self.workers and not self.starting:
-                    waiter.set_exception(
-                        EnginesLost(f"no rollout engine is left ({self.budget}); the last loss: {self.last_loss}")
-                    )
-                else:
-                    return
-            self._waiting.popleft()
-
-    def _with_room(self, samples: int) -> Engine | None:
-        """The least-loaded engine, if it has room; if it has none, no other engine has."""
-        engine = self._loads.least()
-        if engine is None or (engine.outstanding and engine.load + samples > self.max_load):
-            return None
-        return engine
+    def _all_lost(self) -> EnginesLost | None:
+        """Why no engine will receive groups again, or None."""
+        if self._repeated_fault:
+            return EnginesLost(self._repeated_fault)
+        if not self.workers and not self.starting:
+            return EnginesLost(f"no rollout engine is left ({self.budget}); the last loss: {self.last_loss}")
+        return None
 
     async def _start(self, name: str) -> None:
         """Starts an engine, loads the current weights into it and adds it to the serving engines."""
-        engine: Engine | None = None
+        started: list[Engine] = []
+
+        async def start() -> None:
+            async with self.weights.memory.starting():
+                if not started:
+                    started.append(await asyncio.wait_for(self._spawn(name), self.spec.schedule.start_timeout_s))
+                (engine,) = started
+                try:
+                    async with self.weights.lock:
+                        await self.weights.load(engine)
+                        engine.predecessor_fault = self._faults.pop(name, "")
+                        self._add(engine)
+                except UpdateDamaged:
+                    if self._sleeps:  # until there are weights that it can load
+                        await engine.handle.call(RolloutEngine.sleep, self.spec.schedule.sync_timeout_s)
+                    raise
+
         try:
-            for renewals in itertools.count():
-                async with self._starting_memory():
-                    if engine is None:
-                        engine = await asyncio.wait_for(self._spawn(name), self.spec.schedule.start_timeout_s)
-                    try:
-                        await self._admit(engine)
-                        return
-                    except UpdateDamaged as error:
-                        if self.renew is None or renewals == _RENEWALS:
-                            raise
-                        logger.warning("%s; the trainers publish the weights again", error)
-                        if self._sleeps:
-                            await engine.handle.call(RolloutEngine.sleep, self.spec.schedule.sync_timeout_s)
-                # Here neither the lock nor the memory is taken: trainers that are restarted for it push their weights.
-                await self.renew()
+            await self.weights.renewing(start)
         except BaseException:
-            if engine is not None:
+            for engine in started:
                 engine.kill()
             raise
 
-    def _starting_memory(self) -> AbstractAsyncContextManager[None]:
-        """Holds the memory for the start of an engine if trainers share its GPU."""
-        return self.memory.starting() if self._sleeps else nullcontext()
-
-    async def _admit(self, engine: Engine) -> None:
-        """Loads the current weights into a started engine and adds it."""
-        async with self.transfer_lock:
-            if self.bring_up is not None:
-                await self.bring_up(engine)
-            engine.predecessor_fault = self._faults.pop(engine.name, "")
-            self._add(engine)
-
     async def _rejoin(self, engine: Engine) -> None:
-        """Loads the weights into a released engine, which then receives groups; it is lost if it cannot load them."""
-        try:
-            for renewals in itertools.count():
-                try:
-                    if await self._admit_held(engine):
+        """Loads the weights into a released engine, which then receives groups; it is lost if it cannot load them.
+
+        Weights that turn out to be others while they are loaded must not meet samples.
+        """
+
+        async def admit() -> None:
+            while True:
+                async with self.weights.lock:
+                    stale = engine.version != self.weights.version
+                    if not stale or not engine.outstanding or engine not in self.workers:
+                        if stale and engine in self.workers:
+                            await self.weights.load(engine)
+                        engine.held = False
+                        self.dispatch.update(engine)
+                        await self._notify()
                         return
-                except UpdateDamaged:
-                    if self.renew is None or renewals == _RENEWALS:
-                        raise
-                    await self.renew()  # see `_start`
+                await self._wait_for(lambda: not engine.outstanding or engine not in self.workers)
+
+        try:
+            await self.weights.renewing(admit)
         except (WorkerError, WeightsNotVerified, TimeoutError) as error:
             lost = error if isinstance(error, WorkerError) else WorkerError(engine.name, "update_weights", str(error))
             await self.lose(engine, lost)
 
-    async def _admit_held(self, engine: Engine) -> bool:
-        """Loads the current weights into a held engine and ends its hold, or waits until its samples have ended.
-
-        Weights that turn out to be others while they are loaded must not meet samples.
-        """
-        async with self.transfer_lock:
-            stale = engine.version != self.version
-            if not stale or not engine.outstanding or engine not in self.workers:
-                if stale and self.bring_up is not None and engine in self.workers:
-                    await self.bring_up(engine)
-                engine.held = False
-                if engine in self.workers and engine.state is EngineState.SERVING:
-                    self._loads.update(engine)
-                await self._notify()
-                return True
-        await self._wait_for(lambda: not engine.outstanding or engine not in self.workers)
-        return False
-
     def _add(self, worker: Engine) -> None:
         super()._add(worker)
-        self._loads.update(worker)
+        self.dispatch.update(worker)
 
     def _unassign(self, worker: Engine) -> None:
         self._set_state(worker, EngineState.LEAVING if worker in self.workers else EngineState.GONE)
@@ -452,9 +327,75 @@ class EnginePool(ReplicaPool[Engine]):
         await self._wait_for(lambda: not worker.outstanding)
 
     async def _remove(self, worker: Engine) -> None:
-        async with self.transfer_lock:
+        async with self.weights.lock:
             await super()._remove(worker)
 
     async def _notify(self) -> None:
-        self._serve_waiting()
+        self.dispatch.assign()
         await super()._notify()
+
+
+async def sample_group(
+    pool: EnginePool, request: GroupRequest, prompts: TableRef, attempts: int = 1
+) -> tuple[GroupSummary, TableRef]:
+    """Samples a group on up to `attempts` engines, one after another. Raises the WorkerError of the last."""
+    while True:
+        engine = await pool.acquire(request.samples)
+        try:
+            return await pool.generate(request, prompts, engine)
+        except WorkerError as error:
+            await pool.report_failure(engine, error)
+            attempts -= 1
+            if not attempts:
+                raise
+        finally:
+            await pool.release(engine, request.samples)
+
+
+async def finished_samples(
+    engines: Iterable[Engine], timeout_s: float
+) -> list[tuple[tuple[FinishedSamples, ...], TableRef]]:
+    """The finished samples of groups that run, by engine. An engine that does not answer in time has none."""
+
+    async def ask(engine: Engine) -> tuple[tuple[FinishedSamples, ...], TableRef] | None:
+        try:
+            return await engine.handle.call_for_table(RolloutEngine.finished_samples, timeout_s)
+        except WorkerError as error:
+            logger.warning("its finished samples are not kept: %s", error)
+            return None
+
+    answers = await gather_all(ask(engine) for engine in engines if engine.outstanding)
+    return [answer for answer in answers if answer is not None]
+
+
+@asynccontextmanager
+async def trainer_memory(pool: EnginePool, policy: PolicyGroup, timeout_s: float) -> AsyncIterator[None]:
+    """Gives the trainers the memory of the GPUs that they share with engines, for the updates of a step.
+
+    While engines sample, the policy has its weights in the GPU's memory and its optimizer in host memory. In the block
+    the engines sleep; their unfinished groups, which exist only when trainers are restarted, continue afterwards. Then
+    the optimizer is offloaded, and each engine takes back its KV cache once it has verified the new weights. After an
+    error in the block nothing is moved: the trainers are restarted, or the run ends.
+
+    Args:
+        pool: The engines. One that does not sleep is replaced, once the trainers have returned the memory.
+        policy: The trainers on the engines' GPUs.
+        timeout_s: Bound on the sleep of an engine and on the move of a trainer's states, in seconds.
+
+    Raises:
+        WorkerError: A trainer did not move its states.
+    """
+
+    async def sleep(engine: Engine) -> None:
+        try:
+            await engine.handle.call(RolloutEngine.sleep, timeout_s)
+        except WorkerError as error:
+            await pool.lose(engine, error)
+        else:
+            engine.asleep = True
+
+    async with pool.weights.memory.training():
+        async with pool.weights.lock:
+            await gather_all(sleep(engine) for engine in list(pool.workers))
+        yield
+        await policy.offload_states(timeout_s=timeout_s)

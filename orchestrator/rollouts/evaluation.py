@@ -17,7 +17,7 @@ from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import DataLost, EvaluationLost, WorkerError
 from troupe.orchestrator.pools.engine import Engine
-from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.engines import EnginePool, sample_group
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, summarize
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
@@ -45,7 +45,7 @@ Sampler = Callable[[GroupRequest, TableRef], Awaitable[tuple[GroupSummary, Table
 
 def engine_sampler(pool: EnginePool) -> Sampler:
     """Samples on the engines of a run: each group on up to `ATTEMPTS` of them."""
-    return partial(pool.sample, attempts=ATTEMPTS)
+    return partial(sample_group, pool, attempts=ATTEMPTS)
 
 
 def held_sampler(pool: EnginePool, engine: Engine, version: int) -> Sampler:
@@ -66,7 +66,7 @@ def held_sampler(pool: EnginePool, engine: Engine, version: int) -> Sampler:
                 summary, rollouts = await pool.generate(request, prompts, engine)
             except WorkerError as error:
                 await pool.report_failure(engine, error)
-                if engine in pool.engines and attempt >= ATTEMPTS:
+                if engine in pool.workers and attempt >= ATTEMPTS:
                     raise
                 continue
             finally:
@@ -287,7 +287,7 @@ class EvaluationBeside:
             try:
                 return await self._evaluator.run(step, sample=held_sampler(self._pool, engine, step))
             except EvaluationLost as error:
-                other = self._pool.hold() if self._pool.version == step and attempt < ATTEMPTS else None
+                other = self._pool.hold() if self._pool.weights.version == step and attempt < ATTEMPTS else None
                 if other is None:
                     raise
                 logger.warning("the evaluation of step %d begins again on %s: %s", step, other.name, error)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from itertools import islice
 from typing import Any, TypeVar
 
+from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.errors import UpdateDamaged, WorkerError
 from troupe.orchestrator.rollouts.weight_sync import SyncReport, WeightSync
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.training.batch import unless_failed
-from troupe.orchestrator.training.recovery import TrainerRecovery
 
 T = TypeVar("T")
 
@@ -32,13 +32,13 @@ class RunWeights:
     def __init__(
         self,
         sync: WeightSync,
-        recovery: TrainerRecovery,
+        calls: RecoverableCalls,
         recorder: RunRecorder,
         served: Callable[[int], None],
     ) -> None:
         """Sends nothing yet; `served` is called with each version once every engine has it."""
         self._sync = sync
-        self._recovery = recovery
+        self._calls = calls
         self._recorder = recorder
         self._served = served
         self._loading: asyncio.Task[None] | None = None
@@ -48,7 +48,7 @@ class RunWeights:
     async def push(self, version: int) -> None:
         """Loads the policy's weights into every engine as `version`. Raises TroupeError."""
         await self.settle()
-        self._loaded(await self._recovery.retry(lambda: self._sync.push(version)))
+        self._loaded(await self._calls.retry(lambda: self._sync.push(version)))
 
     async def publish(self, version: int) -> None:
         """Pushes, but waits only until the policy may train again: a task makes the engines load the version.
@@ -57,7 +57,7 @@ class RunWeights:
             TroupeError: The weights are not published, or the engines could not load the previous version.
         """
         await self.settle()
-        await self._recovery.retry(lambda: self._sync.publish(version))
+        await self._calls.retry(lambda: self._sync.publish(version))
         self._loading = asyncio.create_task(self._load(version), name=f"load version {version}")
 
     async def settle(self) -> None:
@@ -85,7 +85,7 @@ class RunWeights:
         wait for the version wait for the next one.
         """
         try:
-            report = await self._recovery.retry(self._sync.load)
+            report = await self._calls.retry(self._sync.load)
         except UpdateDamaged as error:
             if self._missed:
                 error.locate(version, "sync")

@@ -20,7 +20,7 @@ from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptOrder
 from troupe.orchestrator.data.texts import TextOrder
 from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
-from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.engines import EnginePool, finished_samples
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.kept_samples import write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
@@ -218,7 +218,8 @@ class RolloutSource:
         """Order of prompts (and of texts), state of the advantages, and finished samples of the groups in flight."""
         parts = self._components
         keeps = self._spec.checkpoint.samples_mib > 0
-        running = await parts.pool.finished_samples(self._spec.failures.health_interval_s) if keeps else []
+        engines, timeout_s = list(parts.pool.workers), self._spec.failures.health_interval_s
+        running = await finished_samples(engines, timeout_s) if keeps else []
         # From here to the end nothing is awaited, so that all of it is of one moment.
         groups = parts.scheduler.progress(running) if keeps else []
         state = {

@@ -67,6 +67,10 @@ class WeightSync(Protocol):
         """Loads the version that was published last into every engine, without the trainers."""
         ...
 
+    async def bring_up(self, engine: Engine) -> None:
+        """Loads the current weights into a new engine. Raises UpdateDamaged if they have to be published again."""
+        ...
+
     async def renew(self) -> None:
         """Makes the current weights available to a new engine that could not load them. Raises WorkerError."""
         ...
@@ -98,7 +102,6 @@ class FileSync:
         self._damaged: WeightUpdate | None = None
         """The update that a new engine could not load."""
         self._published = asyncio.Condition()
-        pool.bring_up = self.bring_up
 
     async def push(self, version: int) -> SyncReport:
         """Publishes the policy's weights as `version` and loads them into every engine.
@@ -110,7 +113,7 @@ class FileSync:
             WeightsNotVerified: An engine acknowledged another version or digest, or did not load the version.
             EnginesLost: No engine is left and none is starting.
         """
-        async with self._pool.transfer_lock:
+        async with self._pool.weights.transfer(version):
             update = await self._begin(version)
             try:
                 await self._write_to_hosts(update, self._pool.receivers)
@@ -125,7 +128,7 @@ class FileSync:
         Raises:
             UpdateDamaged: A file could not be written the second time either, because the policy is lost.
         """
-        async with self._pool.transfer_lock:
+        async with self._pool.weights.transfer(version):
             update = await self._begin(version)
             try:
                 await self._write_to_hosts(update, self._pool.receivers)
@@ -140,14 +143,13 @@ class FileSync:
             WeightsNotVerified: An engine acknowledged another version or digest, or did not load the version.
             EnginesLost: No engine is left and none is starting.
         """
-        async with self._pool.transfer_lock:
+        async with self._pool.weights.lock:
             if self._current is None:
                 raise RuntimeError("no version was published")
             return await self._load(self._current)
 
     async def _begin(self, version: int) -> WeightUpdate:
         """Publishes the weights as `version` for the first time."""
-        self._pool.version = version
         began, self._sent = _now(), 0
         update = await self._publish(version, delta=self._delta)
         self._times = began, _now()
@@ -184,7 +186,7 @@ class FileSync:
             WorkerError: The policy is lost.
             TimeoutError: No version was published within `schedule.step_timeout_s`.
         """
-        async with self._pool.transfer_lock:
+        async with self._pool.weights.lock:
             damaged = self._damaged
             if damaged is None or self._current is not damaged:
                 return  # another version was published since, or this one again
@@ -218,7 +220,7 @@ class FileSync:
         return SyncReport(update.version, *times, update.nbytes, engines, update.digest, self._sent)
 
     async def bring_up(self, engine: Engine) -> None:
-        """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
+        """Loads the current weights into a new engine before its first token (the pool holds the lock)."""
         update = self._current
         if update is None:
             return
@@ -235,9 +237,9 @@ class FileSync:
             ack = await self._update(engine, update)
         except (WorkerDied, WorkerTimeout) as error:
             await self._pool.report_failure(engine, error, in_transfer=True)
-            if engine in self._pool.engines:  # it answers probes, but must not serve the previous version
+            if engine in self._pool.workers:  # it answers probes, but must not serve the previous version
                 raise WeightsNotVerified(f"{engine.name} did not load version {update.version}: {error}") from error
-            if not self._pool.engines and not self._pool.starting:
+            if not self._pool.workers and not self._pool.starting:
                 raise EnginesLost(f"no rollout engine is left after version {update.version}: {error}") from error
             return None
         _accept(ack, update, engine)
@@ -322,14 +324,12 @@ class DeviceSync:
         self._timeout_s = timeout_s
         self._connected: tuple[object, ...] = ()
         """Engines and trainers of the last transfer; empty if it failed."""
-        self._version = 0
         self._sent: SyncReport | None = None
         """The last whole transfer."""
         self._pushes = 0
         self._missed = 0
         """Number of versions that had been sent when an engine was last brought up."""
         self._pushed = asyncio.Condition()
-        pool.bring_up = self.bring_up
 
     async def push(self, version: int) -> SyncReport:
         """Sends the policy's weights to every engine as `version`.
@@ -339,16 +339,15 @@ class DeviceSync:
             WeightsNotVerified: An engine acknowledged another version or digest.
             EnginesLost: No engine is left and none is starting.
         """
-        async with self._pool.transfer_lock:
-            self._version = self._pool.version = version
+        async with self._pool.weights.transfer(version):
             try:
                 report = await self._send(tuple(self._pool.receivers))
             except (WorkerDied, WorkerTimeout):
                 raise
             except WorkerError as error:
                 logger.warning("%s; sending version %d again", error, version)
-                await gather_all(self._lose_dead(engine) for engine in list(self._pool.engines))
-                if not self._pool.engines and not self._pool.starting:
+                await gather_all(self._lose_dead(engine) for engine in list(self._pool.workers))
+                if not self._pool.workers and not self._pool.starting:
                     raise EnginesLost(f"no rollout engine is left after version {version}: {error}") from error
                 report = await self._send(tuple(self._pool.receivers))
         self._sent = report
@@ -368,7 +367,7 @@ class DeviceSync:
         return self._sent
 
     async def bring_up(self, engine: Engine) -> None:
-        """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`).
+        """Loads the current weights into a new engine before its first token (the pool holds the lock).
 
         The other engines continue to serve.
 
@@ -376,7 +375,7 @@ class DeviceSync:
             UpdateDamaged: The policy is lost, or has trained since the version was sent: its weights are no longer
                 the version's.
         """
-        if not self._version:
+        if not self._pool.weights.version:
             return
         self._missed = self._pushes
         try:
@@ -386,7 +385,7 @@ class DeviceSync:
                 raise
             raise UpdateDamaged(error.worker, error.method, error.detail) from error
         if self._sent is None or sent.digest != self._sent.digest:
-            raise UpdateDamaged(engine.name, "bring_up", f"the policy has trained since version {self._version}")
+            raise UpdateDamaged(engine.name, "bring_up", f"the policy has trained since version {sent.version}")
 
     async def renew(self) -> None:
         """Waits for the next version, after a new engine could not receive the current one.
@@ -412,13 +411,14 @@ class DeviceSync:
             link = self._link([engine.handle for engine in engines])
             await self._policy.connect_engines(link, timeout_s=self._timeout_s)
         connected_at = clock()
-        sent = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
+        version = self._pool.weights.version
+        sent = await self._policy.send_weights(version, timeout_s=self._timeout_s)
         for engine, ack in zip(engines, sent.acks, strict=True):
             _accept(ack, sent, engine)
         self._connected = connected
         digests = {engine.name: sent.digest for engine in engines}
         times = connected_at - started, clock() - connected_at
-        return SyncReport(self._version, *times, sent.nbytes, digests, sent.digest)
+        return SyncReport(version, *times, sent.nbytes, digests, sent.digest)
 
     async def _lose_dead(self, engine: Engine) -> None:
         """Makes the pool replace the engine if its process is gone or hangs; a closed one joins the next transfer."""
@@ -441,7 +441,7 @@ def _accept(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) ->
             f"{engine.name} acknowledged version {ack.version} digest {ack.digest}; "
             f"sent was version {sent.version} digest {sent.digest}"
         )
-    engine.version, engine.asleep = ack.version, False
+    engine.serves(ack.version)
 
 
 def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluster: Cluster) -> WeightSync:

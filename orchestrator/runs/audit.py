@@ -13,7 +13,6 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport, token_scorer
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
 from troupe.orchestrator.runs.session import RunRequest, Session, open_session
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -59,10 +58,9 @@ async def _audit(request: RunRequest, spec: RolloutSpec, found: Checkpoint | Non
         open_session(request, console, local=local, roles=roles) as session,
         open_pools(local.spec, session) as pools,
     ):
-        sync = weight_sync(local.spec, session.workers.require_policy(), pools.engines, session.cluster)
         if spec.trains_adapters:
-            await session.unless_stopped(sync.push(0))
-        weights = RunAudit(local.spec, session, pools, data, sync)
+            await session.unless_stopped(pools.require_sync().push(0))
+        weights = RunAudit(local.spec, session, pools, data)
         load = None if found is None else partial(load_trainers, found, local.spec, pools)
         return await session.unless_stopped(weights.run(found, load))
 
@@ -76,7 +74,6 @@ class RunAudit:
     session: Session
     pools: RunPools
     data: RunData
-    sync: WeightSync
 
     async def run(self, found: Checkpoint | None, load: Callable[[], Awaitable[object]] | None = None) -> AuditReport:
         """Compares the initial weights, or a checkpoint's.
@@ -95,7 +92,7 @@ class RunAudit:
             await auditor.warm()
             if load is not None:
                 await load()
-            await self.sync.push(found.step)
+            await self.pools.require_sync().push(found.step)
         report = await auditor.run(self._weights(found))
         await auditor.forget()
         session.console.phase("audit", 1, 1)

@@ -61,8 +61,10 @@ class OfflineRun:
         spec, found, done = self._spec, checkpoints.found, checkpoints.done
         profiles = UpdateProfiles(spec.output.profile, self._out)
         updates = OfflineUpdates(spec, self._trainer, self._session.console, profiles)
+        calls = self._session.launcher.calls
         recovery = TrainerRecovery(
             spec=spec,
+            calls=calls,
             updates=updates,
             push=None,
             store=checkpoints.store,
@@ -70,6 +72,7 @@ class OfflineRun:
             console=self._session.console,
             done=done,
         )
+        calls.recover_with(recovery)
         examples, train = await self._tokenize(data.train, "data.train")
         held_out = data.held_out.get("eval") if spec.evaluation is not None else None
         counts = data_metrics(data.pools) | _tokenized("train", data.train, examples)
@@ -85,7 +88,7 @@ class OfflineRun:
                 ledger = Ledger.restore(found.state["ledger"])
                 order.restore(found.state["source"])
             loading = partial(load_checkpoint, found, updates.trainers, spec.schedule.train_timeout_s)
-            for line in await recovery.retry(loading):
+            for line in await calls.retry(loading):
                 self._session.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
         cluster = self._session.cluster

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.errors import WorkerError
+from troupe.orchestrator.errors import TroupeError, WorkerError
 from troupe.orchestrator.pools.engine import Engine
-from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.engine_weights import EngineWeights
+from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
-from troupe.orchestrator.rollouts.handover import MemoryHandover
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.derived.sizes import group_scoring_s
 from troupe.orchestrator.spec.derived.training import (
@@ -28,6 +30,7 @@ from troupe.orchestrator.spec.derived.training import (
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import environment_role
 from troupe.orchestrator.training.checkpoint import Checkpoint, load_checkpoint
+from troupe.orchestrator.training.recovery import HoldMemory
 from troupe.workers.contract import roles
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.judges import Judge
@@ -53,9 +56,15 @@ class RunPools:
             if (path := row_of(spec, role).pool) is not None
         }
         """The pools that the run has."""
-        policy, self.handover = session.workers.policy, None
-        if policy is not None and resolved_sleep(spec) != "none":
-            self.handover = MemoryHandover(self.engines, policy, spec.schedule.sync_timeout_s)
+        self.sync: WeightSync | None = None
+        """Transfers the policy's weights to the engines, or None without a policy."""
+        self.trainer_memory: HoldMemory | None = None
+        """Gives the trainers the memory of GPUs, or None if they share no GPU with an engine."""
+        policy = session.workers.policy
+        if policy is not None:
+            self.sync = weight_sync(spec, policy, self.engines, session.cluster)
+            if resolved_sleep(spec) != "none":
+                self.trainer_memory = partial(trainer_memory, self.engines, policy, spec.schedule.sync_timeout_s)
 
     @property
     def engines(self) -> EnginePool:
@@ -76,6 +85,12 @@ class RunPools:
     def judges(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
         """The judge workers, if the run has them."""
         return cast("Any", self.by_role.get("judge"))
+
+    def require_sync(self) -> WeightSync:
+        """The weight sync. Raises TroupeError without a policy."""
+        if self.sync is None:
+            raise TroupeError("the run has no policy workers")
+        return self.sync
 
     def token_scorers(self) -> list[TokenScorer]:
         """The models that score tokens of every group during generation."""
@@ -121,7 +136,7 @@ async def load_trainers(found: Checkpoint, spec: RolloutSpec, pools: RunPools) -
     """Makes policy and critic load a checkpoint."""
     workers, console = pools.session.workers, pools.session.console
     groups = [group for group in (workers.policy, workers.critic) if group is not None]
-    async with nullcontext() if pools.handover is None else pools.handover.training():
+    async with nullcontext() if pools.trainer_memory is None else pools.trainer_memory():
         for line in await load_checkpoint(found, groups, spec.schedule.train_timeout_s):
             console.message(line)
 
@@ -152,7 +167,15 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
 
         await gather_all(end(worker) for environments in run.environments for worker in list(environments.workers))
 
-    return EnginePool(run.session.workers.each(role), start, run.spec, on_loss=end_episodes)
+    async def bring_up(engine: Engine) -> None:
+        if run.sync is not None:
+            await run.sync.bring_up(engine)
+
+    async def renew() -> None:
+        await run.session.launcher.calls.retry(run.require_sync().renew)
+
+    weights = EngineWeights(bring_up, renew)
+    return EnginePool(run.session.workers.each(role), start, run.spec, on_loss=end_episodes, weights=weights)
 
 
 def reward_pool(run: RunPools, role: str) -> RewardPool:
@@ -183,7 +206,7 @@ def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentSe
     return LinkedPool(
         role,
         run.session.workers.each(role),
-        callers=Callers(lambda: run.engines.engines, connect),
+        callers=Callers(lambda: run.engines.workers, connect),
         make_link=run.session.cluster.environment_link,
         launch=run.session.launcher.replica,
         budget=RestartBudget.of_role(run.spec, role),

@@ -23,7 +23,6 @@ from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
-from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.runs.audit import AUDIT, RunAudit
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.evaluation import held_out_evaluator
@@ -122,7 +121,7 @@ class RolloutRun:
     async def controller(self, checkpoints: RunCheckpoints) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, policy = self._spec, self._workers.require_policy()
-        found, done, handover = checkpoints.found, checkpoints.done, self._pools.handover
+        found, done, sync = checkpoints.found, checkpoints.done, self._pools.require_sync()
         settings = group_settings(spec, self._data.train)
         source_of = (lambda row: settings[row].source) if spec.data.mixture else None
         ledger, advantages = Ledger(source_of), None
@@ -130,18 +129,19 @@ class RolloutRun:
         prompts = prompt_order(spec, self._data.train, curriculum)
         profiles = UpdateProfiles(spec.output.profile, self._out)
         updates = RolloutUpdates(spec, policy, self._workers.critic, self._session.console, profiles)
-        sync = weight_sync(spec, policy, self._pool, self._session.cluster)
+        calls = self._session.launcher.calls
         recovery = TrainerRecovery(
             spec=spec,
+            calls=calls,
             updates=updates,
             push=sync.push,
             store=checkpoints.store,
             restart=self._session.launcher.restart,
             console=self._session.console,
             done=done,
-            hold_memory=None if handover is None else handover.training,
+            hold_memory=self._pools.trainer_memory,
         )
-        self._pool.renew = lambda: recovery.retry(sync.renew)
+        calls.recover_with(recovery)
         texts = await self._texts(policy)
         if found is not None:
             with found.restoring():
@@ -150,10 +150,10 @@ class RolloutRun:
                 prompts.restore(found.state["source"]["prompts"])
                 if texts is not None:
                     texts.restore(found.state["source"]["texts"])
-            await recovery.retry(lambda: load_trainers(found, spec, self._pools))
+            await calls.retry(lambda: load_trainers(found, spec, self._pools))
         # Engines that sleep wake with weights, and engines without adapters do not sample.
-        if spec.trains_adapters or (found is not None and handover is not None):
-            await recovery.retry(lambda: sync.push(done))
+        if spec.trains_adapters or (found is not None and self._pools.trainer_memory is not None):
+            await calls.retry(lambda: sync.push(done))
         scheduler = self._scheduler(ledger, prompts, curriculum, done, settings)
         if found is not None:
             await self._take_over(found, scheduler)
@@ -188,7 +188,7 @@ class RolloutRun:
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._session.console, self._session.stop
-        parts = run_parts(spec, components, checkpoints, sinks, console, self._own_parts(sync, found))
+        parts = run_parts(spec, components, checkpoints, sinks, console, self._own_parts(found))
         return Controller(spec, components, parts, sinks, console, stop, done)
 
     def _evaluator(self, done: int) -> Evaluator | None:
@@ -201,12 +201,12 @@ class RolloutRun:
             log=EvaluationLog(self._out / EVALUATIONS, described_sets(self._spec, self._data.held_out), done),
         )
 
-    def _own_parts(self, sync: WeightSync, found: Checkpoint | None) -> list[RunPart]:
+    def _own_parts(self, found: Checkpoint | None) -> list[RunPart]:
         """The parts that only runs on rollouts have."""
         control = LiveControl(ControlServer(self._out, self.scaler))
         if not self._spec.audit.at_start:
             return [control]
-        audited = RunAudit(self._session.spec.rollouts, self._session, self._pools, self._data, sync)
+        audited = RunAudit(self._session.spec.rollouts, self._session, self._pools, self._data)
         return [AuditAtStart(audited, found, self._out), control]
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import RestartBudget
@@ -53,11 +54,12 @@ class _Trained:
 
 
 class TrainerRecovery:
-    """Repeats what failed because a training worker was lost, after the trainers have been restarted."""
+    """The restorer of a run's trainers (`RecoverableCalls`). Keeps what has to be repeated to restore their state."""
 
     def __init__(
         self,
         spec: RunSpec,
+        calls: RecoverableCalls,
         updates: Updates,
         push: Push | None,
         store: CheckpointStore,
@@ -70,6 +72,7 @@ class TrainerRecovery:
 
         Args:
             spec: Limits the restarts, and the steps that can be repeated.
+            calls: The calls that are repeated after a restart.
             updates: The updates and the trainers.
             push: Sends the trained weights, or None if no engine serves them.
             store: Checkpoints of the run.
@@ -78,6 +81,7 @@ class TrainerRecovery:
             done: Step of the checkpoint that the trainers have loaded, if any.
             hold_memory: Entered for updates and restarts, or None if the trainers share no GPU with an engine.
         """
+        self.calls = calls
         self._spec = spec
         self._updates = updates
         self._push = push
@@ -91,20 +95,12 @@ class TrainerRecovery:
         """Steps since the checkpoint, or None if there were too many to keep."""
         self._later: list[_Trained] | None = []
         """The part of these since the checkpoint that is being written."""
-        self._restarting: asyncio.Task[None] | None = None
         self._committing = asyncio.Lock()
-        self._calls: set[asyncio.Task[Any]] = set()
-        """Calls of `retry` under way. A restart ends them first: none may reach a trainer that is not restored yet."""
-        self._interrupted: set[asyncio.Task[Any]] = set()
-        """The calls that a restart has ended."""
-        self._restarts = 0
         self.budget = RestartBudget.of_role(spec, "policy")
-        for group in updates.trainers:
-            group.recovery = self
 
     async def train(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         """All updates of a step on this batch (`Updates.run`)."""
-        done = await self.retry(lambda: self._run(step, batch, state))
+        done = await self.calls.retry(lambda: self._run(step, batch, state))
         trained = _Trained(step, batch, state)
         self._steps, self._later = self._with(self._steps, trained), self._with(self._later, trained)
         return done
@@ -133,31 +129,6 @@ class TrainerRecovery:
             self._saved, self._steps = step, self._later
         return written
 
-    async def retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `call`, which is repeated after the trainers were restarted because one was lost.
-
-        Raises:
-            WorkerError: The call failed for another reason, or the trainers cannot be restarted.
-        """
-        while True:
-            if self._restarting is not None:
-                await asyncio.shield(self._restarting)
-            before, task = self._restarts, asyncio.ensure_future(call())
-            self._calls.add(task)
-            try:
-                return await task
-            except asyncio.CancelledError:
-                if task not in self._interrupted or _is_cancelled():
-                    raise
-            except WorkerError as error:
-                lost = await self._lost(error)
-                if lost is None:
-                    raise
-                await self._recover(before, lost)
-            finally:
-                self._calls.discard(task)
-                self._interrupted.discard(task)
-
     async def watch(self) -> None:
         """Probes the trainers at a fixed interval, and restarts them if one has died and no call has noticed.
 
@@ -169,7 +140,7 @@ class TrainerRecovery:
         """
         while True:
             await asyncio.sleep(min(probe_interval_s(self._spec), _PROBE_S))
-            await self.retry(self._probe)
+            await self.calls.retry(self._probe)
 
     async def _probe(self) -> None:
         for group in self._updates.trainers:
@@ -177,14 +148,8 @@ class TrainerRecovery:
             if died is not None:
                 raise died
 
-    async def close(self) -> None:
-        """Ends a restart that is under way."""
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.gather(self._restarting, return_exceptions=True)
-
-    async def _lost(self, error: WorkerError) -> WorkerError | None:
-        """The loss of a training worker that explains a failed call; None if it has another cause.
+    async def find_lost(self, error: WorkerError) -> WorkerError | None:
+        """The loss of a trainer that explains a failed call, or None if it has another cause.
 
         The other ranks of a collective operation may notice the loss first, as another error.
         """
@@ -196,23 +161,9 @@ class TrainerRecovery:
         found = await asyncio.gather(*(group.find_dead() for group in self._updates.trainers))
         return next((died for died in found if died is not None), None)
 
-    async def _recover(self, before: int, lost: WorkerError) -> None:
-        """Restarts the trainers, unless that was done since `before` restarts. Raises WorkerError."""
-        if self._restarts == before:
-            if self._restarting is None:
-                self._restarting = asyncio.create_task(self._restart(lost), name="restart trainers")
-                self._restarting.add_done_callback(self._restarted)
-            await asyncio.shield(self._restarting)
-
-    def _restarted(self, task: asyncio.Task[None]) -> None:
-        self._restarting = None
-        if not task.cancelled() and task.exception() is None:
-            self._restarts += 1
-
-    async def _restart(self, lost: WorkerError) -> None:
+    async def restore(self, lost: WorkerError) -> None:
         """Restarts all trainers and restores their state. Raises WorkerError if that is not possible."""
         async with self._committing:
-            await self._interrupt()
             await self._restore(lost)
 
     async def _restore(self, lost: WorkerError) -> None:
@@ -238,24 +189,13 @@ class TrainerRecovery:
                 if self._push is not None and (version or self._shares):
                     await self._push(version)
             except WorkerError as error:
-                again = await self._lost(error)
+                again = await self.find_lost(error)
                 if again is None:
                     raise
                 lost = again
             else:
                 self._console.message(f"{names} restarted from {origin}, {len(steps)} step(s) repeated")
                 return
-
-    async def _interrupt(self) -> None:
-        """Ends the calls under way; each is repeated after the restart.
-
-        The updates of a step are many calls. The remaining calls after the loss would otherwise reach trainers that are
-        restarted and not yet restored.
-        """
-        for task in self._calls:
-            if task.cancel():
-                self._interrupted.add(task)
-        await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def _load(self, lost: WorkerError) -> None:
         """Loads the last checkpoint into the restarted trainers, if the run has one. Raises WorkerError."""
@@ -272,9 +212,3 @@ class TrainerRecovery:
         for number, trained in enumerate(steps):
             self._console.phase("repeat updates", number, len(steps))
             await self._updates.repeat(trained.step, trained.batch, trained.state)
-
-
-def _is_cancelled() -> bool:
-    """Whether the running task itself is to end."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

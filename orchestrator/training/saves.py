@@ -87,7 +87,7 @@ class RunSaves(RunPart):
     def begin_trial(self) -> asyncio.Task[None]:
         """Begins a trial write of a small part of a checkpoint by all trainers (`TrainerSaves.try_all`), during
         the first samples. The task raises TroupeError."""
-        self._trial = asyncio.create_task(self._recovery.retry(self._trainers.try_all))
+        self._trial = asyncio.create_task(self._recovery.calls.retry(self._trainers.try_all))
         return self._trial
 
     async def before_update(self) -> None:
@@ -197,7 +197,7 @@ class RunSaves(RunPart):
             WorkerError: The trainers cannot copy their state.
         """
         saving = _Saving(now.step, now.states(), await self._source.snapshot(), _now())
-        folder = await self._recovery.retry(lambda: self._trainers.begin(now.step))
+        folder = await self._recovery.calls.retry(lambda: self._trainers.begin(now.step))
         self._recovery.begin_save()
         self._time("copy", saving.started)
         self._running = asyncio.create_task(self._finish(saving, folder), name=f"save step {now.step}")
@@ -231,7 +231,7 @@ class RunSaves(RunPart):
             return
         saving, recovery = _Saving(now.step, now.states(), snapshot, _now()), self._recovery
         if not again:
-            written = await recovery.retry(lambda: self._trainers.write(now.step))
+            written = await recovery.calls.retry(lambda: self._trainers.write(now.step))
             recovery.begin_save()
             await self._commit(saving, written)
             return

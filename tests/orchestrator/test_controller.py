@@ -42,6 +42,7 @@ from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeErr
 from troupe.orchestrator.insight.verdicts.data import dropped_samples, failing_rewards
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.kept_samples import read_samples
@@ -140,11 +141,14 @@ class RolloutRun(FakeRun[RolloutSpec]):
             prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
         if found:
             prompts.restore(found.state["source"]["prompts"])
-        pool = self.pool = self.engine_pool()
-        policy = self.policy = policy_group(*self.policies)
+        weights = EngineWeights(lambda engine: sync.bring_up(engine), lambda: self.trainer_calls.retry(sync.renew))
+        pool = self.pool = self.engine_pool(weights)
+        policy = self.policy = policy_group(*self.policies, calls=self.trainer_calls)
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
         scorers = [TokenScorer(policy, policy.compute_logprobs, 1.0)]
-        critics = self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
+        critics = self.critics = (
+            critic_group(self.critic, calls=self.trainer_calls) if self.spec.roles.critic is not None else None
+        )
         if critics is not None and not values_at_batch(self.spec):
             scorers.append(TokenScorer(critics, critics.compute_values, 1.0))
         scorer = Scorer(rewards, scorers)
@@ -170,7 +174,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         updates = RolloutUpdates(self.spec, policy, critics, console)
         sync = FileSync(policy, pool, self.sync_timeout_s)
         recovery = self.recovery(updates, sync.push, store, console, done)
-        pool.renew = lambda: recovery.retry(sync.renew)
+        self.trainer_calls.recover_with(recovery)
         components = RunComponents(
             source=RolloutSource(self.spec, self.out, makers, console, self.stop),
             updates=updates,
@@ -193,9 +197,9 @@ class RolloutRun(FakeRun[RolloutSpec]):
         """What evaluates while training continues. None: training waits."""
         return None
 
-    def engine_pool(self) -> EnginePool:
+    def engine_pool(self, weights: EngineWeights) -> EnginePool:
         """The pool of the engines."""
-        return fake_pool(self.engines)
+        return fake_pool(self.engines, weights=weights)
 
     def recorder(self, done: int) -> RunRecorder:
         """Records into the run folder, as a run does."""

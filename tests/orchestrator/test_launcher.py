@@ -94,7 +94,7 @@ def test_a_trainer_that_dies_while_a_resume_loads_is_restarted_and_loads(tmp_pat
         controller = run.build()
         found = CheckpointStore(tmp_path / "checkpoints", 1).latest()
         assert found is not None
-        await controller.components.recovery.retry(lambda: load_checkpoint(found, run.groups, 60.0))
+        await controller.components.recovery.calls.retry(lambda: load_checkpoint(found, run.groups, 60.0))
         assert [len(learned) for learned in run.learned] == [2, 2, 4]
         assert controller.components.recovery.budget.total == 1
 

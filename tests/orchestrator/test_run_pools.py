@@ -176,18 +176,18 @@ async def test_engines_have_room_for_the_episodes_of_environments_that_are_added
     pools = RunPools(spec, context)
     run = RolloutRun(spec, tmp_path, context, pools, cast("RunData", None))
     pool, scaler = pools.engines, run.scaler
-    assert pool.max_load == engine_load(spec) == 40 + 8
+    assert pool.dispatch.max_load == engine_load(spec) == 40 + 8
     async with asyncio.timeout(60):
         await pool.acquire(48)
         waiting = asyncio.create_task(pool.acquire(72))
         await asyncio.sleep(0)
         assert not waiting.done()
         scaler.change({"roles.environment.workers": 3})
-        assert pool.max_load == engine_load(scaler.spec) == 120 + 8
+        assert pool.dispatch.max_load == engine_load(scaler.spec) == 120 + 8
         assert (await waiting).load == 120
         while any(state.scaling for state in scaler.states()):
             await asyncio.sleep(0)
         scaler.change({"roles.rollout.workers": 2})  # the second engine has yet to start
-        assert pool.max_load == 128 > engine_load(scaler.spec)
+        assert pool.dispatch.max_load == 128 > engine_load(scaler.spec)
         await scaler.close()
     assert {"environment-1", "environment-2"} <= launcher.started.keys()

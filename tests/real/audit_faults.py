@@ -188,7 +188,7 @@ class Stack:
     async def start(self) -> None:
         """Starts both workers."""
         health = await self.engine.start()
-        self.pool.engines[0].host = health.host
+        self.pool.workers[0].host = health.host
         if torch.distributed.is_initialized():
             self.policy.build()  # DeepSpeed knows only the first group of a process
         else:

@@ -19,7 +19,7 @@ from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.attribution import Cause, Gap, attribute, distance, of_engine
 from troupe.orchestrator.plan.placement import Placement, Seat
-from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.engines import EnginePool, sample_group
 from troupe.orchestrator.roles.settings import policy_config, worker_env
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -239,7 +239,7 @@ class Auditor:
         """Empties the engines' prefix caches."""
         timeout_s = self._spec.schedule.generate_timeout_s
         await asyncio.gather(
-            *(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._pool.engines)
+            *(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._pool.workers)
         )
 
     async def _measure(self, weights: AuditedWeights, *, thorough: bool) -> TokenScores:
@@ -270,7 +270,7 @@ class Auditor:
         audit, spec = self._spec.audit, self._spec
         longest = min(audit.response_tokens, spec.sampling.max_tokens)
         source = PromptSource(self._prompts, spec.seed)
-        count = max(_LEAST_PROMPTS, len(self._pool.engines), math.ceil(audit.tokens / (_SAMPLES * longest)))
+        count = max(_LEAST_PROMPTS, len(self._pool.workers), math.ceil(audit.tokens / (_SAMPLES * longest)))
         groups: list[tuple[GroupSummary, TableRef]] = []
         for _ in range(_ROUNDS):
             picks = [source.next() for _ in range(count)]
@@ -287,7 +287,7 @@ class Auditor:
                 )
                 for pick in picks
             ]
-            found = await asyncio.gather(*(self._pool.sample(request, self._table) for request in requests))
+            found = await asyncio.gather(*(sample_group(self._pool, request, self._table) for request in requests))
             groups += [group for group in found if not group[0].refused]
             sampled = sum(sample.sampled_tokens for summary, _ in groups for sample in summary.samples)
             if sampled >= audit.tokens:

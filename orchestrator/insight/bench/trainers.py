@@ -19,7 +19,6 @@ from troupe.orchestrator.insight.bench.engines import explained, measured_run
 from troupe.orchestrator.insight.bench.results import Result
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS, trainer_of
-from troupe.orchestrator.rollouts.weight_sync import weight_sync
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.session import RunRequest, Session, open_session
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -250,14 +249,14 @@ class _Sending:
 
     def __init__(self, spec: RolloutSpec, session: Session, groups: Sequence[GroupLengths]) -> None:
         pools = RunPools(spec, session)
-        pool, self._handover = pools.engines, pools.handover
+        self._trainer_memory = pools.trainer_memory or nullcontext
         self._training = _Training(spec, session, groups[:1])
-        self._sync = weight_sync(spec, session.workers.require_policy(), pool, session.cluster)
-        self._meters = [cast("WorkerHandle[MeasuredEngine]", engine.handle) for engine in pool.engines]
+        self._sync = pools.require_sync()
+        self._meters = [cast("WorkerHandle[MeasuredEngine]", engine.handle) for engine in pools.engines.workers]
 
     async def update(self, version: int) -> Transfer:
         """Trains and sends. Raises TroupeError."""
-        async with nullcontext() if self._handover is None else self._handover.training():
+        async with self._trainer_memory():
             await self._training.step()
         began = time.monotonic()
         report = await self._sync.push(version)

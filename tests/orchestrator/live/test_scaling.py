@@ -38,6 +38,7 @@ from troupe.orchestrator.live import control
 from troupe.orchestrator.live.control import ControlServer, ask
 from troupe.orchestrator.live.diff import changed, differences, worker_changes
 from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
+from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
@@ -183,23 +184,22 @@ def test_a_new_engine_has_the_current_weights_before_its_first_token() -> None:
     seen: list[tuple[int, int]] = []
 
     async def run() -> None:
-        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))])
         version = 7
 
         async def bring_up(engine: Any) -> None:
-            assert pool.transfer_lock.locked()
-            assert engine not in pool.engines
+            assert pool.weights.lock.locked()
+            assert engine not in pool.workers
             await asyncio.sleep(0.01)
             engine.version = version
 
-        pool.bring_up = bring_up
+        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))], weights=EngineWeights(bring_up))
         joining = asyncio.create_task(pool.join("rollout-1"))
         while pool.names == ["rollout-0"]:
             await asyncio.sleep(0)
         assert pool.starting
         assert [e.name for e in pool.serving] == ["rollout-0"]
         await joining
-        seen.extend((len(pool.serving), e.version) for e in pool.engines if e.name == "rollout-1")
+        seen.extend((len(pool.serving), e.version) for e in pool.workers if e.name == "rollout-1")
 
     asyncio.run(run())
     assert seen == [(2, 7)]
@@ -224,7 +224,7 @@ def test_a_removed_engine_gets_no_new_groups_and_finishes_its_own() -> None:
         order.append("finished")
         await pool.release(next(e for e in (first, second) if e.name == "rollout-1"), 4)
         await removing
-        assert [engine.name for engine in pool.engines] == ["rollout-0"]
+        assert [engine.name for engine in pool.workers] == ["rollout-0"]
         return order
 
     assert asyncio.run(run()) == ["finished", "gone"]
@@ -247,7 +247,7 @@ def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_countin
 
     def built() -> Any:
         controller = build()
-        for engine in harness.pool.engines:
+        for engine in harness.pool.workers:
             assert isinstance(engine.handle, FaultyWorker)
             handles[engine.name] = engine.handle
         return controller
@@ -389,7 +389,7 @@ def test_an_engine_that_dies_while_it_is_removed_is_not_replaced() -> None:
 
     async def run() -> tuple[list[str], int]:
         pool = fake_pool([FaultyEngine("rollout-0", random.Random(0)), Dying("rollout-1", random.Random(1))])
-        engine = next(e for e in pool.engines if e.name == "rollout-1")
+        engine = next(e for e in pool.workers if e.name == "rollout-1")
         engine.outstanding = 4
         removing = asyncio.create_task(pool.retire("rollout-1", 5.0))
         await asyncio.sleep(0.001)

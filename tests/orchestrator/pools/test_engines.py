@@ -28,10 +28,10 @@ async def test_acquire_returns_the_least_loaded_engine() -> None:
         if held and (len(held) == 12 or rng.random() < 0.5):
             await pool.release(held.pop(rng.randrange(len(held))), 2)
         else:
-            least = min(engine.outstanding for engine in pool.engines)
+            least = min(engine.outstanding for engine in pool.workers)
             held.append(await pool.acquire(2))
             assert held[-1].outstanding == least + 2
-    assert sum(engine.outstanding for engine in pool.engines) == 2 * len(held)
+    assert sum(engine.outstanding for engine in pool.workers) == 2 * len(held)
 
 
 async def test_waiting_callers_are_served_in_order_and_within_the_load_limit() -> None:
@@ -103,13 +103,13 @@ async def test_finished_samples_free_their_slots_before_their_group_ends() -> No
     rng, full, taken = random.Random(3), 0, 0
     while len(engine.ended) < len(tasks):
         unfinished = sum(engine.unfinished.values())
-        assert unfinished <= held.load <= pool.max_load
+        assert unfinished <= held.load <= pool.dispatch.max_load
         full, taken = full + (unfinished >= slots), taken + 1
         running = [uid for uid, count in engine.unfinished.items() for _ in range(count)][:slots]
         if engine.finish_one(rng.choice(running)):
             await settle()
             assert held.load == sum(engine.unfinished.values())
-            assert held.load > pool.max_load - size or len(engine.ended) == len(tasks)  # no free slots
+            assert held.load > pool.dispatch.max_load - size or len(engine.ended) == len(tasks)  # no free slots
     assert full / taken > 0.9
     while engine.unfinished:
         engine.finish_one(next(iter(engine.unfinished)))
@@ -184,7 +184,7 @@ def test_a_replacement_that_does_not_start_is_started_again_while_the_budget_las
 
 async def lose(pool: EnginePool, fault: str) -> None:
     """The only engine of the pool dies; waits until its replacement, if there is one, serves."""
-    (engine,) = pool.engines
+    (engine,) = pool.workers
     engine.handle.kill()
     error = WorkerDied(engine.name, "health", f"the process has ended: {fault}", fault)
     await pool.lose(engine, error)
@@ -232,19 +232,19 @@ async def test_missed_probes_do_not_count_while_weights_are_transferred(transfer
     engine = Engine(FaultyWorker("rollout-0", _SilentEngine("rollout-0")), "host")
     pool = EnginePool([engine], _engine, pool_spec(restarts=0))
     if transferring:
-        await pool.transfer_lock.acquire()
+        await pool.weights.lock.acquire()
     for _ in range(pool.spec.failures.health_misses + 1):
         await pool.probe_all()
-    assert (engine in pool.engines) is serves
+    assert (engine in pool.workers) is serves
 
 
 async def test_an_engine_that_dies_during_a_transfer_is_lost_at_once() -> None:
     pool = pool_of(1, 4)
-    (engine,) = pool.engines
+    (engine,) = pool.workers
     engine.handle.kill()
-    await pool.transfer_lock.acquire()
+    await pool.weights.lock.acquire()
     await pool.probe_all()
-    assert engine not in pool.engines
+    assert engine not in pool.workers
 
 
 class _ClosedEngine(FakeEngine):
@@ -263,20 +263,20 @@ async def test_an_engine_that_a_transfer_has_closed_is_lost_only_if_the_transfer
     fake = _ClosedEngine("rollout-0")
     engine = Engine(FaultyWorker("rollout-0", fake), "host")
     pool = EnginePool([engine], _engine, pool_spec(restarts=0))
-    await pool.transfer_lock.acquire()
+    await pool.weights.lock.acquire()
     reported = asyncio.create_task(pool.report_failure(engine, WorkerRaised("rollout-0", "generate", "closed")))
     await asyncio.sleep(0.01)
-    assert engine in pool.engines
+    assert engine in pool.workers
     fake.closed = not opened
-    pool.transfer_lock.release()
+    pool.weights.lock.release()
     await reported
-    assert (engine in pool.engines) is opened
+    assert (engine in pool.workers) is opened
 
 
 async def test_an_engine_that_is_lost_after_the_end_of_the_run_is_not_replaced() -> None:
     fakes = [FaultyEngine("rollout-0", random.Random(0))]
     pool = fake_pool(fakes, pool_spec(restarts=1))
-    (engine,) = pool.engines
+    (engine,) = pool.workers
     await pool.close()
     await pool.lose(engine, WorkerDied("rollout-0", "generate", "the process is gone"))
-    assert (pool.starting, pool.engines, pool.budget.total) == ([], [], 0)
+    assert (pool.starting, pool.workers, pool.budget.total) == ([], [], 0)

@@ -18,6 +18,7 @@ from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import EvaluationLost, WorkerDied
+from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator, HeldOutSet, engine_sampler
 from troupe.orchestrator.spec.checks.data import held_out_problems
@@ -110,11 +111,11 @@ class PoolRun(RolloutRun):
         self.evaluator = evaluator
         return EvaluationBeside(evaluator, self.pool)
 
-    def engine_pool(self) -> EnginePool:
-        return fake_pool(self.engines, self.spec)
+    def engine_pool(self, weights: EngineWeights) -> EnginePool:
+        return fake_pool(self.engines, self.spec, weights)
 
     def workers(self) -> dict[str, FaultyWorker[Any]]:
-        return {engine.name: engine.handle for engine in self.pool.engines if isinstance(engine.handle, FaultyWorker)}
+        return {engine.name: engine.handle for engine in self.pool.workers if isinstance(engine.handle, FaultyWorker)}
 
     def run(self) -> Any:
         async def run() -> Any:
@@ -128,7 +129,7 @@ class PoolRun(RolloutRun):
         return asyncio.run(run())
 
     def held(self) -> list[str]:
-        return [engine.name for engine in self.pool.engines if engine.held]
+        return [engine.name for engine in self.pool.workers if engine.held]
 
     def evaluations(self) -> dict[int, float]:
         lines = RunFolder(self.out).metrics()
@@ -158,8 +159,8 @@ def test_one_engine_keeps_the_version_while_others_get_newer_ones(tmp_path: Path
     assert len(engines[8]) > 1 and sum(engines[8].values()) == PROMPTS
     assert max(line["staleness/max"] for line in run.lines() if "staleness/max" in line) <= staleness
     # Nothing was lost, and the last version is everywhere.
-    assert all(engine.name in {"rollout-0", "rollout-1", "rollout-2"} for engine in run.pool.engines)
-    assert run.held() == [] and {engine.version for engine in run.pool.engines} == {8}
+    assert all(engine.name in {"rollout-0", "rollout-1", "rollout-2"} for engine in run.pool.workers)
+    assert run.held() == [] and {engine.version for engine in run.pool.workers} == {8}
 
 
 def test_the_evaluating_engine_gets_no_groups_and_then_catches_up(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_the_evaluating_engine_gets_no_groups_and_then_catches_up(tmp_path: Path
 
     async def watch(controller: Controller) -> None:
         while controller.version < 8:
-            for engine, recorded in zip(run.pool.engines, run.recording, strict=True):
+            for engine, recorded in zip(run.pool.workers, run.recording, strict=True):
                 if engine.held:
                     seen.append((engine.version, controller.version, list(recorded.trained_on)))
                     if controller.version > engine.version:
@@ -181,7 +182,7 @@ def test_the_evaluating_engine_gets_no_groups_and_then_catches_up(tmp_path: Path
     assert any(now > version for version, now, _ in seen)  # training went on beside it
     by_version = {v: [groups for version, _, groups in seen if version == v] for v in (2, 4, 6)}
     assert all(groups == found[0] for found in by_version.values() for groups in found)
-    assert {engine.version for engine in run.pool.engines} == {8}
+    assert {engine.version for engine in run.pool.workers} == {8}
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -220,7 +221,7 @@ def test_an_evaluation_whose_version_is_nowhere_is_made_up_for(
     run.pause_evaluations()
 
     async def kill(controller: Controller) -> None:
-        await until(lambda: run.held() and run.pool.version > 3)
+        await until(lambda: run.held() and run.pool.weights.version > 3)
         run.workers()[run.held()[0]].kill()
         run.continue_evaluations()
 
@@ -250,7 +251,7 @@ def test_an_engine_that_leaves_hands_its_evaluation_over(tmp_path: Path) -> None
 
     run.during = retire
     run.run()
-    assert run.evaluations() == {2: PROMPTS} and len(run.pool.engines) == 2
+    assert run.evaluations() == {2: PROMPTS} and len(run.pool.workers) == 2
     ((engine, prompts),) = sampled_at(run)[2].items()
     assert engine not in left and prompts == PROMPTS
 
@@ -316,8 +317,8 @@ def test_no_evaluation_is_ever_of_two_versions(tmp_path: Path, seed: int) -> Non
     outcome = run.run()
     assert outcome.ledger["trained"] == 10 * 20
     assert set(run.evaluations().values()) <= {PROMPTS}
-    assert run.held() == [] or len(run.pool.engines) == 1
-    assert {engine.version for engine in run.pool.engines if not engine.held} <= {10}
+    assert run.held() == [] or len(run.pool.workers) == 1
+    assert {engine.version for engine in run.pool.workers if not engine.held} <= {10}
 
 
 def test_a_token_of_another_version_is_found(tmp_path: Path) -> None:
@@ -329,9 +330,9 @@ def test_a_token_of_another_version_is_found(tmp_path: Path) -> None:
         built.build()
         pool: EnginePool = built.pool
         evaluation = await built.beside().begin(0)
-        assert evaluation is not None and pool.version == 0
-        (engine,) = [engine for engine in pool.engines if engine.held]
-        pool.version = 1
+        assert evaluation is not None and pool.weights.version == 0
+        (engine,) = [engine for engine in pool.workers if engine.held]
+        pool.weights.version = 1
         task = asyncio.create_task(evaluation)
         (recording,) = [one for one in built.recording if one.name == engine.name]
         await until(lambda: recording.begun)
@@ -363,7 +364,7 @@ def test_an_engine_that_cannot_catch_up_is_replaced(tmp_path: Path) -> None:
 
     run.during = fail
     assert run.run().steps_done == 6
-    assert len(run.pool.engines) == 2 and {engine.version for engine in run.pool.engines} == {6}
+    assert len(run.pool.workers) == 2 and {engine.version for engine in run.pool.workers} == {6}
 
 
 def test_engines_that_sleep_while_the_policy_trains_cannot_evaluate_beside_it() -> None:

@@ -179,14 +179,14 @@ def test_an_engine_that_dies_while_it_loads_is_replaced(tmp_path: Path) -> None:
         async def update_weights(self, update: WeightUpdate) -> WeightAck:
             if update.version == 2:
                 await self.order.has("update", 3)
-                run.pool.engines[1].kill()
+                run.pool.workers[1].kill()
             return await super().update_weights(update)
 
     run.engines = [run.engines[0], Dying(1, order)]
     outcome = run.run()
     assert (outcome.ledger["trained"], outcome.ledger["dropped"]) == (80, 0)
     assert loaded(tmp_path) == [1, 2, 3, 4] and run.pool.budget.total == 1
-    assert {engine.version for engine in run.pool.engines} == {4}
+    assert {engine.version for engine in run.pool.workers} == {4}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tests.fakes import (
 )
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, EnginesLost
+from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, sampling_seed
@@ -56,7 +57,8 @@ class FakeRollouts:
         **algorithm: Any,
     ) -> None:
         self.engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
-        self.pool = fake_pool(self.engines, pool_spec(restarts=restarts))
+        weights = EngineWeights(lambda engine: self.sync.bring_up(engine))
+        self.pool = fake_pool(self.engines, pool_spec(restarts=restarts), weights)
         self.policy = FakePolicy()
         policy = policy_group(self.policy)
         self.sync = FileSync(policy, self.pool, 1.0)
@@ -202,7 +204,7 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_rescheduled() -> None:
     async def run() -> list[list[ScoredGroup]]:
         async def kill_first() -> None:
             await asyncio.sleep(0.005)
-            rollouts.pool.engines[0].handle.kill()
+            rollouts.pool.workers[0].handle.kill()
 
         killer = asyncio.create_task(kill_first())
         batches = await rollouts.train(6)
@@ -219,7 +221,7 @@ def test_a_frozen_engine_is_found_by_the_probe_and_its_late_result_is_fenced() -
     rollouts = FakeRollouts(engines=2, steps=3)
 
     async def run() -> list[list[ScoredGroup]]:
-        handle = rollouts.pool.engines[0].handle
+        handle = rollouts.pool.workers[0].handle
         assert isinstance(handle, FaultyWorker)
         handle.frozen = True
 
@@ -241,7 +243,7 @@ def test_a_frozen_engine_is_found_by_the_probe_and_its_late_result_is_fenced() -
 def test_losing_all_engines_ends_the_run_with_engines_lost() -> None:
     """Without an engine and without a restart left, the run fails instead of waiting."""
     rollouts = FakeRollouts(engines=2, restarts=0)
-    for engine in rollouts.pool.engines:
+    for engine in rollouts.pool.workers:
         engine.handle.kill()
     with pytest.raises(EnginesLost, match="no rollout engine is left"):
         on_virtual_time(rollouts.train(1))

@@ -34,6 +34,7 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, SyncReport
 from troupe.workers.contract import roles
@@ -152,12 +153,12 @@ def test_an_engine_that_dies_during_the_sync_is_replaced_with_the_current_weight
     engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
 
     async def run() -> list[Engine]:
-        pool = fake_pool(engines)
+        pool = fake_pool(engines, weights=EngineWeights(lambda engine: sync.bring_up(engine)))
         sync = FileSync(policy_group(FakePolicy()), pool, 1.0)
-        pool.engines[0].handle.kill()
+        pool.workers[0].handle.kill()
         await sync.push(1)
         await asyncio.sleep(0.05)
-        return pool.engines
+        return pool.workers
 
     after = on_virtual_time(run())
     assert [engine.version for engine in after] == [1, 1]
@@ -168,7 +169,7 @@ def test_losing_the_last_engine_during_the_sync_raises_engines_lost() -> None:
 
     async def run() -> None:
         pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))], pool_spec(restarts=0))
-        pool.engines[0].handle.kill()
+        pool.workers[0].handle.kill()
         await FileSync(policy_group(FakePolicy()), pool, 1.0).push(1)
 
     with pytest.raises(EnginesLost):
@@ -361,7 +362,7 @@ def test_an_engine_that_dies_while_it_writes_for_its_node_is_replaced_by_another
         dead = pool.workers[0]
         dead.handle.kill()
         await sync.push(2)
-        return [engine.name for engine in pool.engines if engine is not dead]
+        return [engine.name for engine in pool.workers if engine is not dead]
 
     names = on_virtual_time(run())
     assert "rollout-1" in names
@@ -425,12 +426,15 @@ class _Sender(FakePolicy):
 
 
 def _device_sync(engines: list[FaultyEngine]) -> tuple[_Sender, EnginePool, DeviceSync]:
-    sender, pool = _Sender(), fake_pool(engines)
+    sender = _Sender()
+    weights = EngineWeights(lambda engine: sync.bring_up(engine), lambda: sync.renew())
+    pool = fake_pool(engines, weights=weights)
 
     def link(handles: Sequence[WorkerHandle[roles.RolloutEngine]]) -> _Link:
         return _Link([handle.target for handle in handles if isinstance(handle, FaultyWorker)])
 
-    return sender, pool, DeviceSync(policy_group(sender), pool, link, 1.0)
+    sync = DeviceSync(policy_group(sender), pool, link, 1.0)
+    return sender, pool, sync
 
 
 def _engine_failed() -> WorkerError:
@@ -449,9 +453,9 @@ def test_device_transfer_connects_once_and_again_when_engines_change() -> None:
         assert len(sender.links) == 1
         new = Engine(FaultyWorker("rollout-2", FaultyEngine("rollout-2", random.Random(2))), "host")
         await sync.bring_up(new)
-        pool.engines.append(new)
+        pool.workers.append(new)
         await sync.push(3)
-        return [link.processes for link in sender.links], [engine.version for engine in pool.engines]
+        return [link.processes for link in sender.links], [engine.version for engine in pool.workers]
 
     assert on_virtual_time(run()) == ([2, 1, 3], [3, 3, 3])
 
@@ -500,11 +504,11 @@ def test_an_engine_that_dies_in_a_device_transfer_is_replaced_and_the_others_rec
 
     async def run() -> list[int]:
         sender, pool, sync = _device_sync(engines)
-        pool.engines[0].kill()
+        pool.workers[0].kill()
         sender.failures = [_engine_failed()]
         assert set((await sync.push(1)).engines) == {"rollout-1"}
         await asyncio.sleep(0.05)
-        return [engine.version for engine in pool.engines]
+        return [engine.version for engine in pool.workers]
 
     assert on_virtual_time(run()) == [1, 1]
 
@@ -547,11 +551,10 @@ def test_an_engine_that_is_let_go_gets_weights_without_samples_and_not_those_of_
 
     async def run() -> list[int]:
         sender, pool, sync = _device_sync(engines)
-        pool.renew = sync.renew
         await sync.push(1)
         held = pool.hold()
         assert held is not None and pool.hold() is None
-        assert set((await sync.push(2)).engines) == {engine.name for engine in pool.engines} - {held.name}
+        assert set((await sync.push(2)).engines) == {engine.name for engine in pool.workers} - {held.name}
         sender.trained = ", after an update"
         held.outstanding = 1
         pool.end_hold(held)
@@ -559,14 +562,14 @@ def test_an_engine_that_is_let_go_gets_weights_without_samples_and_not_those_of_
         assert held.version == 1 and held.held
         await pool.release(held, 1)
         await asyncio.sleep(0.01)
-        assert held.held and held in pool.engines
+        assert held.held and held in pool.workers
         assert (await pool.acquire(1)) is not held
         sender.trained = ""
         await sync.push(3)
         await asyncio.sleep(0.01)
         assert not held.held and (await pool.acquire(1)) is held
         await sync.push(4)
-        assert {engine.version for engine in pool.engines} == {4}
+        assert {engine.version for engine in pool.workers} == {4}
         return [link.processes for link in sender.links]
 
     assert on_virtual_time(run()) == [2, 1, 1, 1, 1, 2]

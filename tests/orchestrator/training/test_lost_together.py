@@ -55,7 +55,7 @@ class SharedFileRun(RolloutRun):
         self.published = None
 
     def kill_engines(self) -> None:
-        for engine in list(self.pool.engines):
+        for engine in list(self.pool.workers):
             engine.handle.kill()
 
 
@@ -204,11 +204,11 @@ def test_an_engine_waits_for_the_next_version_where_the_policy_has_trained_on(tm
     async def slow(*args: Any, **kwargs: Any) -> Any:
         done = await update(*args, **kwargs)
         if len(policy.updates) == 2:
-            while {engine.version for engine in run.pool.engines} != {1}:
+            while {engine.version for engine in run.pool.workers} != {1}:
                 await asyncio.sleep(0.001)  # engines load it beside this update
             run.published = None
             killed.append(run.starts)
-            run.pool.engines[0].handle.kill()
+            run.pool.workers[0].handle.kill()
             await run.pool.probe_all()
             await asyncio.sleep(0.1)
         return done
@@ -216,7 +216,7 @@ def test_an_engine_waits_for_the_next_version_where_the_policy_has_trained_on(tm
     policy.update = slow
     _finished(run)
     assert killed == [0] and run.starts == 1 and run.pool.budget.total == 1
-    assert {engine.version for engine in run.pool.engines} == {4}
+    assert {engine.version for engine in run.pool.workers} == {4}
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -102,7 +102,8 @@ class OfflineRun(FakeRun[OfflineSpec]):
             self.order = PromptMixture(pools, self.shares, 17)
         if found is not None:
             self.order.restore(found.state["source"])
-        trainer = ExampleGroup("policy", [FaultyWorker(f"policy-{n}", t) for n, t in enumerate(self.trainers)], 256)
+        ranks = [FaultyWorker(f"policy-{n}", t) for n, t in enumerate(self.trainers)]
+        trainer = ExampleGroup("policy", ranks, 256, calls=self.trainer_calls)
         reference = ReferenceScorer(trainer, trainer.reference_logprobs)
         maker = BatchMaker(trainer, reference, "table", self.spec.schedule)
         console = Console(io.StringIO())

@@ -161,8 +161,11 @@ def test_calls_under_way_are_repeated_after_a_restart_and_never_beside_it(tmp_pa
             return "scored"
 
         recovery._restart_groups = restart
-        assert await asyncio.gather(recovery.retry(updates), recovery.retry(scores)) == ["updated", "scored"]
-        outer = asyncio.ensure_future(recovery.retry(updates))
+        assert await asyncio.gather(recovery.calls.retry(updates), recovery.calls.retry(scores)) == [
+            "updated",
+            "scored",
+        ]
+        outer = asyncio.ensure_future(recovery.calls.retry(updates))
         await turns(10)
         outer.cancel()
         with pytest.raises(asyncio.CancelledError):

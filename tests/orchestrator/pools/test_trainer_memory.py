@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import EnginesLost, WorkerRaised
-from troupe.orchestrator.pools.engine import Engine, MemoryLock
-from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.rollouts.handover import MemoryHandover
+from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.engine_weights import EngineWeights, MemoryLock
+from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.recovery import Push, TrainerRecovery
@@ -138,7 +139,7 @@ class SharedRun(RolloutRun):
         self.policies = [kind(rank) for rank in range(2)]
         self.start_s = 0.001
 
-    def engine_pool(self) -> EnginePool:
+    def engine_pool(self, weights: EngineWeights) -> EnginePool:
         """Of engines that have started."""
 
         async def spawn(name: str) -> Engine:
@@ -147,15 +148,17 @@ class SharedRun(RolloutRun):
             return engine
 
         self.started = [FaultyWorker(f"rollout-{i}", SharedEngine(f"rollout-{i}", self.gpus)) for i in range(2)]
-        return EnginePool([Engine(worker, "host") for worker in self.started], spawn, self.spec)
+        return EnginePool([Engine(worker, "host") for worker in self.started], spawn, self.spec, weights=weights)
 
     def recovery(
         self, updates: Updates, push: Push | None, store: CheckpointStore, console: Console, done: int
     ) -> TrainerRecovery:
         """As `RolloutRun` has it in a run."""
         whole = super().recovery(updates, push, store, console, done)
-        training = MemoryHandover(self.pool, self.policy, 1.0).training
-        return TrainerRecovery(self.spec, updates, push, store, whole._restart_groups, console, done, training)
+        memory = partial(trainer_memory, self.pool, self.policy, 1.0)
+        return TrainerRecovery(
+            self.spec, self.trainer_calls, updates, push, store, whole._restart_groups, console, done, memory
+        )
 
     def trained(self) -> list[list[str]]:
         """What each rank has learned."""
@@ -175,7 +178,7 @@ def test_every_step_rests_updates_offloads_and_wakes_in_this_order(whole: Shared
     log = [line for line in whole.gpus.log if not line.startswith("start")]
     kinds = [line.partition(" ")[0] for line in log]
     assert kinds == 4 * ["sleep", "sleep", "update", "update", "offload", "offload", "wake", "wake"]
-    assert not any(engine.asleep for engine in whole.pool.engines)
+    assert not any(engine.asleep for engine in whole.pool.workers)
 
 
 @pytest.mark.parametrize(("method", "version"), [("update", 0), ("update", 3), ("compute_logprobs", 0)])
