@@ -77,6 +77,13 @@ OWNERS = {
         "workers.weights.receiver",
     ),
 }
+STATE_OF_OTHERS = {
+    "orchestrator.controller: self._recorder.events.step": "events name the step in which they happen",
+    "orchestrator.controller: self.parts.penalty.state": "an update's result, which the next one starts from",
+    "orchestrator.rollouts.scoring: self._group.workers": "a wave is scored by the workers that serve",
+    "orchestrator.training.best_checkpoints: self._store.protected": "the steps whose checkpoints stay",
+}
+"""Attributes that another object sets, with what they are: state that changes while a run is active, not wiring."""
 HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "datasets", "pandas"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 STARTING_PROCESSES = {f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output")}
@@ -346,6 +353,35 @@ def test_the_packages_contain_no_print_no_assert_and_no_unsafe_loading() -> None
     report(violations)
 
 
+def _set_on_others(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.Attribute]:
+    """Attributes of an object that `self` holds or is constructed with, and callbacks set on any other object."""
+    given = [argument.arg for argument in function.args.args] if function.name == "__init__" else []
+    callbacks = {
+        name
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and (isinstance(node.value, ast.Lambda) or ast.unparse(node.value) == "self")
+        for name in node.targets
+    }
+    for name in ast.walk(function):
+        if isinstance(name, ast.Attribute) and isinstance(name.ctx, ast.Store):
+            holder = ast.unparse(name.value)
+            if holder != "self" and (holder.startswith("self.") or holder in given or name in callbacks):
+                yield name
+
+
+def test_constructors_get_what_they_need_and_no_object_sets_another_s_attributes() -> None:
+    """An order of construction that only assignments know is checked by nothing."""
+    found = {
+        f"{module.name}: {ast.unparse(name)}": module.location(name)
+        for module in modules()
+        if module.name.startswith("orchestrator.")
+        for function in ast.walk(module.tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for name in _set_on_others(function)
+    }
+    report([f"{where}: {name} is set from outside" for name, where in found.items() if name not in STATE_OF_OTHERS])
+
+
 def test_every_process_is_given_its_environment() -> None:
     """One that inherits it reads it while it is created, and fails ("Bad address") where another thread sets it."""
     report(
@@ -415,6 +451,7 @@ def test_the_rules_detect_violations(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "def f():\n    from troupe.workers import policy\n    from vllm.v1 import engine\n    print(1)\n"
         "    worker.call('update', 1.0)\n    isinstance(spec, OfflineSpec)\n    subprocess.run([])\n"
         "    from troupe.orchestrator.insight.why import observer\n"
+        "def wire(self, pool):\n    pool.renew = lambda: None\n"
     )
     module = Module("orchestrator.bad", tmp_path / "bad.py", ast.parse(source))
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
@@ -431,6 +468,7 @@ def test_the_rules_detect_violations(tmp_path: Path, monkeypatch: pytest.MonkeyP
         test_the_rest_of_workers_names_agents_by_one_interface,
         test_the_packages_contain_no_print_no_assert_and_no_unsafe_loading,
         test_every_process_is_given_its_environment,
+        test_constructors_get_what_they_need_and_no_object_sets_another_s_attributes,
         test_worker_methods_are_named_by_their_protocol,
         test_no_code_tells_the_kinds_of_spec_apart,
     ):

@@ -110,9 +110,6 @@ class RunActors:
             placements: The places of the workers.
             classes: Worker classes to use instead of the classes of the table of roles, by its rows.
         """
-        self.policy_gpu = 0
-        """Memory of the policy's smallest GPU in bytes, as its ranks report it when they have started, or 0 if
-        they have none or have not started."""
         self.served: set[str] = set()
         """Names of workers that have started before."""
         self._spec = spec
@@ -120,6 +117,11 @@ class RunActors:
         self._placements = placements
         self._classes = classes or {}
         self._workers: dict[str, ActorWorker[Any]] = {}
+        self._policy_gpu = 0
+
+    def policy_started(self, gpu_memory: int) -> None:
+        """Notes the memory of the policy's smallest GPU in bytes, as its ranks report it, or 0 without one."""
+        self._policy_gpu = gpu_memory
 
     def spawn(self, name: str) -> ActorWorker[Any]:
         """Creates the worker of this name in its place."""
@@ -176,7 +178,7 @@ class RunActors:
         if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:
             return None
         # Ray's name of a GPU's type does not tell an A100 with 40 GB from one with 80.
-        gpu = self.policy_gpu or self._cluster.gpu_memory()
+        gpu = self._policy_gpu or self._cluster.gpu_memory()
         return shared_engine(spec, gpu, Sizes()) if gpu else None
 
 

@@ -113,6 +113,11 @@ class Dispatch:
         """Whether an engine accepts `samples` more."""
         return not engine.outstanding or engine.load + samples <= self.max_load
 
+    def accept(self, load: int) -> None:
+        """Raises the bound on the load of an engine to this one, if it is lower."""
+        self.max_load = max(self.max_load, load)
+        self.assign()
+
     def wait(self, samples: int) -> asyncio.Future[Engine]:
         """The engine that will have `samples` reserved for this call; fails with EnginesLost if none is left."""
         waiter: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()

@@ -88,8 +88,7 @@ class EnginePool(ReplicaPool[Engine]):
         Its bound is never lowered: while the engines start among which the episodes are to be divided, the others still
         have all of them.
         """
-        self.dispatch.max_load = max(self.dispatch.max_load, engine_load(spec))
-        self.dispatch.assign()
+        self.dispatch.accept(engine_load(spec))
 
     @property
     def serving(self) -> list[Engine]:

@@ -167,7 +167,7 @@ def test_an_engine_on_a_shared_gpu_has_the_cache_of_the_plan_also_as_a_replaceme
         f"{seat.role}-{seat.index}": (one, seat) for one in place(role_sizes(spec)) for seat in one.seats
     }
     actors = RunActors(spec, cast(Cluster, cluster), placements, None)
-    actors.policy_gpu = reported * GIB
+    actors.policy_started(reported * GIB)
     for _ in range(2):
         actors.spawn("rollout-3")
     first, replacement = (config.kv_cache_bytes for config in cluster.configs)
