@@ -180,7 +180,7 @@ class RolloutScheduler:
         """Progress of every open group that has finished samples, in order of dispatch.
 
         Args:
-            running: Finished samples of the running groups, by engine (`EnginePool.finished_samples`).
+            running: Finished samples of the running groups, by engine (`finished_samples` of the pool).
         """
         partial = {(one.prompt_uid, one.attempt): Samples(one, table) for own, table in running for one in own}
         found = (group.progress(partial.get((uid, group.attempt))) for uid, group in self._groups.items())
