@@ -28,8 +28,8 @@ from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, T
 from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised, WorkerTimeout
 from troupe.orchestrator.pools.engine import Engine
-from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
@@ -679,7 +679,7 @@ class FakePolicy(FakeTrainer):
 
 
 def fake_pool(
-    engines: Sequence[FaultyEngine], spec: RolloutSpec | None = None, weights: EngineWeights | None = None
+    engines: Sequence[FaultyEngine], spec: RolloutSpec | None = None, weights: PoolWeights | None = None
 ) -> EnginePool:
     """A pool over fake engines that can replace them."""
     started = 0

@@ -29,8 +29,8 @@ from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
-from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
@@ -103,7 +103,7 @@ class RecoverySetup:
                 raise RuntimeError("the spec has no policy")
             failures = {"max_failed_fraction": 0.0, "max_attempts": _ATTEMPTS, "engine_restarts": len(work)}
             spec = measured_spec(spec, len(work), failures)
-            weights = EngineWeights(lambda engine: sync.bring_up(engine))
+            weights = PoolWeights(lambda engine: sync.bring_up(engine))
             pool = EnginePool(workers.engines, launcher.engine, spec, weights=weights)
             picks, ledger = prompt_picks(work), Ledger()
             prompts = cluster.put(table)

@@ -25,7 +25,7 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.pools.engine import Dispatch, Engine, EngineQueue, EngineState, GenerationMeter, Queues
-from troupe.orchestrator.pools.engine_weights import EngineWeights
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.spec.derived.sizes import engine_load
 from troupe.orchestrator.spec.derived.training import resolved_sleep
@@ -59,7 +59,7 @@ class EnginePool(ReplicaPool[Engine]):
         spawn: Spawn,
         spec: RolloutSpec,
         on_loss: Callable[[str], Awaitable[None]] | None = None,
-        weights: EngineWeights | None = None,
+        weights: PoolWeights | None = None,
     ) -> None:
         """Dispatches nothing yet.
 
@@ -72,7 +72,7 @@ class EnginePool(ReplicaPool[Engine]):
         """
         super().__init__(engines, spawn, RestartBudget.of_role(spec, "rollout"), _RETRY_S, on_loss)
         self.spec = spec
-        self.weights = weights or EngineWeights()
+        self.weights = weights or PoolWeights()
         self.meter = GenerationMeter()
         self.dispatch = Dispatch(self.workers, engine_load(spec), self._all_lost)
         self._sleeps = resolved_sleep(spec) != "none"

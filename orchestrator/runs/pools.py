@@ -12,9 +12,9 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import TroupeError, WorkerError
 from troupe.orchestrator.pools.engine import Engine
-from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
@@ -174,7 +174,7 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
     async def renew() -> None:
         await run.session.launcher.calls.retry(run.require_sync().renew)
 
-    weights = EngineWeights(bring_up, renew)
+    weights = PoolWeights(bring_up, renew)
     return EnginePool(run.session.workers.each(role), start, run.spec, on_loss=end_episodes, weights=weights)
 
 

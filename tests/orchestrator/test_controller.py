@@ -42,8 +42,8 @@ from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeErr
 from troupe.orchestrator.insight.verdicts.data import dropped_samples, failing_rewards
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
@@ -141,7 +141,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
             prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
         if found:
             prompts.restore(found.state["source"]["prompts"])
-        weights = EngineWeights(lambda engine: sync.bring_up(engine), lambda: self.trainer_calls.retry(sync.renew))
+        weights = PoolWeights(lambda engine: sync.bring_up(engine), lambda: self.trainer_calls.retry(sync.renew))
         pool = self.pool = self.engine_pool(weights)
         policy = self.policy = policy_group(*self.policies, calls=self.trainer_calls)
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
@@ -197,7 +197,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         """What evaluates while training continues. None: training waits."""
         return None
 
-    def engine_pool(self, weights: EngineWeights) -> EnginePool:
+    def engine_pool(self, weights: PoolWeights) -> EnginePool:
         """The pool of the engines."""
         return fake_pool(self.engines, weights=weights)
 

@@ -38,7 +38,7 @@ from troupe.orchestrator.live import control
 from troupe.orchestrator.live.control import ControlServer, ask
 from troupe.orchestrator.live.diff import changed, differences, worker_changes
 from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
-from troupe.orchestrator.pools.engine_weights import EngineWeights
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
@@ -192,7 +192,7 @@ def test_a_new_engine_has_the_current_weights_before_its_first_token() -> None:
             await asyncio.sleep(0.01)
             engine.version = version
 
-        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))], weights=EngineWeights(bring_up))
+        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))], weights=PoolWeights(bring_up))
         joining = asyncio.create_task(pool.join("rollout-1"))
         while pool.names == ["rollout-0"]:
             await asyncio.sleep(0)

@@ -15,8 +15,8 @@ from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import EnginesLost, WorkerRaised
 from troupe.orchestrator.pools.engine import Engine
-from troupe.orchestrator.pools.engine_weights import EngineWeights, MemoryLock
 from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
+from troupe.orchestrator.pools.pool_weights import MemoryLock, PoolWeights
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.recovery import Push, TrainerRecovery
@@ -139,7 +139,7 @@ class SharedRun(RolloutRun):
         self.policies = [kind(rank) for rank in range(2)]
         self.start_s = 0.001
 
-    def engine_pool(self, weights: EngineWeights) -> EnginePool:
+    def engine_pool(self, weights: PoolWeights) -> EnginePool:
         """Of engines that have started."""
 
         async def spawn(name: str) -> Engine:

@@ -18,8 +18,8 @@ from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import EvaluationLost, WorkerDied
-from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator, HeldOutSet, engine_sampler
 from troupe.orchestrator.spec.checks.data import held_out_problems
 from troupe.orchestrator.spec.derived.sampling import held_out_sets
@@ -111,7 +111,7 @@ class PoolRun(RolloutRun):
         self.evaluator = evaluator
         return EvaluationBeside(evaluator, self.pool)
 
-    def engine_pool(self, weights: EngineWeights) -> EnginePool:
+    def engine_pool(self, weights: PoolWeights) -> EnginePool:
         return fake_pool(self.engines, self.spec, weights)
 
     def workers(self) -> dict[str, FaultyWorker[Any]]:

@@ -28,7 +28,7 @@ from tests.fakes import (
 )
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, EnginesLost
-from troupe.orchestrator.pools.engine_weights import EngineWeights
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, sampling_seed
@@ -57,7 +57,7 @@ class FakeRollouts:
         **algorithm: Any,
     ) -> None:
         self.engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
-        weights = EngineWeights(lambda engine: self.sync.bring_up(engine))
+        weights = PoolWeights(lambda engine: self.sync.bring_up(engine))
         self.pool = fake_pool(self.engines, pool_spec(restarts=restarts), weights)
         self.policy = FakePolicy()
         policy = policy_group(self.policy)

@@ -34,8 +34,8 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.pools.engine import Engine
-from troupe.orchestrator.pools.engine_weights import EngineWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, SyncReport
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
@@ -153,7 +153,7 @@ def test_an_engine_that_dies_during_the_sync_is_replaced_with_the_current_weight
     engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
 
     async def run() -> list[Engine]:
-        pool = fake_pool(engines, weights=EngineWeights(lambda engine: sync.bring_up(engine)))
+        pool = fake_pool(engines, weights=PoolWeights(lambda engine: sync.bring_up(engine)))
         sync = FileSync(policy_group(FakePolicy()), pool, 1.0)
         pool.workers[0].handle.kill()
         await sync.push(1)
@@ -427,7 +427,7 @@ class _Sender(FakePolicy):
 
 def _device_sync(engines: list[FaultyEngine]) -> tuple[_Sender, EnginePool, DeviceSync]:
     sender = _Sender()
-    weights = EngineWeights(lambda engine: sync.bring_up(engine), lambda: sync.renew())
+    weights = PoolWeights(lambda engine: sync.bring_up(engine), lambda: sync.renew())
     pool = fake_pool(engines, weights=weights)
 
     def link(handles: Sequence[WorkerHandle[roles.RolloutEngine]]) -> _Link:

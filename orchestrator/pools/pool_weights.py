@@ -22,7 +22,7 @@ Renew = Callable[[], Awaitable[None]]
 """Makes the trainers publish the current weights again, after a restart if one of them is lost."""
 
 
-class EngineWeights:
+class PoolWeights:
     """The weights that the engines of a pool are to have, and how an engine that joins gets them."""
 
     def __init__(self, bring_up: BringUp | None = None, renew: Renew | None = None) -> None:
