@@ -40,7 +40,7 @@ from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.spec.checks.models import model_folder, too_long, unsupported_head_size, wrong_kinds
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.sections import DataSource
+from troupe.orchestrator.spec.sources import DataSource
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify

@@ -15,7 +15,7 @@ from troupe.orchestrator.algorithms.description import as_yaml
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import HubFiles, SourceName
+from troupe.orchestrator.spec.sources import HubFiles, SourceName
 
 _HEAD = """\
 # The spec
@@ -125,7 +125,7 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
 def _added(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields that a source has in a list only."""
     alone = [one for one in model.__mro__ if issubclass(one, BaseModel) and not issubclass(one, SourceName)]
-    known = next(one.model_fields for one in alone if "kind" in one.model_fields)
+    known = {name for one in alone for name in one.model_fields}
     return {name: info for name, info in model.model_fields.items() if name not in known or name == "name"}
 
 

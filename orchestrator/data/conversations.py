@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from troupe.orchestrator.spec.sections import PromptText
+from troupe.orchestrator.spec.sources import PromptText
 
 Message = dict[str, str]
 """`role` and `content`."""

@@ -25,7 +25,8 @@ from troupe.orchestrator.data.conversations import (
 )
 from troupe.orchestrator.data.pools import Pool, Repeats, collect, of_sources, prompts_of
 from troupe.orchestrator.data.readers import RawValues, read_table
-from troupe.orchestrator.spec.offline import ExampleSource, OfflineSpec, columns, data_format
+from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
+from troupe.orchestrator.spec.sources import ExampleSource
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
 
 

@@ -16,7 +16,7 @@ from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.derived import sampling
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import SourceShare
+from troupe.orchestrator.spec.sources import SourceShare
 
 
 def source_seed(seed: int, name: str) -> int:

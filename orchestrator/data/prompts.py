@@ -17,7 +17,8 @@ from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, of_source, of_sources, prompts_of
 from troupe.orchestrator.data.readers import RawRow, json_safe, read_rows
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.spec.sections import DataConfig, DataSource
+from troupe.orchestrator.spec.sections import DataConfig
+from troupe.orchestrator.spec.sources import DataSource
 from troupe.workers.contract.messages import PROMPTS
 
 RIGHT_ANSWERS = "right_answers"

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from troupe.orchestrator.errors import DataError, nearest
 from troupe.orchestrator.spec.locations import matching_files
-from troupe.orchestrator.spec.sections import (
+from troupe.orchestrator.spec.sources import (
+    Columns,
     DatasetsFolder,
-    DatasetsSource,
     DataSource,
-    FileSource,
     HubFiles,
-    HubSource,
+    Prompts,
     ReasoningGymSource,
     RecipeConfig,
     TableFile,
@@ -73,7 +72,6 @@ class RawValues:
 TableSource = TableFile | DatasetsFolder | HubFiles
 Fields = Mapping[str, str] | None
 """Column of each field of a source, or None for every column."""
-PromptTable = FileSource | DatasetsSource | HubSource
 
 
 def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
@@ -91,7 +89,7 @@ def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
     return _prompt_rows(source, label)
 
 
-def read_table(source: TableSource, fields: Fields, label: str) -> Iterator[RawValues]:
+def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Iterator[RawValues]:
     """Rows of a source with named columns, in its own order.
 
     Args:
@@ -107,13 +105,15 @@ def read_table(source: TableSource, fields: Fields, label: str) -> Iterator[RawV
     elif isinstance(source, HubFiles):
         files = map(Path, source.files)  # the run has downloaded them and put their paths here
         rows = chain.from_iterable(_FORMATS[file_format(path.name)](path, fields, label) for path in files)
-    else:
+    elif isinstance(source, TableFile):
         files = matching_files(source.path)
         rows = chain.from_iterable(_FORMATS[source.kind](path, fields, label) for path in files)
+    else:
+        raise TypeError(f"{label} has no table")
     return islice(rows, source.limit or None)
 
 
-def _prompt_rows(source: PromptTable, label: str) -> Iterator[RawRow]:
+def _prompt_rows(source: Prompts, label: str) -> Iterator[RawRow]:
     fields = {"prompt": source.prompt} | ({"answer": source.answer} if source.answer is not None else {})
     fields |= {f"metadata.{index}": name for index, name in enumerate(source.metadata)}
     fields |= {"candidates": source.candidates} if source.candidates is not None else {}

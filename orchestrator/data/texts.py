@@ -13,7 +13,8 @@ from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.pools import OnBadRow, Pool, collect, of_sources
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource
 from troupe.orchestrator.data.readers import RawValues, read_table
-from troupe.orchestrator.spec.sections import DataConfig, SourceShare, TextSource
+from troupe.orchestrator.spec.sections import DataConfig
+from troupe.orchestrator.spec.sources import SourceShare, TextSource
 from troupe.workers.contract.roles import TableRef
 
 _SCHEMA = pa.schema([pa.field("text", pa.string(), nullable=False), pa.field("origin", pa.string(), nullable=False)])

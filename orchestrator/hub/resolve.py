@@ -25,7 +25,7 @@ from troupe.orchestrator.spec.checks.models import TOKENIZERS, model_folder
 from troupe.orchestrator.spec.derived.paths import hub_data, hub_models, uses_hub, with_pins, with_sections
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import parse_spec
-from troupe.orchestrator.spec.sections import HubFiles
+from troupe.orchestrator.spec.sources import HubFiles
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.config import Frozen, ModelConfig

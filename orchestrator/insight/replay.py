@@ -22,7 +22,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.training import update_rules
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.locations import matching_files
-from troupe.orchestrator.spec.sections import Located
+from troupe.orchestrator.spec.sources import Located
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step, read_steps

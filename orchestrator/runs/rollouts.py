@@ -32,7 +32,7 @@ from troupe.orchestrator.runs.session import RunRequest, Session, say
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import SourceShare
+from troupe.orchestrator.spec.sources import SourceShare
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
 from troupe.orchestrator.spec.migration import counterpart
-from troupe.orchestrator.spec.sections import LIST, MAP, SECTION
+from troupe.orchestrator.spec.sources import LIST, MAP, SECTION
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the spec."""

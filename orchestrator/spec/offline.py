@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag
 
 from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import (
-    LIST,
     OTHER_EVALUATIONS,
     OTHER_REFERENCE,
     RESHARDED,
     SAME_ROWS,
-    SECTION,
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
     BaseSchedule,
     CheckpointConfig,
-    DatasetsFolder,
-    HubFiles,
-    MixedHubFiles,
-    PromptText,
     ReferenceRole,
     Roles,
-    SourceShare,
-    TableFile,
     TrainerRole,
-    form_of,
 )
+from troupe.orchestrator.spec.sources import LIST, SECTION, ExampleSource, MixedExampleSource, form_of
 from troupe.workers.contract.config import Device, Frozen
 from troupe.workers.contract.consequences import (
     EVALUATED,
@@ -60,74 +52,6 @@ class OfflineSchedule(BaseSchedule):
     """Examples (a pair is one) in a step's batch. Each pass over the data has a new order."""
 
 
-class _Examples(PromptText):
-    """The columns of a table of examples."""
-
-    prompt: str | None = "prompt"
-    """Column with the prompt: text, or a list of messages with `role` and `content`. null (reward_model, dpo, ipo,
-    orpo, rrhf): the answers are whole conversations, and their common beginning is the prompt."""
-    response: str = "response"
-    """Column with the response (sft, kto): text, or a list of messages that begins and ends with the assistant's."""
-    messages: str | None = None
-    """Column with whole conversations (sft, kto) instead of `prompt` and `response`: lists of messages, the last
-    one the assistant's."""
-    loss_on: Literal["all", "last"] = "all"
-    """Turns of the assistant in `messages` that have a loss: `all`, or only the `last`, as the response to all before
-    it."""
-    chosen: str = "chosen"
-    """Column with the better answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
-    rejected: str = "rejected"
-    """Column with the worse answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
-    margin: str | None = None
-    """Column with how much better the better answer is (reward_model); null if there is none."""
-    answers: str | None = None
-    """Column with a list of answers, best first (reward_model, dpo) or in any order with `scores` (rrhf: `answers`)."""
-    scores: str | None = None
-    """Column with a list of scores, one per answer (rrhf: `scores`); with it answers are ranked by score, and answers
-    with equal scores are tied."""
-    label: str = "label"
-    """Column with whether the response is good: true or false, 1 or 0 (kto)."""
-    dedupe: bool = False
-    """Use an example once, however many rows have its prompt and answers: those after the first are left out. False:
-    they are used, and counted at the start."""
-
-
-class FileExamples(_Examples, TableFile):
-    """A file of examples."""
-
-
-class DatasetsExamples(_Examples, DatasetsFolder):
-    """A folder written by `save_to_disk` of the `datasets` library."""
-
-
-class HubExamples(_Examples, HubFiles):
-    """Files of a dataset on the Hugging Face hub."""
-
-
-ExampleSource = Annotated[
-    FileExamples | DatasetsExamples | HubExamples,
-    Field(discriminator="kind"),
-]
-
-
-class MixedFileExamples(SourceShare, FileExamples):
-    """A file of examples in a mixture."""
-
-
-class MixedDatasetsExamples(SourceShare, DatasetsExamples):
-    """A folder written by `save_to_disk` of the `datasets` library, in a mixture."""
-
-
-class MixedHubExamples(MixedHubFiles, HubExamples):
-    """Files of a dataset on the Hugging Face hub, in a mixture; `name` is the source's."""
-
-
-MixedExamples = Annotated[
-    MixedFileExamples | MixedDatasetsExamples | MixedHubExamples,
-    Field(discriminator="kind"),
-]
-
-
 _WHICH_EXAMPLES = refused("it decides which examples are trained on, and so their order")
 
 
@@ -135,7 +59,8 @@ class OfflineData(Frozen):
     """Where examples come from, and how long they may be."""
 
     train: Annotated[
-        Annotated[ExampleSource, Tag(SECTION)] | Annotated[tuple[MixedExamples, ...], Field(min_length=1), Tag(LIST)],
+        Annotated[ExampleSource, Tag(SECTION)]
+        | Annotated[tuple[MixedExampleSource, ...], Field(min_length=1), Tag(LIST)],
         Discriminator(form_of),
         NONE,
         SAME_ROWS,
@@ -149,7 +74,7 @@ class OfflineData(Frozen):
     """Longest prompt plus response, in tokens; a longer example is a bad row."""
 
     @property
-    def mixture(self) -> tuple[MixedExamples, ...]:
+    def mixture(self) -> tuple[MixedExampleSource, ...]:
         """The sources of a mixture; empty if there is one source."""
         return self.train if isinstance(self.train, tuple) else ()
 

@@ -11,6 +11,19 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
+from troupe.orchestrator.spec.sources import (
+    COUNTED_BEFORE,
+    LIST,
+    MAP,
+    SECTION,
+    DataSource,
+    HeldOutSource,
+    MixedSource,
+    Name,
+    NamedTextSource,
+    TextSource,
+    form_of,
+)
 from troupe.workers.contract.config import (
     Device,
     EngineConfig,
@@ -21,14 +34,12 @@ from troupe.workers.contract.config import (
     LoraConfig,
     ModelConfig,
     RewardConfig,
-    RewardFunctionConfig,
     Sleep,
     StructuredConfig,
     TrainerConfig,
 )
 from troupe.workers.contract.consequences import (
     ALLOWED,
-    AS_SAMPLED,
     EVALUATED,
     EVALUATED_BY_SET,
     EVALUATED_IF_SET,
@@ -36,7 +47,6 @@ from troupe.workers.contract.consequences import (
     NEXT_STEP,
     NONE,
     NOT_EVALUATED,
-    OTHER_REWARDS,
     REWARDED,
     SAMPLED,
     UNCOUNTED,
@@ -53,12 +63,10 @@ RoleName = Literal["rollout", "policy", "critic", "reference", "reward", "enviro
 MOST_WORKERS = 16_384
 """Most workers of a role: a larger number is a mistake."""
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
-HUB_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$"
 LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
 LabelValue = Annotated[str, Field(pattern=_LABEL)]
 
 
-_COUNTED_BEFORE = noted("results so far count as they were")
 _LENGTH = Consequences(resume=Resume(length=True))
 _OTHER_REFERENCE = noted("the reference is another one from now on")
 OTHER_REFERENCE = Consequences(itself=_OTHER_REFERENCE.resume)
@@ -67,7 +75,6 @@ RESHARDED = Consequences(of={"workers": noted("optimizer states are resharded")}
 SAME_ROWS = Consequences(resume=Resume(note="allowed where the rows are the same"), itself=ALLOWED)
 _NEW_TEXTS = Consequences(itself=Resume(refused_if_off="the checkpoint has no position in these texts"))
 OTHER_EVALUATIONS = noted("evaluations before and after may not be comparable")
-_NEXT_PROMPT = noted("from the next prompt on")
 _OTHER_BEST = noted("the best evaluations so far are forgotten")
 
 
@@ -220,11 +227,6 @@ class EnvironmentRole(EnvironmentConfig, ScaledRole):
     """Workers that hold the episodes of an environment."""
 
 
-SECTION, LIST, MAP = "section", "list", "map"
-"""The forms of data and environments: one section, a list of sections, or sections by name."""
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
-
-
 def environment_role(name: str) -> str:
     """The role of an environment by its name: `environment`, or `environment.NAME`."""
     return f"environment.{name}" if name else "environment"
@@ -348,328 +350,17 @@ class ScheduleConfig(BaseSchedule):
     """Timeout for a weight update of the engines."""
 
 
-class PromptText(Frozen):
-    """How a row's text becomes a prompt."""
-
-    system: str = ""
-    """System message put before the prompt, unless empty. A row that has a system message keeps it."""
-    template: str = "{prompt}"
-    """The user message; `{prompt}` stands for the row's text."""
-    max_chars: int = Field(default=20_000, ge=1)
-    """A prompt or answer with more characters is a bad row."""
-
-
-class Located(Frozen):
-    """Where the rows are, and how many of them are read."""
-
-    path: Annotated[str, Consequences(path="path")] = Field(min_length=1)
-    """Where the data is; relative paths start at the current directory. A pattern such as `data/train-*.parquet` names
-    several files of one format."""
-    limit: int = Field(default=0, ge=0)
-    """Read only this many rows; 0: all."""
-
-
-class TableFile(Located):
-    """A file of rows, or a pattern of files of one format."""
-
-    kind: Literal["jsonl", "json", "parquet", "csv"]
-    """Format: `jsonl`, one JSON object per line; `json`, one array of objects (or one object per line); `parquet`;
-    `csv` in UTF-8, whose first line names the columns, and every value is text. JSON may be compressed (`.gz`)."""
-
-
-class DatasetsFolder(Located):
-    """A folder written by `save_to_disk` of the `datasets` library."""
-
-    kind: Literal["datasets"]
-    """A folder written by `save_to_disk` of the `datasets` library."""
-    split: str | None = None
-    """Split to read, if the folder holds several."""
-
-
-class HubFiles(Frozen):
-    """Files of a dataset on the Hugging Face hub."""
-
-    kind: Literal["hub"]
-    """Parquet, JSONL (`.jsonl`, `.jsonl.gz`), CSV or JSON (`.json`, `.json.gz`) files of a dataset on the Hugging Face
-    hub."""
-    name: str = Field(pattern=HUB_NAME)
-    """Name of the dataset, `org/name`."""
-    revision: str | None = Field(default=None, min_length=1)
-    """Branch, tag or commit; null: main. A run is pinned to the commit."""
-    subset: str | None = Field(default=None, min_length=1)
-    """Folder of the dataset with the files, if it has several."""
-    split: str = Field(default="train", min_length=1)
-    """Read the files with this word in their path, such as `data/train-00000-of-00001.parquet`."""
-    files: tuple[str, ...] = ()
-    """Read these files instead, as names or patterns (`data/*.parquet`). A run is pinned to the names it found."""
-    limit: int = Field(default=0, ge=0)
-    """Read only this many rows; 0: all."""
-
-    @property
-    def dataset_field(self) -> str:
-        """The field with the name of the dataset."""
-        return "name"
-
-    @property
-    def dataset_name(self) -> str:
-        """Name of the dataset."""
-        return dict(self)[self.dataset_field]
-
-
-class PromptRows(PromptText):
-    """How rows become prompts."""
-
-    dedupe: bool = False
-    """Use a prompt once, however many rows of the source have it: those after its first row are left out. False: they
-    are used, and counted at the start."""
-
-
-class _Prompts(PromptRows):
-    """The columns of a table of prompts."""
-
-    prompt: str = "prompt"
-    """Column with the prompt: text, or a list of messages with `role` and `content`."""
-    answer: str | None = "answer"
-    """Column with the correct answer, as the reward functions read it, or with a list of answers that are all correct;
-    null if there is none."""
-    metadata: tuple[str, ...] = ()
-    """Further columns passed to the reward functions."""
-    candidates: str | None = None
-    """Column with answers from other sources, a list of texts: they are scored like the policy's samples, and the best
-    of all is trained on (raft); null if there is none."""
-
-
-class FileSource(_Prompts, TableFile):
-    """A file of prompts."""
-
-
-class DatasetsSource(_Prompts, DatasetsFolder):
-    """A folder written by `save_to_disk` of the `datasets` library."""
-
-
-class HubSource(_Prompts, HubFiles):
-    """Files of a dataset on the Hugging Face hub."""
-
-
-class _Texts(Frozen):
-    """The column of a table of texts, and how many of them a step trains on."""
-
-    text: str = "text"
-    """Column with the text."""
-    max_tokens: Annotated[int, refused("it decides where texts are cut, and so their order")] = Field(default=512, ge=2)
-    """A longer text is cut into pieces of this many tokens."""
-    texts_per_step: int = Field(default=16, ge=1)
-    """Pieces of text that each step trains on."""
-
-
-class FileTexts(_Texts, TableFile):
-    """A file of texts."""
-
-
-class DatasetsTexts(_Texts, DatasetsFolder):
-    """A folder written by `save_to_disk` of the `datasets` library."""
-
-
-class HubTexts(_Texts, HubFiles):
-    """Files of a dataset on the Hugging Face hub."""
-
-
-TextSource = Annotated[
-    FileTexts | DatasetsTexts | HubTexts,
-    Field(discriminator="kind"),
-]
-
-
-class SourceName(Frozen):
-    """One of several sources."""
-
-    name: Annotated[str, refused("the checkpoint holds the position in each source by its name")] = Field(
-        max_length=32, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
-    )
-    """Name of the source in metrics, samples and messages."""
-
-
-class NamedHubFiles(SourceName, HubFiles):
-    """Files of a dataset on the Hugging Face hub, as one of several sources; `name` is the source's."""
-
-    dataset: str = Field(pattern=HUB_NAME)
-    """Name of the dataset, `org/name`."""
-
-    @property
-    def dataset_field(self) -> str:
-        """The field with the name of the dataset."""
-        return "dataset"
-
-
-class NamedFileTexts(SourceName, FileTexts):
-    """A file of texts, as one of several sources."""
-
-
-class NamedDatasetsTexts(SourceName, DatasetsTexts):
-    """A folder written by `save_to_disk` of the `datasets` library, as one of several sources."""
-
-
-class NamedHubTexts(NamedHubFiles, HubTexts):
-    """Files of a dataset on the Hugging Face hub, as one of several sources; `name` is the source's."""
-
-
-NamedTexts = Annotated[
-    NamedFileTexts | NamedDatasetsTexts | NamedHubTexts,
-    Field(discriminator="kind"),
-]
-
-
-class RecipeConfig(Frozen):
-    """One task family of reasoning-gym."""
-
-    name: str = Field(min_length=1)
-    """Task family, such as `chain_sum`."""
-    weight: float = Field(default=1.0, gt=0.0)
-    """Share of the source's prompts, relative to the other recipes."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the task family (its difficulty)."""
-
-
-class ReasoningGymSource(PromptRows):
-    """Tasks generated by reasoning-gym on this machine; the same seed generates the same tasks."""
-
-    kind: Literal["reasoning_gym"]
-    """Tasks generated by reasoning-gym."""
-    recipes: tuple[RecipeConfig, ...] = Field(min_length=1)
-    """Task families to draw from."""
-    size: int = Field(ge=1, le=10_000_000)
-    """Prompts over all recipes."""
-    seed: int = Field(ge=0, lt=2**31)
-    """Seed of the tasks; different seeds generate different tasks (a small family may repeat some)."""
-
-
-DataSource = Annotated[
-    FileSource | DatasetsSource | HubSource | ReasoningGymSource,
-    Field(discriminator="kind"),
-]
-
-
-class HeldOut(Frozen):
-    """How a held-out set with a name is sampled and scored."""
-
-    sampling: EvalSampling | None = None
-    """How responses are sampled; null: as `evaluation.sampling`."""
-    rewards: tuple[RewardFunctionConfig, ...] | None = Field(default=None, min_length=1)
-    """Reward functions, whose weighted sum is the reward of a sample of this set; null: the functions of
-    `roles.reward`, and its reward model."""
-    solved_at: float | None = None
-    """As `evaluation.solved_at`, for this set; null: by the rule there, applied to the set's rewards."""
-    environment: str | None = None
-    """Name of the environment that samples are episodes in, if `roles.environment` has several; null there, or
-    `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
-    it."""
-    level: str = "level"
-    """Key of the metadata (`metadata`) by whose values the results are also reported, if rows have it; tasks of
-    reasoning_gym have `recipe`."""
-
-
-class FileSet(HeldOut, FileSource):
-    """A file of held-out prompts."""
-
-
-class DatasetsSet(HeldOut, DatasetsSource):
-    """A folder written by `save_to_disk` of the `datasets` library."""
-
-
-class HubSet(HeldOut, HubSource):
-    """Files of a dataset on the Hugging Face hub."""
-
-
-class ReasoningGymSet(HeldOut, ReasoningGymSource):
-    """Tasks generated by reasoning-gym on this machine; the same seed generates the same tasks."""
-
-
-HeldOutSet = Annotated[
-    FileSet | DatasetsSet | HubSet | ReasoningGymSet,
-    Field(discriminator="kind"),
-]
-
-
-class SourceShare(SourceName):
-    """The part of one source in a mixture."""
-
-    weight: Annotated[float, _NEXT_PROMPT] = Field(default=1.0, gt=0.0)
-    """Prompts or examples that are drawn from this source, relative to the other sources."""
-    repeats: Annotated[int, _NEXT_PROMPT] = Field(default=0, ge=0)
-    """Most passes over the source; the others then share the rest. 0: no limit."""
-
-
-class MixedPrompts(SourceShare):
-    """One of several sources of prompts, with its settings. A setting left out has the run's value."""
-
-    rewards: Annotated[tuple[RewardFunctionConfig, ...] | None, OTHER_REWARDS, REWARDED, SAMPLED] = Field(
-        default=None, min_length=1
-    )
-    """Reward functions of this source, instead of the functions and the model of `roles.reward`, which null keeps."""
-    solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
-    """A sample with at least this reward counts as solved, in the source's pass rate and in the curriculum; null:
-    `data.curriculum.solved_at`, and without it by the rule of `evaluation.solved_at`, applied to the source's rewards;
-    if these do not define it, there is no pass rate, and a curriculum needs it."""
-    group_size: Annotated[int | None, AS_SAMPLED, SAMPLED] = Field(default=None, ge=1)
-    """Samples per prompt; null: `algorithm.group_size`."""
-    max_tokens: Annotated[int | None, _NEXT_PROMPT, SAMPLED] = Field(default=None, ge=1)
-    """Longest response (of an episode: longest turn), in tokens, at most `sampling.max_tokens`; null: that."""
-    environment: Annotated[str | None, AS_SAMPLED, SAMPLED] = None
-    """Name of the environment that samples are episodes in, if `roles.environment` has several; null there, or
-    `none`: a sample is one response to its prompt. With one environment without a name, null: samples are episodes in
-    it."""
-    mask_truncated: Annotated[bool | None, SAMPLED] = None
-    """Overrides `algorithm.mask_truncated` for this source, unless null."""
-    dynamic_sampling_on: Annotated[str | None, SAMPLED] = None
-    """Overrides `algorithm.dynamic_sampling_on` for this source, whose rewards may have other components, unless
-    null."""
-
-
-class MixedFile(MixedPrompts, FileSource):
-    """A file of prompts in a mixture."""
-
-
-class MixedDatasets(MixedPrompts, DatasetsSource):
-    """A folder written by `save_to_disk` of the `datasets` library, in a mixture."""
-
-
-class MixedHubFiles(SourceShare, NamedHubFiles):
-    """Files of a dataset on the Hugging Face hub, in a mixture; `name` is the source's."""
-
-
-class MixedHub(MixedPrompts, MixedHubFiles, HubSource):
-    """Files of a dataset on the Hugging Face hub, in a mixture; `name` is the source's."""
-
-
-class MixedReasoningGym(MixedPrompts, ReasoningGymSource):
-    """Tasks generated by reasoning-gym, in a mixture."""
-
-
-MixedSource = Annotated[
-    MixedFile | MixedDatasets | MixedHub | MixedReasoningGym,
-    Field(discriminator="kind"),
-]
-
-
-def form_of(data: Any) -> str:
-    """The form that data are written in. The sources of a map are sections, and no field of a source is one."""
-    if isinstance(data, (list, tuple)):
-        return LIST
-    is_map = isinstance(data, dict) and any(isinstance(part, dict | Frozen) for part in data.values())
-    return MAP if is_map else SECTION
-
-
 class CurriculumConfig(Frozen):
     """Draws a prompt the more often, the nearer its pass rate is to one half.
 
     A pass over the data draws a prompt with probability max(floor, 4 p (1 - p)), where p = (solved + 1) / (samples + 2)
     counts its samples in finished steps. A prompt without results is always drawn."""
 
-    solved_at: Annotated[float | None, _COUNTED_BEFORE] = None
+    solved_at: Annotated[float | None, COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved; null: `evaluation.solved_at`, or by the rule that stands
     there. For a component the rule is: 1 for a function of right or wrong, such as `exact_match`. Required if neither
     defines it."""
-    component: Annotated[str | None, _COUNTED_BEFORE] = None
+    component: Annotated[str | None, COUNTED_BEFORE] = None
     """Reward component that `solved_at` is compared with (its label, or `reward_model`), without its weight; null: the
     reward."""
     floor: float = Field(default=0.1, ge=0.01, le=1.0)
@@ -694,7 +385,7 @@ class DataConfig(Frozen):
     """Prompts to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
     eval: Annotated[
         Annotated[
-            Annotated[DataSource, Tag(SECTION)] | Annotated[dict[Name, HeldOutSet], Tag(MAP)],
+            Annotated[DataSource, Tag(SECTION)] | Annotated[dict[Name, HeldOutSource], Tag(MAP)],
             Discriminator(form_of),
         ]
         | None,
@@ -708,7 +399,8 @@ class DataConfig(Frozen):
     """Exclude every prompt of `train` from `eval`."""
     ptx: Annotated[
         Annotated[
-            Annotated[TextSource, Tag(SECTION)] | Annotated[tuple[NamedTexts, ...], Field(min_length=1), Tag(LIST)],
+            Annotated[TextSource, Tag(SECTION)]
+            | Annotated[tuple[NamedTextSource, ...], Field(min_length=1), Tag(LIST)],
             Discriminator(form_of),
         ]
         | None,

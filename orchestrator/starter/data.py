@@ -257,7 +257,7 @@ def _folder(data: str) -> tuple[Table, Table | None, str]:
 def _on_hub(name: str, subset: str | None) -> tuple[Table, Table | None, str]:
     """A dataset on the hub; downloads the first file of each split."""
     from troupe.orchestrator.hub.resolve import NoFiles, with_first_file
-    from troupe.orchestrator.spec.sections import HubFiles
+    from troupe.orchestrator.spec.sources import HubFiles
 
     section: Section = {"kind": "hub", "name": name} | ({"subset": subset} if subset else {})
 

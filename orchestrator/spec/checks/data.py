@@ -20,14 +20,8 @@ from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_s
 from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import (
-    CurriculumConfig,
-    DataSource,
-    EvaluationConfig,
-    HeldOut,
-    MixedSource,
-    ReasoningGymSource,
-)
+from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
+from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.rewards import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 

@@ -22,7 +22,8 @@ from troupe.orchestrator.spec.derived.sizes import sequence_lengths
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs
 from troupe.orchestrator.spec.locations import is_pattern, matching_files
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import HeldOut, Located, environment_role
+from troupe.orchestrator.spec.sections import environment_role
+from troupe.orchestrator.spec.sources import HeldOut, Located
 from troupe.workers.contract.config import ALL_LINEAR, EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.contract.imports import missing_package
 from troupe.workers.isolation.probe import ProbeFailed, ask

@@ -21,16 +21,11 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
     EnvironmentRole,
-    HeldOut,
-    MixedPrompts,
-    PromptText,
-    ReasoningGymSource,
     ReferenceRole,
-    SourceName,
-    SourceShare,
     TrainerRole,
     environment_role,
 )
+from troupe.orchestrator.spec.sources import HeldOut, Mixed, PromptText, ReasoningGymSource, SourceName, SourceShare
 from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
@@ -200,7 +195,7 @@ def _misnamed(spec: RolloutSpec) -> Iterator[Finding]:
         if name == NO_ENVIRONMENT or name in EnvironmentRole.model_fields:
             means = "no environment" if name == NO_ENVIRONMENT else "a field of an environment"
             yield f"roles.environment.{name}", f"stands for {means}; use another name"
-    sources: dict[str, MixedPrompts | HeldOut] = {f"train.{n}": one for n, one in enumerate(spec.data.mixture)}
+    sources: dict[str, Mixed | HeldOut] = {f"train.{n}": one for n, one in enumerate(spec.data.mixture)}
     sources |= {path: one for path, one in spec.data.held_out_sets().items() if isinstance(one, HeldOut)}
     for path, source in sources.items():
         name = source.environment

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import EvaluationConfig, HeldOut, MixedSource
+from troupe.orchestrator.spec.sections import EvaluationConfig
+from troupe.orchestrator.spec.sources import HeldOut, MixedSource
 from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.rewards import RIGHT_OR_WRONG
 

@@ -19,7 +19,8 @@ from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptSource, load_pool, load_pools, load_train_pool
 from troupe.orchestrator.data.summary import RunData, data_metrics, describe
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.spec.sections import CurriculumConfig, DataConfig, SourceShare
+from troupe.orchestrator.spec.sections import CurriculumConfig, DataConfig
+from troupe.orchestrator.spec.sources import SourceShare
 from troupe.workers.contract.messages import PROMPTS, RewardSummary
 
 SIZES = (5, 7, 3)

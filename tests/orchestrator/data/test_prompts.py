@@ -25,7 +25,8 @@ from troupe.orchestrator.data.prompts import (
 )
 from troupe.orchestrator.data.readers import json_safe, shares, task_seed
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.spec.sections import DataConfig, DataSource
+from troupe.orchestrator.spec.sections import DataConfig
+from troupe.orchestrator.spec.sources import DataSource
 from troupe.workers.contract.messages import PROMPTS
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

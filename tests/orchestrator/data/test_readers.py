@@ -21,7 +21,7 @@ from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import load_pool
 from troupe.orchestrator.data.readers import arrow_columns, find_column, read_table
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.spec.sections import DataSource, FileSource
+from troupe.orchestrator.spec.sources import DataSource, TableFile
 
 
 def source(**fields: Any) -> DataSource:
@@ -171,7 +171,7 @@ def test_the_memory_of_a_json_array_does_not_grow_with_the_file(tmp_path: Path) 
     row = json.dumps({"prompt": "p", "answer": "", "notes": "x" * 10_000})
     path = tmp_path / "rows.json"
     path.write_text(f"[{','.join([row] * 2_000)}]")
-    rows = read_table(FileSource(kind="json", path=str(path)), {"prompt": "prompt"}, "data.train")
+    rows = read_table(TableFile(kind="json", path=str(path)), {"prompt": "prompt"}, "data.train")
     tracemalloc.start()
     try:
         assert sum(1 for _ in rows) == 2_000

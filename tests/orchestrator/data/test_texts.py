@@ -18,21 +18,23 @@ from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder, load_texts
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.runs.rollouts import RolloutRun
-from troupe.orchestrator.spec.sections import DataConfig, FileSource, FileTexts, NamedFileTexts, SourceShare
+from troupe.orchestrator.spec.sections import DataConfig
+from troupe.orchestrator.spec.sources import SourceShare
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import TEXTS, RankPlan, TextCut, TextSummary
 from troupe.workers.data.texts import cut_sources, cut_texts, text_batches
 from troupe.workers.policy import PolicyWorker
 
 
-def jsonl(path: Path, *rows: dict[str, Any]) -> FileTexts:
+def jsonl(path: Path, *rows: dict[str, Any]) -> dict[str, str]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return FileTexts(kind="jsonl", path=str(path))
+    return {"kind": "jsonl", "path": str(path)}
 
 
 def read(ptx: Any, on_bad_row: Literal["skip", "stop"]) -> Pool:
     """The texts of a spec's section `data`."""
-    found = load_texts(DataConfig(train=FileSource(kind="jsonl", path="train.jsonl"), ptx=ptx), on_bad_row)
+    data = DataConfig.model_validate({"train": {"kind": "jsonl", "path": "train.jsonl"}, "ptx": ptx})
+    found = load_texts(data, on_bad_row)
     assert found is not None
     return found
 
@@ -57,7 +59,7 @@ def test_a_source_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'text' \(data.ptx.text\).*did you mean 'texts'"):
         read(jsonl(tmp_path / "other.jsonl", {"texts": "a"}), "skip")
     with pytest.raises(DataError, match=r"data\.ptx\.path"):
-        read(FileTexts(kind="parquet", path=str(tmp_path / "none.parquet")), "skip")
+        read({"kind": "parquet", "path": str(tmp_path / "none.parquet")}, "skip")
 
 
 def test_texts_become_pieces_that_hold_every_token_once(tiny_model: Path) -> None:
@@ -164,7 +166,7 @@ def test_several_sources_are_one_pool_with_parts(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", {"text": "One."}, {"text": ""})
     jsonl(tmp_path / "b.jsonl", {"text": "Two."}, {"text": "Three."})
     named = tuple(
-        NamedFileTexts(kind="jsonl", path=str(tmp_path / file), name=name)
+        {"kind": "jsonl", "path": str(tmp_path / file), "name": name}
         for name, file in (("news", "a.jsonl"), ("books", "b.jsonl"))
     )
     pool = read(named, "skip")
@@ -172,7 +174,7 @@ def test_several_sources_are_one_pool_with_parts(tmp_path: Path) -> None:
     assert {name: (part.rows, part.bad_rows) for name, part in pool.parts.items()} == {"news": (1, 1), "books": (2, 0)}
     with pytest.raises(DataError, match=r"^a.jsonl:2: the text is empty"):
         read(named, "stop")
-    lost = named[1].model_copy(update={"path": str(tmp_path / "none.jsonl")})
+    lost = named[1] | {"path": str(tmp_path / "none.jsonl")}
     with pytest.raises(DataError, match=r"data\.ptx\.1\.path"):
         read((named[0], lost), "skip")
 

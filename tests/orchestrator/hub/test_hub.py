@@ -22,7 +22,7 @@ from troupe.orchestrator.spec.checks.machine import missing
 from troupe.orchestrator.spec.derived.paths import absolute_paths, hub_data, path_fields, with_pins
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import HubFiles, HubSource
+from troupe.orchestrator.spec.sources import HubFiles
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
@@ -116,7 +116,7 @@ def test_a_first_spec_is_written_for_a_dataset_with_its_held_out_split(
     done = hub.run(*init, "acme/sums:main")
     assert done.returncode == 0, done.stderr
     spec = load_rollout_spec(tmp_path / "run.yaml")
-    assert isinstance(spec.data.train, HubSource) and isinstance(spec.data.eval, HubSource)
+    assert isinstance(spec.data.train, HubFiles) and isinstance(spec.data.eval, HubFiles)
     assert (spec.data.train.split, spec.data.eval.split, spec.data.eval.subset) == ("train", "test", "main")
     assert [function.name for function in spec.roles.reward.functions] == ["last_number"]
 

@@ -16,9 +16,17 @@ from troupe.orchestrator.spec.derived.digests import evaluation_digest, reward_d
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.field_tree import FieldNode, decisive, field_tree
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.offline import ExampleSource, MixedExamples, OfflineSpec
+from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import DataSource, HeldOutSet, MixedSource, NamedTexts, TextSource
+from troupe.orchestrator.spec.sources import (
+    DataSource,
+    ExampleSource,
+    HeldOutSource,
+    MixedExampleSource,
+    MixedSource,
+    NamedTextSource,
+    TextSource,
+)
 from troupe.workers.contract.config import Frozen, RewardFunctionConfig
 from troupe.workers.contract.consequences import (
     COUNTED,
@@ -103,7 +111,7 @@ def test_a_field_without_an_annotation_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [DataSource, MixedSource, HeldOutSet, TextSource, NamedTexts, ExampleSource, MixedExamples]
+    "source", [DataSource, MixedSource, HeldOutSource, TextSource, NamedTextSource, ExampleSource, MixedExampleSource]
 )
 def test_the_kinds_of_a_source_agree_on_the_fields_that_they_share(source: Any) -> None:
     kinds = [field_tree(model).children for model in models_in(source)]

@@ -17,7 +17,7 @@ from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluati
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.sections import SourceShare
+from troupe.orchestrator.spec.sources import SourceShare
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.sinks import LoggedRun, MetricSinks
 from troupe.orchestrator.training.offline_source import (

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from tests.workers.test_reward import rollouts
 from troupe.orchestrator.data.prompts import load_pool
 from troupe.orchestrator.rollouts.scoring import FaultLog
-from troupe.orchestrator.spec.sections import FileSource
+from troupe.orchestrator.spec.sources import DataSource
 from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig
 from troupe.workers.contract.messages import Fault
 from troupe.workers.reward import RewardWorker, find_faults
@@ -302,11 +304,15 @@ def test_answers_of_which_none_is_a_number_are_refused() -> None:
         last_number("5", "five", several)
 
 
+def jsonl(file: Path, **fields: Any) -> DataSource:
+    return TypeAdapter(DataSource).validate_python({"kind": "jsonl", "path": str(file)} | fields)
+
+
 def test_a_list_in_the_answer_column_reaches_the_functions(tmp_path: Path) -> None:
     rows: Sequence[object] = [["Paris", "Lutetia"], ["Paris"], [5, 5.5], "Paris"]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": "a", "answer": row}) + "\n" for row in rows))
-    pool = load_pool(FileSource(kind="jsonl", path=str(file)))
+    pool = load_pool(jsonl(file))
     assert pool.table["answer"].to_pylist() == ["Paris", "Paris", "5", "Paris"]
     metadata = [json.loads(text) for text in pool.table["metadata"].to_pylist()]
     assert metadata == [{"right_answers": ["Paris", "Lutetia"]}, {}, {"right_answers": ["5", "5.5"]}, {}]
@@ -318,7 +324,7 @@ def test_a_metadata_column_is_not_overwritten_by_several_answers(tmp_path: Path)
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": "a", "answer": ["x", "y"]}, {"prompt": "b", "answer": "x"}]
     file.write_text("".join(json.dumps({"right_answers": 2} | row) + "\n" for row in rows))
-    pool = load_pool(FileSource(kind="jsonl", path=str(file), metadata=("right_answers",)))
+    pool = load_pool(jsonl(file, metadata=("right_answers",)))
     assert pool.rows == 1
     assert "also a metadata column 'right_answers'" in pool.problems[0]
 
