@@ -36,6 +36,7 @@ from troupe.orchestrator.data.prompts import PromptSource, load_pool
 from troupe.orchestrator.errors import DataError, TroupeError, UsageError
 from troupe.orchestrator.insight.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
+from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.spec.checks.models import model_folder, too_long, unsupported_head_size, wrong_kinds
 from troupe.orchestrator.spec.errors import SpecError
@@ -426,7 +427,7 @@ async def test_requests_to_a_run(tmp_path: Path) -> None:
     await server.close()
 
 
-def test_answers_of_a_run(tmp_path: Path) -> None:
+def test_answers_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
     owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
@@ -436,33 +437,11 @@ def test_answers_of_a_run(tmp_path: Path) -> None:
         (folder / "run.json").write_bytes(data)
         refuses(lambda: ask(tmp_path, {}, 0.0), UsageError, TroupeError)
     (folder / "run.json").write_bytes(owner)
-    for value in mutations.of_json(answer, 100):
-        with _answering(folder, json.dumps(value)), suppress(UsageError, TroupeError):
-            ask(tmp_path, {}, 5.0)
-
-
-@contextmanager
-def _answering(folder: Path, text: str) -> Iterator[None]:
-    """A run that answers the next request with this text."""
-    stop = threading.Event()
-
-    def serve() -> None:
-        while not stop.wait(0.002):
-            for request in folder.glob("request-*.json"):
-                answer = request.with_name(request.name.replace("request", "answer", 1))
-                scratch = answer.with_suffix(".new")
-                scratch.write_text(text)
-                scratch.rename(answer)
-                request.unlink()
-                return
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    answers = (json.dumps(value).encode() for value in mutations.of_json(answer, 100))
+    monkeypatch.setattr(Mailbox, "ask", lambda *_: next(answers))
+    for _ in range(100):
+        with suppress(UsageError, TroupeError):
+            ask(tmp_path, {}, 0.0)
 
 
 @pytest.mark.parametrize("process", [False, True])
