@@ -14,6 +14,7 @@ from troupe.orchestrator.data.summary import Pools, by_source, is_held_out
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import PromptRoom, prompt_room
+from troupe.workers.contract.environments import CALLS, TOOLS, dropped_note
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100
@@ -71,10 +72,11 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         replies = iter(ask(_ENTRY, request | texts, _TIMEOUT_S))
     except ProbeFailed as error:
         return PromptCheck((("model.path", error.raised or str(error)),))
-    unnamed, spelled, special, answers = (next(replies) for _ in range(4))
+    unnamed, spelled, dropped, special, answers = (next(replies) for _ in range(5))
     notes = [f"the chat template ends a turn with {unnamed!r}, {_UNNAMED}"] if unnamed else []
     stops = () if spec.rollouts is None else spec.rollouts.sampling.stop
     notes += [f"the chat template ends a turn with {spelled!r}, {_SPELLED}"] if spelled and spelled not in stops else []
+    notes += _unseen_tools(spec, dropped.split(";"))
     notes += [f"{special} of the first prompts have special tokens, {_READ_AS_TEXT}"] if special else []
     notes += [f"{answers} of the first answers and texts have special tokens, {_READ_AS_TEXT}"] if answers else []
     template = "model.path" if spec.model.chat_template is None else "model.chat_template"
@@ -92,6 +94,20 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         refused[whole] = refused.get(whole, 0) + count
     lines = (*notes, *(line for check in checks for line in check.lines))
     return PromptCheck(tuple(problems.items()), lines, refused)
+
+
+def _unseen_tools(spec: RunSpec, dropped: Sequence[str]) -> Iterator[str]:
+    """What the policy does not see of tools and calls, for each environment with a parser of calls.
+
+    Tools can be described in the system message. The history of all environments but an agent has calls as they were
+    sampled.
+    """
+    for name, role in ({} if spec.rollouts is None else spec.rollouts.roles.environments()).items():
+        described = {TOOLS} if role.args.get("system") else set[str]()
+        own = described | (set[str]() if role.name == "agent" else {CALLS})
+        note = dropped_note([one for one in dropped if one and one not in own])
+        if role.tool_parser is not None and note:
+            yield f"roles.environment{name and '.'}{name}: {note}"
 
 
 def _answers(pools: Pools, most: int) -> Iterator[str]:

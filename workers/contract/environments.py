@@ -18,6 +18,9 @@ CALL_MARKERS = (
 )
 """Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""
 
+TOOLS, CALLS, RESULTS = "tools", "tool calls in the history", "tool messages (the results of calls)"
+"""What a chat template can leave out without an error (`troupe.workers.data.template_forms`)."""
+
 OK = "ok"
 """Status of an episode that came to its end."""
 _LAST_TURN = "; the last turn: "
@@ -101,6 +104,17 @@ def cause_of(status: str) -> str:
     if not status.startswith("environment: "):
         return status
     return "environment: " + status.partition(_LAST_TURN)[0].split(": ", 2)[-1]
+
+
+def dropped_note(dropped: Sequence[str]) -> str:
+    """What it means that a chat template leaves these out, as a line; empty if it leaves out none."""
+    if not dropped:
+        return ""
+    return (
+        f"the chat template does not render {', '.join(dropped)}: the policy does not see them. Set "
+        "model.chat_template to a template that does, or describe the tools in the system message (args.system of the "
+        "environment tools) and answer with messages of the role user"
+    )
 
 
 def cut(text: str, longest: int) -> str:

@@ -14,6 +14,7 @@ from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.imports import without_collections
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import as_text, special_tokens
+from troupe.workers.data.template_forms import template_forms
 from troupe.workers.data.tokenizer import load_chat_tokenizer, load_tokenizer
 from troupe.workers.data.turn_ends import turn_ends
 
@@ -27,9 +28,9 @@ _SPACE = "\u2581"
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     """Facts about the tokenizer and the prompts.
 
-    First come the end of a turn that the model's folder does not name (or "") and the text that ends a turn if no token
-    does (else ""), then the numbers of prompts and of answers with special tokens that are read as text, then the
-    length of each prompt in tokens, or why it has none.
+    First come the end of a turn that the model's folder does not name (or ""), the text that ends a turn if no token
+    does (else ""), and what the template leaves out of tools (with ";" between), then the numbers of prompts and of
+    answers with special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
 
     Args:
         request: `model`, a ModelConfig as a dictionary, `messages` of every prompt and `answers` of the data (JSON),
@@ -43,6 +44,7 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
         tokenizer = load_chat_tokenizer(model)
     yield turn_ends(tokenizer).unnamed
     yield turn_ends(tokenizer).spelled
+    yield ";".join(template_forms(tokenizer).dropped)
     for texts in (request["messages"], request["answers"]):
         yield 0 if model.allow_special else sum(map(_has_special, repeat(tokenizer), texts))
     end = time.monotonic() + request["seconds"]

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from troupe.workers.agents.interface import Rehearsal, describe, read_row, rehearse, stretches
+from troupe.workers.agents.interface import Rehearsal, TurnReader, describe, read_row, rehearse, stretches
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
+from troupe.workers.contract.environments import dropped_note
 from troupe.workers.data.chat import sample_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.engine.tool_calls import tool_parser
-from troupe.workers.rewards.thoughts import environment_with_opened_thoughts
+from troupe.workers.environment import EnvironmentWorker
 
 
 def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -26,15 +27,16 @@ def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         ValueError: the tokenizer, the parser or the environment cannot be loaded.
     """
     model = ModelConfig(**request["model"])
-    config = environment_with_opened_thoughts(EnvironmentConfig(**request["config"]), model)
+    config = EnvironmentConfig(**request["config"])
     tokenizer = load_chat_tokenizer(model)
-    sizes = (request["max_tokens"], request["max_model_len"])
-    rehearsal = Rehearsal(config, tokenizer, *sizes, tool_parser(config.tool_parser, tokenizer))
+    reader = TurnReader(tokenizer, tool_parser(config.tool_parser, tokenizer))
+    rehearsal = Rehearsal(config, reader, request["max_tokens"], request["max_model_len"])
     seed, said = request["seed"], request["said"]
     rows = [read_row(row, sample_seed(seed, number)) for number, row in enumerate(request["rows"])]
     for name, texts in [*([("turns as given", said)] if said else []), ("turns of random tokens", [])]:
-        for played in asyncio.run(rehearse(rehearsal, rows, texts, seed)):
-            parts = stretches(played, tokenizer)
+        worker = EnvironmentWorker(config, "check", model)
+        for played in asyncio.run(rehearse(rehearsal, worker, rows, texts, seed)):
+            parts, note = stretches(played, tokenizer), dropped_note(list(reader.dropped))
             yield {
                 "environment": config.name,
                 "turns": name,
@@ -42,5 +44,6 @@ def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 "finish_reason": played.finish_reason,
                 "info": played.info,
                 "stretches": [asdict(part) for part in parts],
-                "lines": [f"{config.name}, {name}", *describe(played, parts)],
+                "warning": note,
+                "lines": [f"{config.name}, {name}", *describe(played, parts), *([f"warning: {note}"] if note else [])],
             }

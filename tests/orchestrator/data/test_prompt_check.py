@@ -215,6 +215,31 @@ def test_the_first_prompt_of_an_episode_needs_room_for_one_token(held_out: str, 
 def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
     request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100, "answers": []}
     messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3
-    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 4 + 3
-    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == ["", "", 0, 0]
+    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 5 + 3
+    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == [
+        "",
+        "",
+        "tools;tool calls in the history",
+        0,
+        0,
+    ]
     assert classify("eval", [], "model.path", PromptRoom(1, "x", "y"), ["a:1"]) == PromptCheck()
+
+
+@pytest.mark.parametrize(
+    ("role", "named"),
+    [
+        (
+            "{name: tools, args: {tools: [calculator]}, tool_parser: hermes}",
+            "render tools: the policy does not",
+        ),
+        ("{name: tools, args: {tools: [calculator], system: Call it so.}, tool_parser: hermes}", ""),
+        ("{name: agent, args: {command: [true]}, tool_parser: hermes}", "render tools, tool calls in the history: the"),
+        ("{name: agent, args: {command: [true]}}", ""),
+    ],
+)
+def test_tools_that_the_template_does_not_render_are_said(model: Path, role: str, named: str) -> None:
+    found = check(model, "tiny-environment", ["Say a."], f"roles.environment={role}")
+    lines = [line for line in found.lines if "chat template" in line]
+    assert len(lines) == bool(named) and named in "".join(lines)
+    assert all(line.startswith("roles.environment: the chat template does not render tools") for line in lines)

@@ -1,18 +1,21 @@
-"""Episodes without an engine, to check an environment: with turns from a script, or with random tokens."""
+"""Episodes without an engine, to check an environment: with turns from a script, or with random tokens.
+
+Everything but the turns is that of a run: the environment worker, the episode and the reader of turns.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from troupe.workers.agents.environments.processes import EnvironmentProcesses, EpisodeProcess
-from troupe.workers.agents.episodes.conversation import ParseCalls, TurnReader
+from troupe.workers.agents.episodes.conversation import TurnReader
 from troupe.workers.agents.episodes.episode import EpisodeRunner, SampleTurn
 from troupe.workers.agents.episodes.turns import Played, SampledTurn
-from troupe.workers.contract.config import EnvironmentConfig, StructuredConfig
+from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.data.turn_ends import turn_ends
 
@@ -26,60 +29,84 @@ _RANDOM_TOKENS = 24
 class Rehearsal:
     """What the episodes are played with."""
 
-    config: EnvironmentConfig
-    tokenizer: PreTrainedTokenizerBase
+    config: EpisodeConfig
+    reader: TurnReader
     max_tokens: int
     max_model_len: int
-    parse: ParseCalls | None = None
-    """Parser of tool calls."""
 
 
-class _OneProcess:
-    """The link to one environment process."""
+class Server(Protocol):
+    """The environment worker of a run, in this process."""
 
-    def __init__(self, process: EpisodeProcess, timeout_s: float) -> None:
-        self._process, self._timeout_s = process, timeout_s
+    async def start(self) -> object:
+        """Loads the environment. Raises ValueError."""
+        ...
+
+    async def begin(self, episode: str, row: Row) -> EpisodeReply:
+        """Starts an episode; the first observation."""
+        ...
+
+    async def step(self, episode: str, message: Message) -> EpisodeReply:
+        """The answer to a turn."""
+        ...
+
+    async def end(self, episode: str) -> None:
+        """Closes an episode."""
+        ...
+
+    async def close(self) -> None:
+        """Ends all episodes and processes."""
+        ...
+
+
+class _Direct:
+    """The link to a worker in the same process."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._ending = set[asyncio.Task[None]]()
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
         """Starts an episode."""
-        return "", await self._process.start(row, self._timeout_s)
+        return "", await self._server.begin(episode, row)
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
         """The answer to a turn."""
-        return await self._process.step(message, self._timeout_s)
+        return await self._server.step(episode, message)
 
     def end(self, worker: str, episode: str) -> None:
-        """Nothing: the process ends with the check."""
+        """Closes an episode; waits for nothing."""
+        task = asyncio.ensure_future(self._server.end(episode))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
 
-async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str], seed: int = 0) -> list[Played]:
+async def rehearse(
+    rehearsal: Rehearsal, server: Server, rows: Sequence[Row], said: Sequence[str], seed: int = 0
+) -> list[Played]:
     """Play one episode for every row.
 
     Args:
-        rehearsal: Environment, tokenizer and bounds.
+        rehearsal: Reader and bounds.
+        server: The environment worker, not started.
         rows: Rows of the data.
         said: Texts of the turns, the last one again and again; if empty, turns have random tokens.
         seed: Seed of the random tokens.
 
     Raises:
         ValueError: the environment cannot be loaded.
-        EpisodeProcessFailed: its process does not start.
     """
-    config = rehearsal.config
-    processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib, config.env)
-    await processes.start()
-    reader = TurnReader(rehearsal.tokenizer, rehearsal.parse)
-    rng, played = random.Random(seed), list[Played]()
+    reader, sizes = rehearsal.reader, (rehearsal.max_tokens, rehearsal.max_model_len)
+    rng, played, link = random.Random(seed), list[Played](), _Direct(server)
     try:
+        await server.start()
         with ThreadPoolExecutor(1) as tokenizing:
+            runner = EpisodeRunner(rehearsal.config, *sizes, reader, tokenizing, lambda: link)
             for number, row in enumerate(rows):
-                link = _OneProcess(await processes.fork(), config.turn_timeout_s)
-                sizes = (rehearsal.max_tokens, rehearsal.max_model_len)
-                runner = EpisodeRunner(config, *sizes, reader, tokenizing, lambda link=link: link)
-                turns = _scripted(rehearsal.tokenizer, said) if said else _random(rehearsal.tokenizer, rng)
+                turns = _scripted(reader.tokenizer, said) if said else _random(reader.tokenizer, rng)
                 played.append(await runner.play(f"check/{number}", row, _sampler(turns)))
     finally:
-        processes.close()
+        await server.close()
     return played
 
 

@@ -9,18 +9,22 @@ template's own rendering, and begins a new row.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from troupe.workers.contract.environments import CALL_MARKERS, Message, Row
+from troupe.workers.contract.environments import CALL_MARKERS, CALLS, RESULTS, TOOLS, Message, Row, dropped_note
 from troupe.workers.contract.text import valid_json, valid_text
 from troupe.workers.data.plain_text import as_text, response_text, restored, sampled_text, text_ids
+from troupe.workers.data.template_forms import template_forms, with_arguments
 from troupe.workers.data.tokenizer import outside_embedding, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends, without_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 ParseCalls = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[dict[str, Any]]]]
 """Splits the text of a turn, for the tools offered, into the text without calls and the calls. Raises MalformedCall."""
@@ -133,8 +137,11 @@ class Conversation:
         return Added(added)
 
     def _render(self, messages: Sequence[Message], *, open_turn: bool = True) -> str:
+        shown = list(messages)
+        if any("tool_calls" in message for message in shown) and template_forms(self._tokenizer).object_arguments:
+            shown = [with_arguments(message) for message in shown]
         try:
-            return render_as_text(self._tokenizer, list(messages), open_turn=open_turn, tools=self._tools)
+            return render_as_text(self._tokenizer, shown, open_turn=open_turn, tools=self._tools)
         except Exception as error:  # a chat template can raise anything
             raise ConversationError(f"{type(error).__name__}: {error}") from error
 
@@ -231,10 +238,19 @@ class TurnReader:
     tokenizer: PreTrainedTokenizerBase
     parse: ParseCalls | None = None
     """Parser of tool calls, or None if turns are plain text."""
+    dropped: dict[str, None] = field(default_factory=dict)
+    """What the chat template left out of conversations that had it (`troupe.workers.data.template_forms`)."""
 
     def start(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Conversation:
         """The conversation with its first prompt. Raises ConversationError."""
-        return Conversation(self.tokenizer, messages, tools)
+        conversation = Conversation(self.tokenizer, messages, tools)
+        used = {TOOLS, RESULTS} if tools else set[str]()
+        used |= {CALLS for message in messages if message.get("tool_calls")}
+        new = [name for name in template_forms(self.tokenizer).dropped if name in used and name not in self.dropped]
+        if new:
+            self.dropped.update(dict.fromkeys(new))
+            logger.warning("%s", dropped_note(new))
+        return conversation
 
     def adopt(self, conversation: Conversation) -> None:
         """Continue a conversation that another reader began."""

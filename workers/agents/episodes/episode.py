@@ -129,7 +129,9 @@ class EpisodeRunner:
         worker, reply = await self._timed(state, link.begin(key, row, self.config.episode_timeout_s))
         state.begun = True
         try:
-            asked = await self._first(state, self._observed(state, reply))
+            observation = self._observed(state, reply)
+            state.done = observation.done
+            asked = await self._first(state, observation)
             while not state.over:
                 message = await self._turn(state, asked, sample)
                 if state.over:
@@ -143,6 +145,11 @@ class EpisodeRunner:
 
     async def _first(self, state: _OpenEpisode, observation: Observation) -> _Asked:
         """The policy's first request. Raises EpisodeFailed."""
+        if observation.done:
+            raise EpisodeFailed("start: it is done before the policy's first turn, which leaves nothing to train")
+        if observation.reward:
+            raise EpisodeFailed(f"start: the reward {observation.reward:g} is for no turn: step gives rewards")
+        state.played.info |= observation.info
         conversation = await self._start(observation)
         asked = await self._ask(conversation, observation, observation.tools)
         if asked.refusal is None or not observation.refusable:

@@ -286,6 +286,30 @@ def test_workers_that_keep_dying_fail_the_sample() -> None:
     assert len(script.keys) == RESTARTS + 1 == len(set(script.keys)), "every start has a separate key"
 
 
+@pytest.mark.parametrize(
+    ("first", "status"),
+    [
+        ({"done": True}, "start: it is done before the policy's first turn, which leaves nothing to train"),
+        (
+            {"done": True, "reward": 1.0},
+            "start: it is done before the policy's first turn, which leaves nothing to train",
+        ),
+        ({"reward": 0.5}, "start: the reward 0.5 is for no turn: step gives rewards"),
+    ],
+)
+def test_a_start_that_leaves_no_turn_fails_the_sample_at_once(first: dict[str, Any], status: str) -> None:
+    script = Script([reply(done=True)], begins=[reply(USER, **first)])
+    played = play(script)
+    assert played.status == f"environment: turn 0: {status}"
+    assert (script.heard, script.keys, played.restarts) == ([], ["key/0"], 0)
+    assert script.ended == ([] if "done" in first else ["key/0"])
+
+
+def test_the_info_of_the_first_observation_counts() -> None:
+    script = Script([reply(done=True, info={"b": 2.0})], begins=[reply(USER, info={"a": 1.0, "b": 1.0}, reward=0.0)])
+    assert play(script).info == {"a": 1.0, "b": 2.0}
+
+
 def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
     async def broken(
         number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None

@@ -11,10 +11,12 @@ import pyarrow as pa
 
 from tests.workers.agents.episodes.test_conversation import tokenizer_of
 from troupe.workers.agents.episodes.check import Rehearsal, rehearse
+from troupe.workers.agents.episodes.conversation import TurnReader
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import Row
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest
 from troupe.workers.engine.rows import RowBuilder
+from troupe.workers.environment import EnvironmentWorker
 
 ROW = Row(({"role": "user", "content": "hello"},), "5", {}, seed=11)
 CALL = '<tool_call>{"name": "repeat", "arguments": {"text": "\\ud83d"}}</tool_call>'
@@ -37,8 +39,8 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict
 def test_a_call_with_half_a_character_is_answered_and_recorded() -> None:
     tokenizer = tokenizer_of("qwen3")
     config = EnvironmentConfig(name="tools", args={"tools": [f"{__name__}:repeat"]}, turn_timeout_s=20.0)
-    rehearsal = Rehearsal(config, tokenizer, 64, 1024, parse)
-    (played,) = asyncio.run(rehearse(rehearsal, [ROW], [CALL, "Done."]))
+    rehearsal = Rehearsal(config, TurnReader(tokenizer, parse), 64, 1024)
+    (played,) = asyncio.run(rehearse(rehearsal, EnvironmentWorker(config, "check"), [ROW], [CALL, "Done."]))
     assert played.status == "ok"
     assert [message["content"] for message in played.messages if message["role"] == "tool"] == [r"again: \ud83d"]
     prompt = {"messages": "[]", "answer": "5", "metadata": "{}", "source": None}
