@@ -22,7 +22,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock models demo cluster-demo test test-long test-faults lint docs bench gpu-check clean distclean
+.PHONY: help setup lock models demo cluster-demo test test-long test-faults mutants lint docs bench gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ test-long: models ## run the long tests on the real stack: all algorithms, resum
 test-faults: models ## inject faults into runs on the real stack, and write their table in the docs
 	$(RUN) "$(BIN)/python" -m pytest -m faults tests/faults $(ARGS)
 	$(RUN) "$(BIN)/python" -m tests.faults.table
+
+mutants: models ## plant one-line faults and run the tests that must find them, a quarter of an hour
+	$(RUN) "$(BIN)/python" -m tests.mutants $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(RUN) "$(BIN)/ruff" check .

@@ -33,7 +33,6 @@ from tests.real.rollout_helpers import (
 from troupe.workers.agents.episodes.turns import TurnLimits
 from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan
-from troupe.workers.data.chat import sample_seed
 from troupe.workers.engine import rows as rows_module
 from troupe.workers.engine.errors import EngineClosed, EngineDead
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
@@ -168,13 +167,6 @@ async def test_a_group_continues_from_its_finished_samples(worker: RolloutWorker
         same = before["sample_index"] in kept
         names = row.keys() - {"attempt"} - (set() if same else of_the_batch)
         assert row["attempt"] == 5 and {name: row[name] for name in names} == {name: before[name] for name in names}
-
-
-async def test_seeds_of_neighbouring_groups_do_not_overlap() -> None:
-    """vLLM's rule for several samples, seed + index, would repeat samples between groups."""
-    seeds = {sample_seed(seed, index) for seed in range(200) for index in range(16)}
-    assert len(seeds) == 200 * 16
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 async def test_greedy_decoding_is_deterministic(worker: RolloutWorker) -> None:

@@ -86,6 +86,17 @@ def test_another_version_with_the_same_digest_stops_the_run_and_so_does_a_new_en
             on_virtual_time(run(*order))
 
 
+def test_an_engine_that_answers_but_did_not_load_the_version_stops_the_run() -> None:
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+    engines[1].load_s = 5.0
+
+    async def run() -> None:
+        await FileSync(policy_group(FakePolicy()), fake_pool(engines), 1.0).push(1)
+
+    with pytest.raises(WeightsNotVerified, match="rollout-1 did not load version 1: .*no answer in 1 s"):
+        on_virtual_time(run())
+
+
 def test_thousands_of_updates_are_submitted_in_portions_between_which_other_tasks_run() -> None:
     """Submitted at once, those to 100 000 engines blocked the event loop for two seconds."""
     turns: list[int] = []

@@ -80,6 +80,14 @@ def test_a_sample_that_is_nowhere_or_twice_is_found(wrong: dict[str, object]) ->
         Ledger.restore(ledger.state() | wrong).check()
 
 
+def test_a_wrong_count_of_samples_in_flight_is_found() -> None:
+    ledger = Ledger()
+    ledger.dispatch("e0-r1", 0, 2)
+    ledger._in_flight -= 1
+    with pytest.raises(LedgerError, match="does not balance: .*'in_flight': 1.*, 2 open samples"):
+        ledger.check()
+
+
 def test_samples_of_a_group_are_marked_together_or_not_at_all() -> None:
     """If one sample is already closed, repeated or unknown, none of the samples is marked."""
     ledger = Ledger()

@@ -36,6 +36,13 @@ def test_every_row_is_planned_once_within_the_budget(lengths: list[int], ranks: 
                 assert (tokens if packed else longest * len(micro_batch)) <= budget
 
 
+def test_minibatches_depend_on_the_seed_and_a_single_one_keeps_the_order() -> None:
+    parts = minibatches(40, 2, (17, 3))
+    assert sorted(chain(*parts)) == list(range(40)) and parts == minibatches(40, 2, (17, 3))
+    assert len({str(minibatches(40, 2, seed)) for seed in ((17, 3), (17, 4), (18, 3), (17, 3, 1))}) == 4
+    assert minibatches(4, 1, (17, 3)) == [[0, 1, 2, 3]]
+
+
 @given(lengths_lists, st.integers(200, 900))
 def test_packed_micro_batches_are_not_more_than_padded_ones(lengths: list[int], budget: int) -> None:
     packed, padded = (cut_micro_batches(lengths, range(len(lengths)), budget, packed=kind) for kind in (True, False))

@@ -1,11 +1,12 @@
-"""The schedule of the learning rate."""
+"""The schedule of the learning rate, and what decays."""
 
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from troupe.workers.contract.config import TrainerConfig
-from troupe.workers.training.optimizer import learning_rate
+from troupe.workers.training.optimizer import adamw, learning_rate
 
 
 def test_learning_rate_schedules() -> None:
@@ -17,3 +18,11 @@ def test_learning_rate_schedules() -> None:
     constant = config.model_copy(update={"schedule": "constant"})
     assert [learning_rate(constant, update, 7) for update in (0, 1, 5, 99)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
     assert learning_rate(config.model_copy(update={"warmup_updates": 0}), 0, 1) == 1.0
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    module[0].weight.requires_grad_(False)
+    groups = adamw(module, TrainerConfig(weight_decay=0.1)).param_groups
+    decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert [decay.get(parameter) for parameter in module.parameters()] == [None, 0.0, 0.0, 0.1, 0.0]

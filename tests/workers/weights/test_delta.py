@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from troupe.workers.weights.file import (
     verify,
     write_payload,
 )
+from troupe.workers.weights.receiver import NodeFile
 from troupe.workers.weights.shared_memory import Bytes, open_for_reading
 
 MIB = 1 << 20
@@ -218,6 +220,23 @@ def test_a_delta_applied_to_another_version_is_found_before_loading(trainer: Tra
     change_payload(trainer.elsewhere(third), trainer.publisher.delta(third))
     with pytest.raises(WeightDigestMismatch):
         verify(trainer.elsewhere(third))
+
+
+def test_a_worker_changes_a_file_only_if_it_is_the_base_of_the_delta(trainer: Trainer) -> None:
+    first = trainer.publish()
+    payload = read_payload(first).copy()
+    trainer.step()
+    second = trainer.publish(first.digest)
+    delta, elsewhere = trainer.publisher.delta(second), trainer.elsewhere(second)
+
+    async def changed(held: WeightUpdate) -> bool:
+        file = NodeFile("rollout-0")
+        await file.write(trainer.elsewhere(held), payload)
+        return await file.change(elsewhere, delta)
+
+    assert not asyncio.run(changed(replace(first, digest="another")))
+    assert asyncio.run(changed(first))
+    verify(elsewhere)
 
 
 def _other_base(trainer: Trainer, update: WeightUpdate) -> str:

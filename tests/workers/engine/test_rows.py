@@ -1,0 +1,58 @@
+"""Rows and summaries of responses, from vLLM's own outputs."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import CompletionOutput, WeightVersionSpan
+
+from troupe.workers.agents.episodes.turns import Played, SampledTurn, Segment
+from troupe.workers.engine.rows import episode_summary, sample_summary, sampled_turn
+
+
+def output(*logprobs: float, versions: list[WeightVersionSpan]) -> Any:
+    """vLLM's output for one prompt, with a token for each log-prob."""
+    flat = FlatLogprobs()
+    for token, value in enumerate(logprobs):
+        flat.append({token: Logprob(value)})
+    completion = CompletionOutput(0, "", list(range(len(logprobs))), None, flat, finish_reason="stop")
+    completion.weight_versions = versions
+    metrics = SimpleNamespace(queued_ts=1.0, first_token_ts=2.0, last_token_ts=4.0)
+    return SimpleNamespace(outputs=[completion], metrics=metrics, num_cached_tokens=2)
+
+
+def row(*versions: int) -> dict[str, Any]:
+    """What a summary reads of a row whose tokens were sampled by these versions, two each."""
+    spans = [{"version": version, "start": 2 * n, "end": 2 * n + 2} for n, version in enumerate(versions)]
+    ids = {"prompt_ids": [1], "response_ids": [7, 7] * len(versions), "finish_reason": "stop", "episode_status": "ok"}
+    return {"sample_index": 3, "weight_versions": spans, **ids}
+
+
+def test_a_turn_has_the_versions_and_logprobs_of_its_tokens() -> None:
+    turn = sampled_turn(output(-1.0, -2.0, -3.0, versions=[WeightVersionSpan("4", 0, 1), WeightVersionSpan("5", 1, 3)]))
+    assert turn.versions == [{"version": 4, "start": 0, "end": 1}, {"version": 5, "start": 1, "end": 3}]
+    assert (turn.ids, turn.logprobs, turn.problem) == ([0, 1, 2], [-1.0, -2.0, -3.0], "")
+    assert (turn.first_token_s, turn.generate_s, turn.cached_tokens) == (1.0, 3.0, 2)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_response_with_a_logprob_that_is_not_finite_cannot_be_trained(wrong: float) -> None:
+    turn = sampled_turn(output(-1.0, wrong, versions=[WeightVersionSpan("4", 0, 2)]))
+    assert turn.problem == "a log-prob of the response is not finite"
+
+
+def test_a_sample_is_as_old_as_its_oldest_token() -> None:
+    summary = sample_summary(row(5, 4, 6), version=9)
+    assert (summary.oldest_version, summary.newest_version) == (4, 6)
+    assert sample_summary(row(), version=9).oldest_version == 9
+
+
+def test_an_episode_is_as_old_as_the_oldest_token_of_its_rows() -> None:
+    turns = [SampledTurn([7, 7], [-1.0, -1.0], [], "stop")]
+    played = Played([Segment([1])], turns=turns)
+    summary = episode_summary([row(6, 5), row(4)], played, version=9)
+    assert (summary.oldest_version, summary.newest_version, summary.segments) == (4, 6, (5, 3))
