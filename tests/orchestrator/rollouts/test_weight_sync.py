@@ -93,7 +93,7 @@ def test_an_engine_that_answers_but_did_not_load_the_version_stops_the_run() -> 
     async def run() -> None:
         await FileSync(policy_group(FakePolicy()), fake_pool(engines), 1.0).push(1)
 
-    with pytest.raises(WeightsNotVerified, match="rollout-1 did not load version 1: .*no answer in 1 s"):
+    with pytest.raises(WeightsNotVerified, match=r"rollout-1 did not load version 1: .*no answer in 1 s"):
         on_virtual_time(run())
 
 

@@ -84,7 +84,7 @@ def test_a_wrong_count_of_samples_in_flight_is_found() -> None:
     ledger = Ledger()
     ledger.dispatch("e0-r1", 0, 2)
     ledger._in_flight -= 1
-    with pytest.raises(LedgerError, match="does not balance: .*'in_flight': 1.*, 2 open samples"):
+    with pytest.raises(LedgerError, match=r"does not balance: .*'in_flight': 1.*, 2 open samples"):
         ledger.check()
 
 
