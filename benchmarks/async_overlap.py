@@ -16,18 +16,16 @@ import argparse
 import io
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.support.harness import (
-    SKIPPED,
     NotCorrect,
     Report,
     Turn,
+    Unfit,
     Unit,
     command_parser,
     progress,
@@ -145,13 +143,18 @@ def bound_of(alone: Turn) -> Turn:
     return Turn(max(generate, train), alone.amount, 0.0, alone.foreign_cores, figures=figures)
 
 
-def measure(settings: Settings, staleness: Sequence[int], steps: int, turns: int, learning_rate: float) -> Report:
-    """Run every staleness in every turn. Raises NotCorrect, ChildFailed."""
+def measure(given: argparse.Namespace) -> Report:
+    """Run every staleness in every turn. Raises NotCorrect, ChildFailed, Unfit."""
+    if (cores := len(os.sched_getaffinity(0))) < 2:
+        raise Unfit(f"engine and trainer need a core each, {cores} is available")
+    # With vowels every group has a signal, and so every step an update.
+    settings = Settings.of(given, lengths="natural", task="vowels", engines=1, threads=1)
+    staleness, steps, turns = given.staleness, given.steps, given.turns
     names = {name_of(bound): bound for bound in staleness}
     taken: dict[str, list[Turn]] = {BOUND: [], **{name: [] for name in names}}
     for turn in range(turns):
         for name in rotated(list(names), turn):
-            child = RemoteObject(name, OverlapRun, settings, learning_rate)
+            child = RemoteObject(name, OverlapRun, settings, given.learning_rate)
             try:
                 lines, cpu_s, foreign = child.call("run", names[name], steps, timeout_s=_RUN_TIMEOUT_S)
             finally:
@@ -166,14 +169,13 @@ def measure(settings: Settings, staleness: Sequence[int], steps: int, turns: int
         "samples": f"every run trained {steps} x {settings.sequences} samples, each once, none beyond its staleness",
         "sampler to trainer": f"at most {gap:.2g} nats per token with staleness 0",
     }
-    arguments = asdict(settings) | {"staleness": list(staleness), "steps": steps, "turns": turns}
-    return Report("async_overlap", arguments, taken, BOUND, checks, SAMPLES)
+    return Report("async_overlap", taken, BOUND, checks, SAMPLES)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("async_overlap", __doc__)
-    add_settings(parser, groups=4, samples=8, max_tokens=16, concurrency=32, micro_batch_tokens=1024, turns=1, seed=17)
+    parser = command_parser("async_overlap", __doc__, 1)
+    add_settings(parser, groups=4, samples=8, max_tokens=16, concurrency=32, micro_batch_tokens=1024, seed=17)
     add = parser.add_argument
     add("--staleness", type=int, nargs="+", default=[0, 1, 2], help="limits of staleness; 0 must be one of them")
     add("--steps", type=int, default=12, help="steps of each run (default: 12)")
@@ -184,28 +186,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = parse(sys.argv[1:])
-    if (cores := len(os.sched_getaffinity(0))) < 2:
-        print(f"skipped: engine and trainer need a core each, {cores} is available")
-        sys.exit(SKIPPED)
-    settings = Settings(
-        model=given.model,
-        dtype=given.dtype,
-        lengths="natural",
-        task="vowels",  # every group has a signal, and so every step an update
-        groups=given.groups,
-        samples=given.samples,
-        max_tokens=given.max_tokens,
-        concurrency=given.concurrency,
-        engines=1,
-        threads=1,
-        micro_batch_tokens=given.micro_batch_tokens,
-        seed=given.seed,
-    )
-    run_benchmark(lambda: measure(settings, given.staleness, given.steps, given.turns, given.learning_rate), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

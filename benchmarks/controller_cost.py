@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -91,9 +89,10 @@ def actors(shape: Shape) -> WorkersMaker:
     return workers
 
 
-async def measure(groups: int, samples: int, steps: int, turns: int) -> Report:
+async def measure(given: argparse.Namespace) -> Report:
     """Start Ray and alternate the turns. Raises NotCorrect."""
-    shape = Shape(ENGINES, SLOTS, groups, samples, staleness=1, steps=steps)
+    samples, steps = given.samples, given.steps
+    shape = Shape(ENGINES, SLOTS, given.groups, samples, staleness=1, steps=steps)
     alone = replace(shape, groups=shape.sequences, samples=1, slots=SLOTS * samples)
     in_process = {
         f"troupe, {samples} samples a prompt": shape,
@@ -120,33 +119,25 @@ async def measure(groups: int, samples: int, steps: int, turns: int) -> Report:
 
         everyone = {BASELINE: baseline} | {name: local(one) for name, one in in_process.items()}
         everyone[f"troupe over Ray actors, {samples} samples"] = contender(shape, over_ray, needs_ray=True)
-        taken = await take_turns(everyone, turns)
+        taken = await take_turns(everyone, given.turns)
     finally:
         cluster.abandon()
     checks = {
         "ledger": f"every turn dispatched and trained {steps} x {shape.sequences} sequences, none twice, none dropped",
         "baseline": f"{shape.sequences} answers a turn, each the one asked for",
     }
-    return Report("controller_cost", asdict(shape) | {"turns": turns}, taken, BASELINE, checks, SEQUENCES)
+    return Report("controller_cost", taken, BASELINE, checks, SEQUENCES, asdict(shape))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("controller_cost", __doc__)
+    parser = command_parser("controller_cost", __doc__, 7)
     add = parser.add_argument
     add("--groups", type=int, default=128, help="prompts per step")
     add("--samples", type=int, default=8, help="samples per prompt")
     add("--steps", type=int, default=9, help=f"steps per turn; the first {WARM_STEPS} and the last are not measured")
-    add("--turns", type=int, default=7, help="turns of each contender after a warm-up turn")
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = parse(sys.argv[1:])
-    run_benchmark(lambda: asyncio.run(measure(given.groups, given.samples, given.steps, given.turns)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

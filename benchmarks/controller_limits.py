@@ -17,11 +17,9 @@ import asyncio
 import logging
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -208,8 +206,19 @@ class Opened:
             self.at = time.perf_counter()
 
 
-async def measure(sizes: Sequence[int], work: Work, turns: int) -> Report:
+async def measure(given: argparse.Namespace) -> Report:
     """Alternate the turns of all sizes; the first is the baseline. Raises NotCorrect."""
+    sizes: list[int] = given.engines
+    work = Work(
+        engines=sizes[0],
+        slots=given.slots,
+        samples=given.samples,
+        groups=given.groups,
+        steps=given.steps,
+        groups_per_s=given.load,
+        fault_every=given.fault_every,
+        probe_every_s=given.probe_every,
+    )
 
     def contender(engines: int) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
@@ -221,18 +230,17 @@ async def measure(sizes: Sequence[int], work: Work, turns: int) -> Report:
 
         return take
 
-    taken = await take_turns({name_of(engines): contender(engines) for engines in sizes}, turns)
+    taken = await take_turns({name_of(engines): contender(engines) for engines in sizes}, given.turns)
     checks = {
         "ledger": "in every run every sequence dispatched was trained or still in flight, none twice, none dropped",
         "engines": "every engine that died was replaced, and its groups sampled again",
     }
-    arguments = {name: value for name, value in asdict(work).items() if name != "engines"}
-    return Report("controller_limits", arguments | {"engines": list(sizes)}, taken, name_of(sizes[0]), checks, GROUPS)
+    return Report("controller_limits", taken, name_of(sizes[0]), checks, GROUPS)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("controller_limits", __doc__)
+    parser = command_parser("controller_limits", __doc__, 3)
     add = parser.add_argument
     add("--engines", type=int, nargs="+", default=[1000, 16000], help="numbers of engines; the first is the baseline")
     add("--slots", type=int, default=8, help="groups in each engine (default: 8)")
@@ -242,26 +250,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--load", type=float, default=500.0, help="groups per second that all engines finish (default: 500)")
     add("--fault-every", type=int, default=1000, help="groups per death of an engine (default: 1000)")
     add("--probe-every", type=float, default=5.0, help="seconds between two probes of all engines (default: 5)")
-    add("--turns", type=int, default=3, help="runs of each size after a warm-up run (default: 3)")
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = parse(sys.argv[1:])
-    work = Work(
-        engines=given.engines[0],
-        slots=given.slots,
-        samples=given.samples,
-        groups=given.groups,
-        steps=given.steps,
-        groups_per_s=given.load,
-        fault_every=given.fault_every,
-        probe_every_s=given.probe_every,
-    )
-    run_benchmark(lambda: asyncio.run(measure(given.engines, work, given.turns)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

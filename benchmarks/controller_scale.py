@@ -15,11 +15,9 @@ import asyncio
 import logging
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -198,8 +196,18 @@ def name_of(engines: int) -> str:
     return f"{engines} engines"
 
 
-async def measure(sizes: Sequence[int], load: Load, turns: int) -> Report:
+async def measure(given: argparse.Namespace) -> Report:
     """Alternate the turns of all sizes; the first size is the baseline. Raises NotCorrect."""
+    logging.getLogger("troupe").setLevel(logging.CRITICAL)  # the pool logs every death
+    sizes: list[int] = given.engines
+    load = Load(
+        given.samples,
+        given.saturated_groups,
+        given.paced_groups,
+        given.paced_steps,
+        given.load,
+        given.fault_every,
+    )
 
     def contender(engines: int) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
@@ -207,18 +215,17 @@ async def measure(sizes: Sequence[int], load: Load, turns: int) -> Report:
 
         return take
 
-    taken = await take_turns({name_of(engines): contender(engines) for engines in sizes}, turns)
+    taken = await take_turns({name_of(engines): contender(engines) for engines in sizes}, given.turns)
     checks = {
         "ledger": "in every run every sequence dispatched was trained or still in flight, none twice, none dropped",
         "engines": "every engine that died was replaced, and its group sampled again, once",
     }
-    arguments = asdict(load) | {"engines": list(sizes), "turns": turns}
-    return Report("controller_scale", arguments, taken, name_of(sizes[0]), checks, SEQUENCES)
+    return Report("controller_scale", taken, name_of(sizes[0]), checks, SEQUENCES)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("controller_scale", __doc__)
+    parser = command_parser("controller_scale", __doc__, 5)
     add = parser.add_argument
     add(
         "--engines",
@@ -233,25 +240,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--paced-steps", type=int, default=4, help="steps measured in the second run")
     add("--load", type=float, default=100.0, help="groups per second that all engines finish in the second run")
     add("--fault-every", type=int, default=1000, help="average number of groups per death of an engine")
-    add("--turns", type=int, default=5, help="turns of each size after a warm-up turn")
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = parse(sys.argv[1:])
-    logging.getLogger("troupe").setLevel(logging.CRITICAL)  # the pool logs every death
-    load = Load(
-        given.samples,
-        given.saturated_groups,
-        given.paced_groups,
-        given.paced_steps,
-        given.load,
-        given.fault_every,
-    )
-    run_benchmark(lambda: asyncio.run(measure(given.engines, load, given.turns)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

@@ -17,10 +17,8 @@ and one table in the store.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,10 +33,10 @@ import torch
 
 from benchmarks.support.harness import (
     GIGABYTES,
-    SKIPPED,
     NotCorrect,
     Report,
     Turn,
+    Unfit,
     command_parser,
     run_benchmark,
     take_turns,
@@ -335,8 +333,13 @@ def memory_problem(samples: int, tokens: int, available: int) -> str:
     return f"a table of {size / 1e9:.1f} GB needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} are available"
 
 
-async def measure(kind: str, samples: int, tokens: int, repeat: int, turns: int) -> Report:
-    """Start Ray, check the content, alternate the turns. Raises NotCorrect."""
+async def measure(given: argparse.Namespace) -> Report:
+    """Start Ray, check the content, alternate the turns. Raises NotCorrect, Unfit."""
+    kind, tokens = given.table, given.tokens
+    samples, repeat = {"train": (1024, 8), "rollouts": (8, 64)}[kind]
+    samples, repeat = given.samples or samples, given.repeat or repeat
+    if problem := memory_problem(samples, tokens, psutil.virtual_memory().available):
+        raise Unfit(problem)
     table = {"rollouts": rollouts_table, "train": train_table}[kind](samples, tokens, 17)
     cluster = Cluster.connect({"CPU": 1.0})
     try:
@@ -348,7 +351,7 @@ async def measure(kind: str, samples: int, tokens: int, repeat: int, turns: int)
 
             return take
 
-        taken = await take_turns({name: contender(name) for name in contenders.all()}, turns)
+        taken = await take_turns({name: contender(name) for name in contenders.all()}, given.turns)
     finally:
         cluster.abandon()
     size = sum(buffer.size for buffer in buffers(table))
@@ -356,36 +359,20 @@ async def measure(kind: str, samples: int, tokens: int, repeat: int, turns: int)
         "content": f"{table.num_rows} rows and the digest of all {size} bytes equal after the store",
         "copies": f"{contenders.copies.put:.4f} per byte at put, {contenders.copies.get:.4f} at get",
     }
-    arguments = {"table": kind, "samples": samples, "tokens": tokens, "repeat": repeat, "turns": turns, "bytes": size}
-    return Report("data_plane", arguments, taken, MEMCPY, checks, GIGABYTES)
+    arguments = {"samples": samples, "repeat": repeat, "bytes": size}
+    return Report("data_plane", taken, MEMCPY, checks, GIGABYTES, arguments)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("data_plane", __doc__)
+    parser = command_parser("data_plane", __doc__, 9)
     add = parser.add_argument
     add("--table", choices=("train", "rollouts"), default="train", help="train: a step's batch; rollouts: one group")
     add("--samples", type=int, default=0, help="rows of the table (default: 1024 for train, 8 for rollouts)")
     add("--tokens", type=int, default=4096, help="response tokens per row (default: 4096)")
     add("--repeat", type=int, default=0, help="moves of the table per turn (default: 8 for train, 64 for rollouts)")
-    add("--turns", type=int, default=9, help="turns of each contender after a warm-up turn (default: 9)")
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = parse(sys.argv[1:])
-    samples, repeat = {"train": (1024, 8), "rollouts": (8, 64)}[given.table]
-    rows = given.samples or samples
-    if problem := memory_problem(rows, given.tokens, psutil.virtual_memory().available):
-        print(f"skipped: {problem}")
-        sys.exit(SKIPPED)
-    run_benchmark(
-        lambda: asyncio.run(measure(given.table, rows, given.tokens, given.repeat or repeat, given.turns)),
-        given.json,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import itertools
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -156,17 +155,8 @@ def counts(summary: GroupSummary) -> tuple[int, int, int]:
     return sampled, summary.cached_tokens, sum(sample.engine_prompt_tokens for sample in summary.samples)
 
 
-async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
-    """Start engine and environment, and alternate the contenders.
-
-    Args:
-        settings: Size of the work of one turn.
-        turns: Number of measured turns.
-        episode_turns: Turns of the policy in an episode.
-
-    Raises:
-        NotCorrect: A contender did not do the same work.
-    """
+async def measure(given: argparse.Namespace) -> Report:
+    """Start engine and environment, and alternate the contenders. Raises NotCorrect."""
     from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
     from troupe.orchestrator.cluster.ray_cluster import Cluster
     from troupe.orchestrator.cluster.worker_server import server_of
@@ -176,6 +166,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
     from troupe.orchestrator.plan.placement import demand, place, role_sizes
     from troupe.workers.data.tokenizer import load_chat_tokenizer, token_ids
 
+    settings, turns, episode_turns = Settings.of(given, lengths="fixed"), given.turns, given.episode_turns
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         needed = settings.groups * (turns + 1)
@@ -209,27 +200,18 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         both: dict[str, Callable[[int], Any]] = {baseline: other, "episodes": own.episodes}
         taken = await take_turns(both, turns)
         await cluster.close(CLOSE_TIMEOUT_S)
-        arguments = vars(settings) | {"turns": turns, "episode_turns": episode_turns}
         checks = {"tokens sampled": "as many as asked for in every turn of every contender"}
-        return Report("episode_throughput", arguments, taken, baseline, checks)
+        return Report("episode_throughput", taken, baseline, checks)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("episode_throughput", __doc__)
+    parser = command_parser("episode_throughput", __doc__, 5)
     defaults = {"groups": 8, "samples": 8, "max_tokens": 32, "concurrency": 64, "engines": 1, "threads": 2}
-    add_settings(parser, **defaults, turns=5, seed=17)
+    add_settings(parser, **defaults, seed=17)
     parser.add_argument("--episode-turns", type=int, default=1, help="turns of the policy in an episode (default: 1)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table and write the results file."""
-    given = vars(parse(sys.argv[1:]))
-    turns, path, episode_turns = (given.pop(name) for name in ("turns", "json", "episode_turns"))
-    settings = Settings(**given, lengths="fixed")
-    run_benchmark(lambda: asyncio.run(measure(settings, turns, episode_turns)), path)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

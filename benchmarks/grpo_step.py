@@ -12,28 +12,26 @@ updates, trajectories written. Whenever it reports a step, its loop pauses while
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from benchmarks.support.grpo_setup import BARE, take_steps
 from benchmarks.support.harness import Report, command_parser, run_benchmark
 from benchmarks.support.workload import DEVICE, Settings, add_settings
 
 
-def measure(settings: Settings, turns: int, learning_rate: float, trl: bool, kernels: bool) -> Report:
-    """Measure `turns` steps after a warm-up step. Raises what `take_steps` raises."""
-    steps = take_steps(settings, turns + 1, learning_rate, trl, kernels=kernels)
+def measure(given: argparse.Namespace) -> Report:
+    """Measure as many steps as turns, after a warm-up step. Raises what `take_steps` raises."""
+    settings = Settings.of(given, engines=1)
+    steps = take_steps(settings, given.turns + 1, given.learning_rate, given.trl, kernels=given.kernels)
     taken = {name: own[1:] for name, own in steps.taken.items()}
-    arguments = asdict(settings) | {"turns": turns, "learning_rate": learning_rate}
-    return Report("grpo_step", arguments, taken, BARE, steps.checks)
+    return Report("grpo_step", taken, BARE, steps.checks)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("grpo_step", __doc__)
+    parser = command_parser("grpo_step", __doc__, 5)
     defaults = {"groups": 8, "samples": 8, "examples": 0, "max_tokens": 32, "concurrency": 64, "threads": 2}
-    add_settings(parser, **defaults, micro_batch_tokens=1024, turns=5, seed=17)
+    add_settings(parser, **defaults, micro_batch_tokens=1024, seed=17)
     add = parser.add_argument
     add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
     add("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE)
@@ -50,13 +48,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = vars(parse(sys.argv[1:]))
-    turns, path, trl = given.pop("turns"), given.pop("json"), given.pop("trl")
-    learning_rate, kernels = given.pop("learning_rate"), given.pop("kernels")
-    run_benchmark(lambda: measure(Settings(**given, engines=1), turns, learning_rate, trl, kernels), path)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

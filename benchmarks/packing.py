@@ -11,13 +11,10 @@ updates start from nearly equal weights; loss and gradient of the layouts are co
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -132,23 +129,15 @@ async def measure(given: argparse.Namespace) -> Report:
         taken = await take_turns(turns, given.turns)
     finally:
         worker.close()
-    arguments = {name: value for name, value in vars(given).items() if name != "json"}
-    return Report("packing", arguments, taken, "padded", contenders.checks())
+    return Report("packing", taken, "padded", contenders.checks())
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("packing", __doc__)
+    parser = command_parser("packing", __doc__, 5)
     add_arguments(parser, groups=8)
-    parser.add_argument("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Run the benchmark."""
-    given = parse(sys.argv[1:])
-    run_benchmark(lambda: asyncio.run(measure(given)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

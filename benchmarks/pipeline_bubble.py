@@ -10,13 +10,10 @@ schedule is faster than max(R, T). The difference to it is the loss from the pro
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
@@ -104,8 +101,10 @@ def row_of(uid: str) -> int:
     return int(uid.rpartition("r")[2])
 
 
-async def measure(shape: Shape, staleness: Sequence[int], times: Times, turns: int) -> Report:
+async def measure(given: argparse.Namespace) -> Report:
     """Alternate the turns of all stalenesses. Raises NotCorrect."""
+    shape = Shape(given.engines, given.slots, given.groups, SAMPLES, 0, given.steps)
+    times = Times(given.mean_ms / 1e3, given.train_ms / 1e3, given.seed)
 
     def contender(bound: int) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
@@ -116,19 +115,18 @@ async def measure(shape: Shape, staleness: Sequence[int], times: Times, turns: i
     async def ideal(turn: int) -> Turn:
         return Turn(1.0, 1.0, 0.0, 0.0)
 
-    everyone = {BOUND: ideal} | {f"staleness {bound}": contender(bound) for bound in staleness}
-    taken = await take_turns(everyone, turns)
+    everyone = {BOUND: ideal} | {f"staleness {bound}": contender(bound) for bound in given.staleness}
+    taken = await take_turns(everyone, given.turns)
     checks = {
         "ledger": f"every turn dispatched and trained {shape.steps} x {shape.sequences} sequences, none twice",
         "engines": f"every turn sampled its {shape.steps * shape.groups} groups once",
     }
-    arguments = asdict(shape) | asdict(times) | {"staleness": list(staleness), "turns": turns}
-    return Report("pipeline_bubble", arguments, taken, BOUND, checks, UNIT)
+    return Report("pipeline_bubble", taken, BOUND, checks, UNIT)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("pipeline_bubble", __doc__)
+    parser = command_parser("pipeline_bubble", __doc__, 5)
     add = parser.add_argument
     add("--groups", type=int, default=32, help="prompts per step")
     add("--engines", type=int, default=4)
@@ -142,19 +140,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=30,
         help="steps per turn, including those in which the pipeline fills and drains, which are not measured",
     )
-    add("--turns", type=int, default=5, help="turns of each contender after a warm-up turn")
     add("--seed", type=int, default=17)
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = parse(sys.argv[1:])
-    shape = Shape(given.engines, given.slots, given.groups, SAMPLES, 0, given.steps)
-    times = Times(given.mean_ms / 1e3, given.train_ms / 1e3, given.seed)
-    run_benchmark(lambda: asyncio.run(measure(shape, given.staleness, times, given.turns)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

@@ -10,13 +10,10 @@ sum of the stages is the time of a step without overlap and without orchestratio
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
@@ -76,7 +73,7 @@ def check(settings: Settings, metrics: Sequence[Mapping[str, float]], gaps: Sequ
     }
 
 
-async def measure(settings: Settings, turns: int) -> Report:
+async def measure(given: argparse.Namespace) -> Report:
     """Start the workers, alternate between steps and isolated stages, and check.
 
     Raises:
@@ -86,6 +83,7 @@ async def measure(settings: Settings, turns: int) -> Report:
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.ppo_setup import PPOSetup
 
+    settings, turns = Settings.of(given, lengths="fixed", engines=1), given.turns
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = without_eos(settings.model, folder / "model")
@@ -100,7 +98,7 @@ async def measure(settings: Settings, turns: int) -> Report:
         Turn(turn.wall_s, turn.amount, turn.cpu_s, turn.foreign_cores, phases_of(line, turn.wall_s))
         for turn, line in zip(taken[PRODUCT], metrics[1:], strict=True)
     ]
-    return Report("ppo_step", asdict(settings) | {"turns": turns}, taken, STAGES, checks)
+    return Report("ppo_step", taken, STAGES, checks)
 
 
 def phases_of(metrics: Mapping[str, float], wall_s: float) -> dict[str, float]:
@@ -111,21 +109,14 @@ def phases_of(metrics: Mapping[str, float], wall_s: float) -> dict[str, float]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("ppo_step", __doc__)
+    parser = command_parser("ppo_step", __doc__, 5)
     defaults = {"groups": 16, "samples": 2, "max_tokens": 16, "concurrency": 64, "threads": 2}
-    add_settings(parser, **defaults, turns=5, seed=17)
+    add_settings(parser, **defaults, seed=17)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU for each of the four models"
     )
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = vars(parse(sys.argv[1:]))
-    turns, path = given.pop("turns"), given.pop("json")
-    run_benchmark(lambda: asyncio.run(measure(Settings(**given, lengths="fixed", engines=1), turns)), path)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

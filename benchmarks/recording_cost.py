@@ -14,11 +14,9 @@ import argparse
 import io
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark
@@ -56,14 +54,15 @@ class MeasuringConsole(Console):
             self.taken.append(Turn(float(str(metrics["seconds/step"])), self._tokens, cpu_s, foreign, figures=figures))
 
 
-def measure(settings: Settings, turns: int) -> Report:
-    """Train `turns` steps after the warm-up. Raises NotCorrect, TroupeError."""
+def measure(given: argparse.Namespace) -> Report:
+    """Train as many steps as turns, after the warm-up. Raises NotCorrect, TroupeError."""
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.recording_timers import TimedPolicy, TimedReward, folder_of, of_workers, time_driver
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.runs.training import train
 
-    steps, name = turns + WARM_UP, f"recording-{os.getpid()}"
+    settings = Settings.of(given, lengths="fixed", engines=1)
+    steps, name = given.turns + WARM_UP, f"recording-{os.getpid()}"
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder_of(name), ignore_errors=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -77,7 +76,7 @@ def measure(settings: Settings, turns: int) -> Report:
         request = RunRequest(spec, folder / name, False, None, classes)
         train(request, console)
         checks = {"recorded": check(request.out, steps)}
-    return Report("recording_cost", asdict(settings) | {"turns": turns}, {PRODUCT: console.taken}, PRODUCT, checks)
+    return Report("recording_cost", {PRODUCT: console.taken}, PRODUCT, checks)
 
 
 def check(out: Path, steps: int) -> str:
@@ -94,18 +93,11 @@ def check(out: Path, steps: int) -> str:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("recording_cost", __doc__)
+    parser = command_parser("recording_cost", __doc__, 20)
     defaults = {"groups": 8, "samples": 8, "max_tokens": 32, "concurrency": 64, "threads": 2}
-    add_settings(parser, **defaults, micro_batch_tokens=4096, turns=20, seed=17)
+    add_settings(parser, **defaults, micro_batch_tokens=4096, seed=17)
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = vars(parse(sys.argv[1:]))
-    turns, path = given.pop("turns"), given.pop("json")
-    run_benchmark(lambda: measure(Settings(**given, lengths="fixed", engines=1), turns), path)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,11 +106,12 @@ def cold_start(config: RolloutConfig, groups: Sequence[Group], settings: Setting
     return Turn(wall_s, 1, cpu_s, foreign)
 
 
-async def measure(settings: Settings, turns: int) -> Report:
+async def measure(given: argparse.Namespace) -> Report:
     """Start the product, alternate the turns, check each of them. Raises NotCorrect."""
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.recovery_setup import RecoverySetup
 
+    settings, turns = Settings.of(given, lengths="fixed", concurrency=64, engines=1), given.turns
     prompts = settings.groups * (turns + 1)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -134,23 +133,15 @@ async def measure(settings: Settings, turns: int) -> Report:
                 return await asyncio.to_thread(cold_start, rollout_config(spec), work[turn], settings)
 
         taken = await take_turns({COLD: start, PRODUCT: recover}, turns)
-    return Report("recovery", asdict(settings) | {"turns": turns}, taken, COLD, gate.checks(), ENGINES)
+    return Report("recovery", taken, COLD, gate.checks(), ENGINES)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("recovery", __doc__)
-    add_settings(parser, groups=2, samples=4, max_tokens=32, threads=2, turns=5, seed=17)
+    parser = command_parser("recovery", __doc__, 5)
+    add_settings(parser, groups=2, samples=4, max_tokens=32, threads=2, seed=17)
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = vars(parse(sys.argv[1:]))
-    turns, path = given.pop("turns"), given.pop("json")
-    settings = Settings(**given, lengths="fixed", concurrency=64, engines=1)
-    run_benchmark(lambda: asyncio.run(measure(settings, turns)), path)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

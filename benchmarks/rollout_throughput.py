@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,14 +144,11 @@ class ThroughputGate:
         self.checks["same token ids, greedy and seeded"] = f"{tokens} tokens of {len(groups)} prompts equal"
 
 
-async def measure(settings: Settings, turns: int, max_load: int, training: bool, baselines: Sequence[str]) -> Report:
+async def measure_once(given: argparse.Namespace, baselines: Sequence[str]) -> Report:
     """Start all contenders, check that they sample the same tokens, and alternate their turns.
 
     Args:
-        settings: Size of the work.
-        turns: Number of measured turns.
-        max_load: Maximum number of unfinished samples per engine of the product; 0 for its own.
-        training: Whether a process trains in the background.
+        given: The arguments of the command.
         baselines: Names of the baselines to run (keys of BARE).
 
     Raises:
@@ -161,6 +157,7 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.rollout_setup import RolloutSetup
 
+    settings, turns = Settings.of(given), given.turns
     needed = settings.groups * (turns + 1) + CHECKED_PROMPTS
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -179,7 +176,8 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
             ]
             for name in baselines
         }
-        load = BackgroundLoad(RemoteObject("training-load", TrainingLoad, policy_config(spec)) if training else None)
+        trainer = RemoteObject("training-load", TrainingLoad, policy_config(spec)) if given.training else None
+        load = BackgroundLoad(trainer)
         processes = [child for members in children.values() for child in members]
         stack.callback(load.close)
         pids = [child.pid for child in processes]
@@ -187,7 +185,7 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
             stack.callback(child.close)
             child.send("ready")
         product = await stack.enter_async_context(
-            RolloutSetup.open(spec, pool.table, work, [*pids, *load.pids], max_load, rollout)
+            RolloutSetup.open(spec, pool.table, work, [*pids, *load.pids], given.max_load, rollout)
         )
         for child in processes:
             await asyncio.to_thread(child.receive, START_TIMEOUT_S)
@@ -195,8 +193,14 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
         gate = ThroughputGate(settings)
         await gate.same_tokens(checked, {name: one.alone for name, one in bare.items()} | {PRODUCT: product.alone})
         taken = await alternate(turns, bare, product, work, gate, load)
-        arguments = asdict(settings) | {"turns": turns, "max_load": product.max_load, "training": training}
-        return Report("rollout_throughput", arguments, taken, best(taken, list(bare)), gate.checks)
+        arguments = {"max_load": product.max_load}
+        return Report("rollout_throughput", taken, best(taken, list(bare)), gate.checks, arguments=arguments)
+
+
+def measure(given: argparse.Namespace) -> Report:
+    """Measure as often as `--runs` says. Raises NotCorrect."""
+    baselines = list(BARE) if given.baseline is None else [given.baseline]
+    return measure_repeatedly(given.runs, lambda: asyncio.run(measure_once(given, baselines)), baselines)
 
 
 def measure_repeatedly(times: int, once: Callable[[], Report], baselines: Sequence[str]) -> Report:
@@ -209,8 +213,7 @@ def measure_repeatedly(times: int, once: Callable[[], Report], baselines: Sequen
         return runs[0]
     taken = {name: [turn for run in runs for turn in run.taken[name]] for name in runs[0].taken}
     checks = {f"run {i}, {check}": found for i, run in enumerate(runs, 1) for check, found in run.checks.items()}
-    arguments = runs[0].arguments | {"runs": times}
-    return replace(runs[0], arguments=arguments, taken=taken, baseline=best(taken, baselines), checks=checks)
+    return replace(runs[0], taken=taken, baseline=best(taken, baselines), checks=checks)
 
 
 def rollout_class(settings: Settings) -> type[RolloutWorker]:
@@ -254,9 +257,9 @@ async def alternate(
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("rollout_throughput", __doc__)
+    parser = command_parser("rollout_throughput", __doc__, 11)
     defaults = {"groups": 16, "samples": 8, "max_tokens": 32, "concurrency": 64, "engines": 1, "threads": 2}
-    add_settings(parser, **defaults, turns=11, seed=17)
+    add_settings(parser, **defaults, seed=17)
     add = parser.add_argument
     add(
         "--lengths",
@@ -296,18 +299,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = vars(parse(sys.argv[1:]))
-    turns, runs, max_load, path = (given.pop(name) for name in ("turns", "runs", "max_load", "json"))
-    training, baseline = given.pop("training"), given.pop("baseline")
-    baselines, settings = list(BARE) if baseline is None else [baseline], Settings(**given)
-
-    def once() -> Report:
-        return asyncio.run(measure(settings, turns, max_load, training, baselines))
-
-    run_benchmark(lambda: measure_repeatedly(runs, once, baselines), path)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

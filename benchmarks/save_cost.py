@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -135,26 +134,18 @@ async def measure(given: argparse.Namespace) -> Report:
     finally:
         worker.close()
         shutil.rmtree(folder, ignore_errors=True)
-    arguments = {name: value for name, value in vars(given).items() if name not in ("json", "folder")}
-    return Report("save_cost", arguments, taken, WAITS, checks, STEPS)
+    return Report("save_cost", taken, WAITS, checks, STEPS)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("save_cost", __doc__)
+    parser = command_parser("save_cost", __doc__, 5)
     add_arguments(parser, groups=4)
     parser.add_argument(
         "--folder", type=Path, help="where checkpoints are written (default: the system's temporary folder)"
     )
-    parser.add_argument("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Run the benchmark."""
-    given = parse(sys.argv[1:])
-    run_benchmark(lambda: asyncio.run(measure(given)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

@@ -246,8 +246,10 @@ def start_bare(spec: RolloutSpec, group: Group) -> Turn:
     return Turn(wall_s, 1, cpu_s, foreign, figures={SECONDS: wall_s})
 
 
-async def measure(path: Path, changes: Sequence[str], turns: int, running: bool = False) -> Report:
-    """Alternate the starts of the product and of a bare engine; `running`: on a cluster. Raises NotCorrect."""
+async def measure(given: argparse.Namespace) -> Report:
+    """Alternate the starts of the product and of a bare engine. Raises NotCorrect."""
+    path: Path = given.spec
+    changes: list[str] = given.set
     if load_rollout_spec(path, changes).evaluation is not None:
         changes = [*changes, "evaluation.at_start=false"]
     spec = load_rollout_spec(path, ["schedule.steps=1", *changes])
@@ -262,31 +264,21 @@ async def measure(path: Path, changes: Sequence[str], turns: int, running: bool 
     async def bare(_: int) -> Turn:
         return await asyncio.to_thread(start_bare, one_token, group)
 
-    with running_head() if running else nullcontext() as head:
-        taken = await take_turns({BARE: bare, PRODUCT: product}, turns)
+    with running_head() if given.running else nullcontext() as head:
+        taken = await take_turns({BARE: bare, PRODUCT: product}, given.turns)
     workers = sum(name.startswith("Ray to ") for name in taken[PRODUCT][0].phases)
     checks = {"first token": f"every run started {workers} workers, sampled, trained one step and exited with 0"}
-    return Report(
-        "startup", {"spec": path, "set": [*changes], "turns": turns, "running": running}, taken, BARE, checks, STARTS
-    )
+    return Report("startup", taken, BARE, checks, STARTS)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("startup", __doc__)
+    parser = command_parser("startup", __doc__, 3)
     parser.add_argument("--spec", type=Path, default=Path("deploy/specs/tiny-grpo.yaml"), help="(%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="field of the spec")
     parser.add_argument("--running", action="store_true", help="join a running Ray head (--address)")
-    parser.add_argument("--turns", type=int, default=3, help="measured turns after the warm-up turn (%(default)s)")
-    parser.add_argument("--json", type=Path, help="results file")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = parse(sys.argv[1:])
-    run_benchmark(lambda: asyncio.run(measure(given.spec, given.set, given.turns, given.running)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

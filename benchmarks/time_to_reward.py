@@ -5,35 +5,19 @@
 The task is to add two digits; the reward is 1 for the right sum. For each seed, all three train from the same model on
 the same prompts, in alternation as in grpo_step, until they reach the target. Only the seconds of a contender's own
 steps count, not loading. A baseline that misses the target in `--steps` steps counts with the seconds of all of them,
-which is a lower bound. A seed takes half an hour, so the results file is written after each seed; the same
-command with the same file, settings and code measures only the seeds that the file lacks, on the same kind of machine.
+which is a lower bound. A seed takes half an hour.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.support.code_state import code_state
 from benchmarks.support.grpo_setup import BARE, PRODUCT, ContenderSteps, take_steps
-from benchmarks.support.harness import (
-    NotCorrect,
-    Report,
-    Turn,
-    Unit,
-    command_parser,
-    kind_of,
-    machine,
-    run_benchmark,
-    versions,
-    where,
-)
+from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark
 from benchmarks.support.workload import DEVICE, Settings, add_settings
 
 RUNS = Unit("runs", "run", digits=4)
@@ -105,81 +89,33 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--steps", type=int, default=20, help="maximum number of steps (default: 20)")
     add("--seeds", type=int, nargs="+", default=[17, 18, 19], help="seeds, one run each (default: 17 18 19)")
+    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     add("--no-trl", dest="trl", action="store_false", help="leave out TRL")
     return parser.parse_args(arguments)
 
 
-def earlier(path: Path | None, fresh: Report) -> Report:
-    """The report in the file if it has the same settings, code and kind of machine; otherwise `fresh`, an empty one."""
-    if path is None or not path.is_file():
-        return fresh
-    document = json.loads(path.read_text())
-    arguments = json.loads(json.dumps(fresh.arguments, default=str))
-    same_code = document.get("code", {}).get("digest") == code_state().digest
-    if not same_code or kind_of(document["machine"]) != kind_of(machine()):
-        return fresh
-    if document["arguments"] | {"seeds": []} != arguments:
-        return fresh
-    taken = {name: [Turn(**turn) for turn in turns] for name, turns in document["turns"].items()}
-    seeds = document["arguments"]["seeds"]
-    return replace(fresh, taken=taken, checks=document["checks"], arguments=fresh.arguments | {"seeds": seeds})
-
-
-def measure(settings: Settings, given: argparse.Namespace) -> Report:
-    """Run every seed that the results file does not have yet, and write the file after each.
+def measure(given: argparse.Namespace) -> Report:
+    """Run every seed.
 
     Raises:
         NotCorrect: A check failed.
         TroupeError: A run failed.
     """
+    settings = Settings.of(given, lengths="natural", task="sums", engines=1, seed=0)
 
     def reached(rewards: Sequence[float]) -> bool:
         return steps_to(rewards, given.target, given.window) is not None
 
-    fixed = {key: vars(given)[key] for key in ("learning_rate", "target", "window", "steps", "trl")}
-    arguments = asdict(settings) | fixed | {"seeds": []}
-    report = earlier(given.json, Report("time_to_reward", arguments, {}, BARE, {}, RUNS))
+    taken: dict[str, list[Turn]] = {}
+    checks: dict[str, str] = {}
     for seed in given.seeds:
-        if seed in report.arguments["seeds"]:
-            continue
         steps = take_steps(replace(settings, seed=seed), given.steps, given.learning_rate, given.trl, reached)
-        taken = {
-            name: [*report.taken.get(name, ()), to_target(name, steps, given.target, given.window)]
-            for name in steps.taken
-        }
-        found = (
-            {"machine": where(machine(), versions(), f"{datetime.now(UTC):%Y-%m-%d}")}
-            | steps.checks
-            | missed_target(steps, given.target, given.window)
-        )
-        checks = report.checks | {f"seed {seed}, {check}": outcome for check, outcome in found.items()}
-        seeds = [*report.arguments["seeds"], seed]
-        report = replace(report, taken=taken, checks=checks, arguments=report.arguments | {"seeds": seeds})
-        if given.json is not None:
-            report.write(given.json)
-    return report
-
-
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = parse(sys.argv[1:])
-    settings = Settings(
-        model=given.model,
-        dtype=given.dtype,
-        lengths="natural",
-        task="sums",
-        groups=given.groups,
-        samples=given.samples,
-        max_tokens=given.max_tokens,
-        concurrency=given.concurrency,
-        engines=1,
-        threads=given.threads,
-        micro_batch_tokens=given.micro_batch_tokens,
-        device=given.device,
-        seed=0,  # each run has its own
-    )
-    run_benchmark(lambda: measure(settings, given), given.json)
+        for name in steps.taken:
+            taken.setdefault(name, []).append(to_target(name, steps, given.target, given.window))
+        found = steps.checks | missed_target(steps, given.target, given.window)
+        checks |= {f"seed {seed}, {check}": outcome for check, outcome in found.items()}
+    return Report("time_to_reward", taken, BARE, checks, RUNS)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

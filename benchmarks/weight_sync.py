@@ -9,24 +9,20 @@ The weights change before each turn, and after it the samples of the engines mus
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from benchmarks.support.harness import GIGABYTES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import (
     MAX_GAP,
     MIN_CHANGE,
-    Backend,
     Settings,
     add_settings,
     grpo_spec,
@@ -169,33 +165,33 @@ class SyncContenders:
         return Turn(wall_s, nbytes / 1e9, cpu_s, foreign, phases)
 
 
-async def measure(
-    settings: Settings, turns: int, device: Literal["cpu", "cuda"], backend: Backend, disk: Path | None
-) -> Report:
+async def measure(given: argparse.Namespace) -> Report:
     """Start the workers, alternate the turns, check each of them. Raises NotCorrect."""
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.weight_sync_setup import WeightSyncSetup
 
+    settings = Settings.of(given, lengths="fixed", groups=1, concurrency=64, device="cpu")
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        written = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=disk)))
-        spec = on_device(grpo_spec(settings, without_eos(settings.model, folder / "model"), 1, 1), device, backend)
+        written = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.disk)))
+        plain = grpo_spec(settings, without_eos(settings.model, folder / "model"), 1, 1)
+        spec = on_device(plain, given.device, given.backend)
         setup = await stack.enter_async_context(WeightSyncSetup.open(spec))
         await setup.sample()
         gate = SyncGate(settings.engines * settings.samples * settings.max_tokens)
         contenders = SyncContenders(setup, gate, settings.seed, written)
-        taken = await take_turns(contenders.turns(), turns)
+        taken = await take_turns(contenders.turns(), given.turns)
     if contenders.closed:
         taken[CLOSED] = contenders.closed[1:]
-    arguments = asdict(settings) | {"turns": turns, "device": device, "backend": resolved_backend(spec)}
-    return Report("weight_sync", arguments, taken, LIMIT, gate.checks(), GIGABYTES)
+    arguments = {"backend": resolved_backend(spec)}
+    return Report("weight_sync", taken, LIMIT, gate.checks(), GIGABYTES, arguments)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("weight_sync", __doc__)
+    parser = command_parser("weight_sync", __doc__, 7)
     add = parser.add_argument
-    add_settings(parser, engines=1, threads=2, turns=7, seed=17)
+    add_settings(parser, engines=1, threads=2, seed=17)
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--backend", choices=("auto", "shm", "ipc", "nccl"), default="auto", help="ipc and nccl require --device cuda")
     add("--samples", type=int, default=4, help="samples per engine that check a turn (default: 4)")
@@ -209,14 +205,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Measure, print the table, write the results file."""
-    given = vars(parse(sys.argv[1:]))
-    turns, path, disk = given.pop("turns"), given.pop("json"), given.pop("disk")
-    device, backend = given.pop("device"), given.pop("backend")
-    settings = Settings(**given, lengths="fixed", groups=1, concurrency=64)
-    run_benchmark(lambda: asyncio.run(measure(settings, turns, device, backend, disk)), path)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

@@ -12,10 +12,8 @@ whole: a turn ends when an engine could load it.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -222,13 +220,12 @@ async def measure(given: argparse.Namespace) -> Report:
     finally:
         link.close()
         worker.close()
-    arguments = {name: value for name, value in vars(given).items() if name != "json"}
-    return Report("weight_sync_delta", arguments, taken, ALL, contenders.checks(), GIGABYTES)
+    return Report("weight_sync_delta", taken, ALL, contenders.checks(), GIGABYTES)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("weight_sync_delta", __doc__)
+    parser = command_parser("weight_sync_delta", __doc__, 5)
     add = parser.add_argument
     add("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
     add("--learning-rate", type=float, default=1e-6, help="(default: 1e-6)")
@@ -237,17 +234,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--samples", type=int, default=4, help="responses to each prompt (default: 4)")
     add("--warm-up", type=int, default=3, help="updates before the first turn (default: 3)")
     add("--threads", type=int, default=2)
-    add("--turns", type=int, default=5)
     add("--seed", type=int, default=17)
-    add("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Run the benchmark."""
-    given = parse(sys.argv[1:])
-    run_benchmark(lambda: asyncio.run(measure(given)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

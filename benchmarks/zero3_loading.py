@@ -12,7 +12,6 @@ what the process held before; pages of the mapped files count while they are res
 from __future__ import annotations
 
 import argparse
-import asyncio
 import multiprocessing
 import subprocess
 import sys
@@ -177,29 +176,20 @@ async def measure(given: argparse.Namespace) -> Report:
         contenders = Loading(folder, make(Path(made) / "small", 128, 1), given.dtype, given.ranks)
         turns = {name: lambda _, name=name: contenders.turn(name) for name in (WHOLE, PARTITIONED)}
         taken = await take_turns(turns, given.turns)
-    arguments = {name: value for name, value in vars(given).items() if name != "json"}
-    return Report("zero3_loading", arguments, taken, WHOLE, contenders.checks(), GIGABYTES)
+    return Report("zero3_loading", taken, WHOLE, contenders.checks(), GIGABYTES)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_parser("zero3_loading", __doc__)
+    parser = command_parser("zero3_loading", __doc__, 3)
     add = parser.add_argument
     add("--hidden", type=int, default=2048, help="width of the model (default: 2048, a multiple of 64)")
     add("--layers", type=int, default=2)
     add("--dtype", choices=("bfloat16", "float32"), default="float32", help="type of the loaded weights")
     add("--ranks", type=int, default=2)
-    add("--turns", type=int, default=3)
     add("--folder", type=Path, help="where the model is written for the time of the benchmark (default: /tmp)")
-    add("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Run the benchmark."""
-    given = parse(sys.argv[1:])
-    run_benchmark(lambda: asyncio.run(measure(given)), given.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(parse, measure)

@@ -8,6 +8,7 @@ ratios.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,10 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 class NotCorrect(RuntimeError):
     """A check failed: the contenders did not do the same work, or did it wrong, so no result is reported."""
+
+
+class Unfit(RuntimeError):
+    """This machine cannot run the benchmark; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +162,13 @@ class Report:
     """The result of one benchmark."""
 
     name: str
-    arguments: dict[str, Any]
     taken: dict[str, list[Turn]]
     baseline: str
     checks: dict[str, str]
     """What was verified before the result was reported: check -> outcome."""
     unit: Unit = TOKENS
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What was measured: the arguments of the command, and what follows from them."""
 
     @property
     def _rate(self) -> str:
@@ -258,29 +264,52 @@ def _spreads(turns: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     return {name: Spread.of([turn.get(name, 0.0) for turn in turns]) for name in names}
 
 
-def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m benchmarks.MODULE`, which prints `description` as it is."""
-    return argparse.ArgumentParser(
+def command_parser(module: str, description: str | None, turns: int | None = None) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.MODULE`, which prints `description` as it is.
+
+    Args:
+        module: Name of the benchmark.
+        description: Its help text.
+        turns: Default of `--turns`, or None for a command that measures nothing in turns; else `--json` is added too.
+    """
+    parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if turns is not None:
+        more = "turns of each contender after a warm-up turn"
+        parser.add_argument("--turns", type=int, default=turns, help=f"{more} (default: {turns})")
+        parser.add_argument("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
+    return parser
 
 
-def run_benchmark(measure: Callable[[], Report], path: Path | None) -> None:
+Parse = Callable[[Sequence[str]], argparse.Namespace]
+Measure = Callable[[argparse.Namespace], Report | Coroutine[Any, Any, Report]]
+
+
+def run_benchmark(parse: Parse, measure: Measure) -> None:
     """Run a benchmark's command: measure, print the table, write the results file (see `Report.write`).
 
     SIGTERM raises SystemExit, so that no process is left behind. If the code changes meanwhile, the results are of no
-    state of it.
+    state of it. Exits with SKIPPED if this machine cannot run it.
     """
+    given = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began, code = time.monotonic(), code_state()
-    report = measure()
+    try:
+        found = measure(given)
+        report = found if isinstance(found, Report) else asyncio.run(found)
+    except Unfit as why:
+        print(f"skipped: {why}")
+        sys.exit(SKIPPED)
     elapsed_s = time.monotonic() - began
     report.show()
     if code_state() != code:
         code = replace(code, digest="", dirty=True)
-    print(f"wrote {report.write(path, code, elapsed_s)} after {elapsed_s:.0f} s")
+    arguments = {name: value for name, value in vars(given).items() if name != "json"}
+    report = replace(report, arguments=arguments | report.arguments)
+    print(f"wrote {report.write(given.json, code, elapsed_s)} after {elapsed_s:.0f} s")
 
 
 def _plain(value: Any) -> Any:

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser, groups: int) -> None:
     add("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of the length (default: 0.8)")
     add("--micro-batch-tokens", type=int, default=2048)
     add("--threads", type=int, default=2)
-    add("--turns", type=int, default=5)
     add("--seed", type=int, default=17)
 
 

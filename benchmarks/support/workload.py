@@ -8,7 +8,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,6 @@ HELP = {
     "engines": "engines of each contender",
     "threads": "compute threads of each engine and trainer",
     "micro_batch_tokens": "tokens per micro-batch of each trainer; memory must hold three trainers",
-    "turns": "turns of each contender after a warm-up turn",
     "seed": "seed of prompts and samples",
 }
 """Help texts of the settings that benchmarks share."""
@@ -119,6 +118,12 @@ class Settings:
     examples: int = 0
     """Solved problems of the task in front of each prompt (few-shot)."""
 
+    @classmethod
+    def of(cls, given: argparse.Namespace, **fixed: Any) -> Settings:
+        """The settings of a command line, and those that a benchmark fixes."""
+        names = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in vars(given).items() if name in names} | fixed)
+
     @property
     def longest_prompt(self) -> int:
         """Upper limit of a prompt's tokens."""
@@ -189,13 +194,12 @@ def tail_length(seed: int, index: int, longest: int) -> int:
 
 
 def add_settings(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Add the shared arguments: `--model`, `--dtype`, `--json`, and each setting of HELP that has a default here."""
+    """Add the shared arguments: `--model`, `--dtype`, and each setting of HELP that has a default here."""
     add = parser.add_argument
     add("--model", type=Path, default=MODEL, help="model folder")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     for name, default in defaults.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{HELP[name]} (default: {default})")
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
 
 
 def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int], answer: str = "") -> Group:

@@ -78,15 +78,12 @@ def test_the_turns_of_several_runs_count_together() -> None:
     def report(*bare: float) -> Report:
         taken = {name: [Turn(s, 10.0, s, 0.0) for s in bare] for name in ("LLM.generate", "AsyncLLM")}
         taken["AsyncLLM"] = [replace(turn, wall_s=1.5) for turn in taken["AsyncLLM"]]
-        return Report(
-            "sampling", {"turns": len(bare)}, taken | {PRODUCT: taken["AsyncLLM"]}, "LLM.generate", {"a": "b"}
-        )
+        return Report("sampling", taken | {PRODUCT: taken["AsyncLLM"]}, "LLM.generate", {"a": "b"})
 
     runs = iter([report(1.0), report(2.0), report(3.0)])
     together = measure_repeatedly(3, lambda: next(runs), ("LLM.generate", "AsyncLLM"))
     assert [turn.wall_s for turn in together.taken["LLM.generate"]] == [1.0, 2.0, 3.0]
     assert together.baseline == "AsyncLLM", "the better one of all turns, not of the first run"
-    assert together.arguments == {"turns": 1, "runs": 3}
     assert together.checks == {"run 1, a": "b", "run 2, a": "b", "run 3, a": "b"}
     alone = report(1.0)
     assert measure_repeatedly(1, lambda: alone, ("LLM.generate",)) is alone

@@ -34,7 +34,7 @@ def leave(folder: Path, benchmark: Benchmark, kind: str, code: CodeState = CODE,
     """Leave results in a folder: half as fast as the baseline, at 4 ms, after 90 s."""
     slow = [Turn(2.0, 10.0, 1.0, 0.5, figures={"p99, ms": wait}) for wait in (4.0, 4.5)]
     fast = [Turn(1.0, 10.0, 1.0, 0.0)] * 2
-    report = Report("one", {}, {"bare": fast, "troupe": slow}, "bare", {})
+    report = Report("one", {"bare": fast, "troupe": slow}, "bare", {})
     path = report.write(records.path_of(benchmark, kind, folder), code, 90.0)
     document = json.loads(path.read_text())
     document["machine"] |= {"cpu": "Some CPU", "cores": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from benchmarks.support.code_state import CodeState
 from benchmarks.support.harness import (
     GIGABYTES,
     SEQUENCES,
+    SKIPPED,
     Report,
     Spread,
     Turn,
+    Unfit,
     best,
     ratios,
     rotated,
@@ -69,7 +72,7 @@ def test_ratios_compare_turns_of_the_same_round() -> None:
 
 def test_report_shows_and_writes_every_figure(tmp_path: Path) -> None:
     taken = {"bare": [turn(100, update=0.5), turn(120, update=0.7)], "troupe": [turn(90), turn(120)]}
-    report = Report("name", {"model": Path("m")}, taken, "bare", {"tokens": "equal"})
+    report = Report("name", taken, "bare", {"tokens": "equal"}, arguments={"model": Path("m")})
     written = json.loads(report.write(tmp_path / "results" / "one.json").read_text())
     assert [figures["amount"] for figures in written["turns"]["troupe"]] == [90, 120]
     assert written["summary"]["troupe"]["ratio"] == {"median": 0.95, "low": 0.9, "high": 1.0}
@@ -85,10 +88,10 @@ def test_report_shows_and_writes_every_figure(tmp_path: Path) -> None:
 
 def test_report_counts_in_the_benchmarks_unit() -> None:
     taken = {"memcpy": [Turn(0.5, 4.0, 0.5, 0.0)], "put": [Turn(1.0, 4.0, 2.0, 0.0, figures={"copies per byte": 1.25})]}
-    report = Report("name", {}, taken, "memcpy", {}, GIGABYTES)
+    report = Report("name", taken, "memcpy", {}, GIGABYTES)
     assert report.summary()["put"]["GB_per_s"].median == 4.0
     assert report.summary()["put"]["cpu_ms_per_GB"].median == 500.0
-    assert Report("name", {}, taken, "memcpy", {}, SEQUENCES).summary()["put"]["cpu_us_per_sequence"].median == 5e5
+    assert Report("name", taken, "memcpy", {}, SEQUENCES).summary()["put"]["cpu_us_per_sequence"].median == 5e5
     console = Console(width=200, record=True, file=io.StringIO())
     report.show(console)
     text = console.export_text()
@@ -102,7 +105,18 @@ def test_results_of_code_that_changed_meanwhile_are_of_no_state_of_it(
     before, after = CodeState("one", "1a2b", dirty=False), CodeState("two", "1a2b", dirty=True)
     states = iter([before, after if changes else before])
     monkeypatch.setattr(harness, "code_state", lambda: next(states))
-    run_benchmark(lambda: Report("name", {}, {"bare": [turn(1)]}, "bare", {}), tmp_path / "one.json")
+    given = Namespace(json=tmp_path / "one.json", groups=2, size=0)
+    report = Report("name", {"bare": [turn(1)]}, "bare", {}, arguments={"size": 8})
+    run_benchmark(lambda _: given, lambda _: report)
     written = json.loads((tmp_path / "one.json").read_text())
     assert CodeState(**written["code"]) == (CodeState("", "1a2b", dirty=True) if changes else before)
-    assert written["elapsed_s"] >= 0.0
+    assert written["elapsed_s"] >= 0.0 and written["arguments"] == {"groups": 2, "size": 8}
+
+
+def test_a_machine_that_cannot_run_a_benchmark_skips_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async def measure(given: Namespace) -> Report:
+        raise Unfit("it has one core")
+
+    with pytest.raises(SystemExit) as ended:
+        run_benchmark(lambda _: Namespace(json=None), measure)
+    assert ended.value.code == SKIPPED and capsys.readouterr().out == "skipped: it has one core\n"
