@@ -6,18 +6,87 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import logging
 import os
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
-from troupe.orchestrator.commands.lazy import Entry, lazy_group
 from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, exit_with
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
 from troupe.orchestrator.signals import STOPPED, STOPPED_LINE, interrupt_on_signals, taken
+
+_FOLDER = "troupe.orchestrator.commands"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command, or a group of commands, and its text in `troupe --help`."""
+
+    home: str
+    """`module:attribute` of its function or its `Typer`, in `orchestrator/commands/`."""
+    help: str
+    """The first paragraph of its help text."""
+
+
+@cache
+def load(name: str, home: str) -> Any:
+    """The command with this name, imported from its home and built by Typer."""
+    module, _, attribute = home.partition(":")
+    found = getattr(importlib.import_module(f"{_FOLDER}.{module}"), attribute)
+    parent = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    if isinstance(found, typer.Typer):
+        parent.add_typer(found, name=name)
+    else:
+        parent.command(name)(found)
+    return get_group(parent).commands[name]
+
+
+class _Loaded(Mapping[str, Any]):
+    """Commands by name. One that is looked up is imported."""
+
+    def __init__(self, table: Mapping[str, Entry]) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Any:
+        return load(name, self._table[name].home)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+def lazy_group(table: Mapping[str, Entry]) -> type[TyperGroup]:
+    """The class of a group of these commands, in this order."""
+
+    class LazyGroup(TyperGroup):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**{**settings, "commands": _Loaded(table)})
+
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(table)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            """A command with its help text alone, for lists of commands."""
+            return TyperCommand(cmd_name, help=table[cmd_name].help) if cmd_name in table else None
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+            """The command itself. It is imported before any command begins, while a signal can still exit at once."""
+            name, _, rest = super().resolve_command(ctx, args)
+            return name, None if name is None else self.commands[name], rest
+
+    return LazyGroup
+
 
 COMMANDS = {
     "run": Entry("train:run", "Train: start or join Ray, place the workers and run every step."),
@@ -48,10 +117,10 @@ COMMANDS = {
     ),
     "schema": Entry("check:schema", "Print the JSON Schema of a spec."),
     "algorithms": Entry(
-        "algorithms:algorithms", "List the algorithms, or describe one with its formula, source and defaults."
+        "check:algorithms", "List the algorithms, or describe one with its formula, source and defaults."
     ),
     "export": Entry(
-        "export:export", "Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."
+        "train:export", "Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."
     ),
     "submit": Entry("jobs:submit", "Submit a spec to a cluster as a Ray job."),
     "jobs": Entry("jobs:jobs", "List a cluster's jobs, newest first."),
@@ -86,7 +155,7 @@ COMMANDS = {
         "Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs.",
     ),
     "deploy": Entry("jobs:deploy", "Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."),
-    "env": Entry("environment:env_app", "Check environments."),
+    "env": Entry("check:env_app", "Check environments."),
 }
 """Every command by name, in the order of `troupe --help`."""
 app = typer.Typer(

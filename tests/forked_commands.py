@@ -84,7 +84,7 @@ def _serve() -> None:
     import reasoning_gym  # noqa: F401 (many commands read its tasks)
 
     from troupe.orchestrator.cli import COMMANDS
-    from troupe.orchestrator.commands.lazy import load
+    from troupe.orchestrator.cli import load
 
     for name, entry in COMMANDS.items():
         load(name, entry.home)

@@ -1,4 +1,4 @@
-"""Commands that start nothing: check a spec, plan its memory, check this machine."""
+"""Commands that start no run: check a spec, plan its memory, check this machine, an algorithm or an environment."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from troupe.orchestrator.commands.options import (
     FAILURE,
+    USER_ERROR,
     AddressOption,
     JsonOption,
     SetOption,
@@ -21,6 +24,7 @@ from troupe.orchestrator.commands.options import (
     exit_with,
 )
 from troupe.orchestrator.commands.runs import create_models, read_data
+from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import CPUS_PER_NODE
 from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create
 from troupe.orchestrator.spec.chain import PlannedRun
@@ -30,7 +34,14 @@ from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from troupe.orchestrator.plan.placement import Node
+    from troupe.orchestrator.spec.rollout import RolloutSpec
+    from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
+
+env_app = typer.Typer(no_args_is_help=True, help="Check environments.")
+_START_S = 120.0
 
 
 def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = False) -> None:  # noqa: B006
@@ -175,3 +186,146 @@ def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> l
     from troupe.orchestrator.cluster.ray_cluster import Cluster
 
     return Cluster.list_nodes(address or "auto")
+
+
+def algorithms(
+    name: Annotated[
+        str | None, typer.Argument(help="Algorithm to describe in full; package.module:attribute for a custom one.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Check a custom algorithm on random batches: gradients, order, splits, masks, edge cases."
+        ),
+    ] = False,
+    args: Annotated[str, typer.Option(help="Its arguments, as a YAML mapping.")] = "{}",
+    as_json: JsonOption = False,
+) -> None:
+    """List the algorithms, or describe one with its formula, source and defaults."""
+    from troupe.orchestrator.algorithms.description import described_row, description, listed, listing, named
+    from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+    from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
+    from troupe.orchestrator.algorithms.table import ALGORITHMS
+
+    if name is not None and is_custom(name):
+        _custom_algorithm(name, args, check, as_json)
+    elif check:
+        exit_with("error: --check is for a custom algorithm, package.module:attribute", USER_ERROR)
+    elif name is None:
+        _echo(listed(), listing(), as_json)
+    elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
+        _echo(described_row(named(name)), description(name), as_json)
+    else:
+        exit_with(f"error: {unknown_algorithm(name)}", USER_ERROR)
+
+
+def _echo(value: Any, text: str, as_json: bool) -> None:
+    """Print a value as JSON, or as text."""
+    if as_json:
+        echo_json(value)
+    else:
+        typer.echo(text)
+
+
+def _custom_algorithm(name: str, args: str, check: bool, as_json: bool) -> None:
+    """Describe or check a custom algorithm."""
+    from troupe.orchestrator.algorithms.custom import report
+    from troupe.orchestrator.algorithms.description import describe_row, described_row
+    from troupe.orchestrator.algorithms.section import custom_row
+    from troupe.workers.algorithms.custom_checks import Available, check_custom
+    from troupe.workers.contract.config import CustomConfig
+
+    try:
+        values = yaml.safe_load(args)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"--args: expected a YAML mapping, as in '{{beta: 0.1}}', got {args[:60]!r}")
+    try:
+        config = CustomConfig(name=name, args=values)
+        row = custom_row(config)
+    except ValueError as error:
+        raise UsageError(" ".join(str(error).split())) from None
+    if not check:
+        _echo(described_row(row), describe_row(row), as_json)
+        return
+    available = Available(importance=row.loss.importance.mode != "none")
+    checks = check_custom(config, available=available)
+    _echo(checks, report(checks), as_json)
+    if any(one.problem for one in checks):
+        sys.exit(FAILURE)
+
+
+@env_app.command()
+def check(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML spec with a section roles.environment.")],
+    say: Annotated[list[str], typer.Option("--say", help="Text of a turn; repeat for further turns.")] = [],  # noqa: B006
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, each with a row of data.train.")] = 1,
+    set_: Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")] = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> None:
+    """Play episodes in each environment without a model and print the conversations with their tokens and loss masks.
+
+    With --say the policy's turns are these texts, and the last one is repeated; then it is played with random tokens.
+    """
+    from troupe.orchestrator.spec.load import plan_runs, read_document
+
+    planned = [run.spec for run in plan_runs(read_document(spec, set_))]
+    played: list[dict[str, Any]] = []
+    for one in planned:
+        # A stage's model may not be trained yet; its tokenizer is the first stage's.
+        model = one.model if Path(one.model.path).is_dir() else planned[0].model
+        if one.rollouts is not None:
+            found = _play(one.rollouts, model, say, episodes)
+            if not as_json:
+                for episode in found:
+                    typer.echo("\n".join(episode["lines"]))
+            played += found
+    if not any(one.rollouts is not None and one.rollouts.roles.environments() for one in planned):
+        raise UsageError(f"{spec}: there is no roles.environment to check")
+    if as_json:
+        echo_json([{name: value for name, value in episode.items() if name != "lines"} for episode in played])
+
+
+def _play(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int) -> list[dict[str, Any]]:
+    """Play the episodes of one spec, in each of its environments; none without an environment."""
+    environments = spec.roles.environments()
+    if not environments:
+        return []
+    from troupe.orchestrator.data.mixture import group_settings
+    from troupe.orchestrator.data.prompts import load_train_pool
+    from troupe.workers.contract.config import EnvironmentConfig
+
+    pool = load_train_pool(spec.data, spec.failures.on_bad_row, plain=spec.model.plain)
+    settings, played = group_settings(spec, pool), list[dict[str, Any]]()
+    for name, role in environments.items():
+        rows = list(islice((row for row in range(pool.rows) if settings[row].environment == name), episodes))
+        found = _episodes(spec, model, role.part(EnvironmentConfig), pool.table.take(rows), say) if rows else []
+        if name:
+            heading = f"# roles.environment.{name}" + ("" if rows else ": no source of data.train plays in it")
+            found = [{"environment": name, **one} for one in found] or [{"environment": name, "lines": []}]
+            found[0]["lines"] = [heading, *found[0]["lines"]]
+        played += found
+    return played
+
+
+def _episodes(
+    spec: RolloutSpec, model: ModelConfig, config: EnvironmentConfig, rows: pa.Table, say: list[str]
+) -> list[dict[str, Any]]:
+    """Play an episode in an environment with each of these rows of a PROMPTS table."""
+    from troupe.workers.isolation.probe import ProbeFailed, ask
+
+    request = {
+        "config": config.model_dump(),
+        "model": model.model_dump(),
+        "max_tokens": spec.sampling.max_tokens,
+        "max_model_len": spec.roles.rollout.max_model_len,
+        "rows": rows.select(["messages", "answer", "metadata"]).to_pylist(),
+        "said": say,
+        "seed": spec.seed,
+    }
+    timeout_s = _START_S + len(rows) * 2 * config.episode_timeout_s
+    try:
+        return ask("troupe.workers.engine.episode_check:report", request, timeout_s)
+    except ProbeFailed as error:
+        raise UsageError(error.raised or f"the check failed: {error}") from None

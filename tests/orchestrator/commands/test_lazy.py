@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cli import COMMANDS, app
-from troupe.orchestrator.commands.lazy import load
+from troupe.orchestrator.cli import load
 
 WAITS = ("pydantic", "pyarrow", "numpy", "yaml", "psutil", "torch", "ray")
 """What a command may import and the list of commands must not."""

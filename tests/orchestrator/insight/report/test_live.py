@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from troupe.orchestrator.insight.report import live, samples
-from troupe.orchestrator.insight.report.live import LiveData
+from troupe.orchestrator.insight import watch
+from troupe.orchestrator.insight.report import samples
+from troupe.orchestrator.insight.watch import LiveData
 from troupe.workers.isolation.probe import ProbeFailed
 
 from .folders import GROUP, RECORDED, sample, write_run, write_samples
@@ -50,7 +51,7 @@ def test_of_a_step_with_many_samples_the_first_groups_are_sent(tmp_path: Path, m
     data = LiveData([write_run(tmp_path / "run", steps=1, rows=10 * GROUP, tokens=0)])
     whole = data.samples(0, 1)
     assert whole is not None and len(whole["group"]) == 10 * GROUP
-    monkeypatch.setattr(live, "_STEP_BYTES", 10_000)
+    monkeypatch.setattr(watch, "_STEP_BYTES", 10_000)
     for block in (data.samples(0, 1), data.data(-1)["samples"][0]["blocks"][0]):
         assert block is not None and block["rows"] == 10 * GROUP
         assert 0 < len(block["group"]) < 10 * GROUP and len(block["group"]) % GROUP == 0
