@@ -157,13 +157,9 @@ def counts(summary: GroupSummary) -> tuple[int, int, int]:
 
 async def measure(given: argparse.Namespace) -> Report:
     """Start engine and environment, and alternate the contenders. Raises NotCorrect."""
-    from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
-    from troupe.orchestrator.cluster.ray_cluster import Cluster
-    from troupe.orchestrator.cluster.worker_server import server_of
+    from benchmarks.support.rollout_setup import started
     from troupe.orchestrator.data.prompts import load_pools
-    from troupe.orchestrator.launcher import WorkerLauncher
     from troupe.orchestrator.live.diff import changed
-    from troupe.orchestrator.plan.placement import demand, place, role_sizes
     from troupe.workers.data.tokenizer import load_chat_tokenizer, token_ids
 
     settings, turns, episode_turns = Settings.of(given, lengths="fixed"), given.turns, given.episode_turns
@@ -182,12 +178,11 @@ async def measure(given: argparse.Namespace) -> Report:
         longest = spec.roles.rollout.max_model_len + episode_turns * (settings.max_tokens + 32)
         longer = {"roles.environment": environment, "roles.rollout.max_model_len": longest}
         spec = changed(spec, longer, "episode_throughput")
-        cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
-        stack.callback(cluster.abandon)
-        launcher = WorkerLauncher(spec, cluster, classes={"rollout": MeasuredEpisodeRollout})
-        workers = await launcher.open(frozenset({"rollout", "environment"}))
-        engine = workers.engines[0]
-        link = cluster.environment_link(workers.each("environment"), "")
+        running = await stack.enter_async_context(
+            started(spec, "rollout", "environment", rollout=MeasuredEpisodeRollout)
+        )
+        engine = running.workers.engines[0]
+        link = running.cluster.environment_link(running.workers.each("environment"), "")
         await engine.handle.call(RolloutEngine.connect_environments, TIMEOUT_S, "", link)
         pool, _ = load_pools(spec.data)
         tokenizer: Any = load_chat_tokenizer(spec.model)
@@ -195,11 +190,10 @@ async def measure(given: argparse.Namespace) -> Report:
         between = f"<|im_end|>\n<|im_start|>user\n{OBSERVATION}<|im_end|>\n<|im_start|>assistant\n"
         added = (prompts, token_ids(tokenizer, between))
         actor = vars(engine.handle)["actor"]
-        own = EpisodeContenders(settings, episode_turns, actor, cluster.put(pool.table), added)
+        own = EpisodeContenders(settings, episode_turns, actor, running.cluster.put(pool.table), added)
         other, baseline = (own.plain, "plain") if episode_turns == 1 else (own.bare, "bare")
         both: dict[str, Callable[[int], Any]] = {baseline: other, "episodes": own.episodes}
         taken = await take_turns(both, turns)
-        await cluster.close(CLOSE_TIMEOUT_S)
         checks = {"tokens sampled": "as many as asked for in every turn of every contender"}
         return Report("episode_throughput", taken, baseline, checks)
 

@@ -15,19 +15,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.support.harness import command_parser
+from benchmarks.support.ranks import Ranks, reset_peak
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.plan.memory import TRAINER_PROCESS
 from troupe.orchestrator.plan.worker_memory import Training, WorkerMemory, training
@@ -35,10 +34,15 @@ from troupe.workers.contract.config import Dtype, TrainerConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.telemetry.peak_memory import FamilyPeak, resident_peak
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 MODELS = Path(".cache/models")
 TIMEOUT_S = 1800.0
 ROW_TOKENS = 256
 PROMPT_TOKENS = 8
+VOCABULARY = 4000
+"""Token ids are below it."""
 
 
 @dataclass(frozen=True)
@@ -165,36 +169,12 @@ def estimate(case: Case, folder: Path) -> tuple[WorkerMemory, ...]:
 
 
 def measure(case: Case, folder: Path) -> Measured:
-    """Run the ranks of a case. Raises RuntimeError where one of them fails."""
-    context = multiprocessing.get_context("spawn")
-    meeting, results = context.Queue(), context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(case, str(folder), rank, meeting, results)) for rank in range(case.ranks)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        found = [results.get(timeout=TIMEOUT_S) for _ in ranks]
-    finally:
-        for rank in ranks:
-            rank.join(timeout=30)
-            if rank.is_alive():
-                rank.kill()
-    failed = [text for text in found if isinstance(text, str)]
-    if failed:
-        raise RuntimeError(f"{case.name}:\n{failed[0]}")
+    """Run the ranks of a case. Raises NotCorrect if one of them fails."""
+    found = Ranks(case.ranks, _updates, case, str(folder), batch(2 * (case.tokens // ROW_TOKENS))).results(TIMEOUT_S)
     return Measured(*(max(column) for column in zip(*found, strict=True)))
 
 
-def _rank(case: Case, folder: str, rank: int, meeting: Queue[Any], results: Queue[Any]) -> None:
-    """Main function of one rank's process: puts (process, built, peak) in bytes, or a traceback, into `results`."""
-    try:
-        results.put(_updates(case, folder, rank, meeting))
-    except BaseException:
-        results.put(traceback.format_exc())
-
-
-def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[int, int, int]:
+def _updates(rank: int, meeting: Queue[Any], case: Case, folder: str, table: pa.Table) -> tuple[int, int, int]:
     """Build a worker and run its updates; returns (process, built, peak) in bytes."""
     from troupe.workers.contract.config import (
         AdvantageConfig,
@@ -231,7 +211,6 @@ def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[i
     worker.build()
     built = resident_peak()
     rows = case.tokens // ROW_TOKENS
-    table = batch(2 * rows)
     micro_batches = (tuple(range(rows)), tuple(range(rows, 2 * rows)))
     plan = RankPlan(micro_batches, 2 * rows * ROW_TOKENS, 2 * rows, packed=case.sharing > 1)
     for _ in range(2):
@@ -241,33 +220,12 @@ def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[i
     return process, built, most
 
 
-def batch(rows: int) -> Any:
+def batch(rows: int) -> pa.Table:
     """A TRAIN table; every second row is one token shorter, so that micro-batches have padding as real ones do."""
-    import pyarrow as pa
+    from troupe.orchestrator.insight.bench.batches import GroupLengths, train_batch  # would count in the ranks' memory
 
-    from troupe.workers.contract.messages import TRAIN
-
-    def row(number: int) -> dict[str, Any]:
-        response = ROW_TOKENS - PROMPT_TOKENS - number % 2
-        return {
-            "prompt_uid": f"p{number}",
-            "sample_index": 0,
-            "attempt": 0,
-            "segment": 0,
-            "prompt_ids": list(range(3, 3 + PROMPT_TOKENS)),
-            "response_ids": [3 + (7 * number + 11 * place) % 4000 for place in range(response)],
-            "loss_mask": [True] * response,
-            "rollout_logprobs": [-8.0] * response,
-            "advantages": [1.0 - number % 3] * response,
-            "reward": 0.0,
-        }
-
-    return pa.Table.from_pylist([row(number) for number in range(rows)], schema=TRAIN)
-
-
-def reset_peak() -> None:
-    """Reset VmHWM to the memory that is resident now (proc(5), clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
+    lengths = [GroupLengths(PROMPT_TOKENS, (ROW_TOKENS - PROMPT_TOKENS - number % 2,)) for number in range(rows)]
+    return train_batch(lengths, VOCABULARY, seed=1)[1]
 
 
 def _folders(models: Path, made: Path) -> dict[str, Path]:

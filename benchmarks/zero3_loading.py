@@ -12,12 +12,10 @@ what the process held before; pages of the mapped files count while they are res
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 from benchmarks.support.harness import GIGABYTES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
+from benchmarks.support.ranks import Ranks, reset_peak
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.plan.worker_memory import WIDTHS
 from troupe.workers.contract.config import Dtype
@@ -66,26 +65,10 @@ class Loading:
         Raises:
             NotCorrect: A rank failed, or the two ways load other weights.
         """
-        context = multiprocessing.get_context("spawn")
-        meeting, results = context.Queue(), context.Queue()
-        ranks = [
-            context.Process(
-                target=_rank,
-                args=(*self._folders, self._dtype, name == PARTITIONED, rank, self._ranks, meeting, results),
-                daemon=True,
-            )
-            for rank in range(self._ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        meter = Meter([rank.pid for rank in ranks if rank.pid is not None])
-        found: list[Any] = [results.get(timeout=TIMEOUT_S) for _ in ranks]
+        ranks = Ranks(self._ranks, _load, *self._folders, self._dtype, name == PARTITIONED, self._ranks)
+        meter = Meter(ranks.pids)
+        found = ranks.results(TIMEOUT_S)
         cpu_s, foreign = meter.read()
-        for rank in ranks:
-            rank.join(timeout=30.0)
-        failed = [text for text in found if isinstance(text, str)]
-        if failed:
-            raise NotCorrect(failed[0])
         peaks, seconds, sums = zip(*found, strict=True)
         self._sums[name] = sums[0]
         if len(set(self._sums.values())) > 1:
@@ -101,27 +84,10 @@ class Loading:
         }
 
 
-def _rank(
-    folder: str,
-    small: str,
-    dtype: Dtype,
-    partitioned: bool,
-    rank: int,
-    world: int,
-    meeting: Queue[Any],
-    results: Queue[Any],
-) -> None:
-    """Main function of one rank's process: puts (peak bytes, seconds, sum of the weights), or a traceback."""
-    try:
-        results.put(_load(folder, small, dtype, partitioned, rank, world, meeting))
-    except BaseException:
-        results.put(traceback.format_exc())
-        raise
-
-
 def _load(
-    folder: str, small: str, dtype: Dtype, partitioned: bool, rank: int, world: int, meeting: Queue[Any]
+    rank: int, meeting: Queue[Any], folder: str, small: str, dtype: Dtype, partitioned: bool, world: int
 ) -> tuple[int, float, float]:
+    """Load on one rank; returns (peak bytes, seconds, sum of the weights)."""
     import torch
     import torch.distributed as dist
 
@@ -148,7 +114,7 @@ def _load(
         return model
 
     load(small)
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     before = _resident()
     dist.barrier()
     began = time.monotonic()

@@ -14,21 +14,13 @@ import pyarrow as pa
 
 from benchmarks.support.harness import Turn
 from benchmarks.support.processes import SurvivorMeter
-from benchmarks.support.rollout_setup import (
-    CLOSE_TIMEOUT_S,
-    prompt_picks,
-    response_ids,
-)
+from benchmarks.support.rollout_setup import prompt_picks, response_ids, started
 from benchmarks.support.weight_sync_setup import call_policy, logprob_gap
 from benchmarks.support.weight_sync_workers import MeasuredPolicy
 from benchmarks.support.workload import Group
-from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
-from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.insight.bench.points import measured_spec
-from troupe.orchestrator.launcher import WorkerLauncher
-from troupe.orchestrator.plan.placement import demand, place, role_sizes
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
@@ -95,26 +87,19 @@ class RecoverySetup:
             table: The PROMPTS table that the groups refer to.
             work: The groups of each turn.
         """
-        cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
-        try:
-            launcher = WorkerLauncher(spec, cluster, classes={"policy": MeasuredPolicy})
-            workers = await launcher.open(frozenset({"rollout", "policy", "reward"}))
-            if workers.policy is None:
-                raise RuntimeError("the spec has no policy")
+        async with started(spec, "rollout", "policy", "reward", policy=MeasuredPolicy) as own:
+            policy = own.workers.require_policy()
             failures = {"max_failed_fraction": 0.0, "max_attempts": _ATTEMPTS, "engine_restarts": len(work)}
             spec = measured_spec(spec, len(work), failures)
             weights = PoolWeights(lambda engine: sync.bring_up(engine))
-            pool = EnginePool(workers.engines, launcher.engine, spec, weights=weights)
+            pool = EnginePool(own.workers.engines, own.launcher.engine, spec, weights=weights)
             picks, ledger = prompt_picks(work), Ledger()
-            prompts = cluster.put(table)
+            prompts = own.cluster.put(table)
             scheduler = RolloutScheduler(spec, pool, Unscored(), ledger, lambda: next(picks), prompts)
-            sync = weight_sync(spec, workers.policy, pool, cluster)
-            yield cls(workers.policy, pool, sync, scheduler, ledger, work)
+            sync = weight_sync(spec, policy, pool, own.cluster)
+            yield cls(policy, pool, sync, scheduler, ledger, work)
             await scheduler.close()
             await pool.close()
-            await cluster.close(CLOSE_TIMEOUT_S)
-        finally:
-            cluster.abandon()
 
     async def turn(self, turn: int, seed: int) -> Recovered:
         """Sync new weights (drawn with `seed`), start the turn's groups, and kill the engine while it samples them."""

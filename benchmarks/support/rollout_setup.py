@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pyarrow as pa
 import ray
@@ -21,12 +22,40 @@ from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
 from troupe.orchestrator.pools.engines import EnginePool, sample_group
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import GroupRequest
-from troupe.workers.contract.roles import TableRef
+from troupe.workers.contract.roles import TableRef, Worker
 from troupe.workers.rollout import RolloutWorker
 
 CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A cluster with workers."""
+
+    cluster: Cluster
+    launcher: WorkerLauncher
+    workers: Workers
+
+
+@asynccontextmanager
+async def started(spec: RolloutSpec, *roles: str, **classes: type[Worker]) -> AsyncIterator[Started]:
+    """A cluster with the workers of these roles, as a run starts them; it ends with the block.
+
+    Args:
+        spec: The spec of the workers.
+        roles: Roles to start.
+        classes: Worker classes to start instead of the product's, by role.
+    """
+    cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
+    try:
+        launcher = WorkerLauncher(spec, cluster, classes=classes)
+        yield Started(cluster, launcher, await launcher.open(frozenset(roles)))
+        await cluster.close(CLOSE_TIMEOUT_S)
+    finally:
+        cluster.abandon()
 
 
 class RolloutSetup:
@@ -68,22 +97,16 @@ class RolloutSetup:
             max_load: Maximum number of unfinished samples per engine; 0 for the product's own.
             rollout: Class of the engines' workers.
         """
-        cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
-        try:
-            launcher = WorkerLauncher(spec, cluster, classes={"rollout": rollout})
-            workers = await launcher.open(frozenset({"rollout", "reward"}))
+        async with started(spec, "rollout", "reward", rollout=rollout) as own:
             spec = measured_spec(spec, len(work), {"max_attempts": 1, "max_failed_fraction": 0.0})
-            pool = EnginePool(workers.engines, launcher.engine, spec)
+            pool = EnginePool(own.workers.engines, own.launcher.engine, spec)
             pool.dispatch.max_load = max_load or pool.dispatch.max_load
-            prompts = cluster.put(table)
+            prompts = own.cluster.put(table)
             picks = prompt_picks(work)
             turns = SamplingBatches(spec, pool, lambda: next(picks), prompts)
             async with rare_collections():  # as in a run
                 yield cls(pool, turns, prompts, work, others)
             await turns.close()
-            await cluster.close(CLOSE_TIMEOUT_S)
-        finally:
-            cluster.abandon()
 
     @property
     def max_load(self) -> int:

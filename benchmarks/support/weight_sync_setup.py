@@ -11,14 +11,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import pyarrow as pa
 import ray
 
-from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
+from benchmarks.support.rollout_setup import started
 from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredSyncRollout
-from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
-from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.data.prompts import load_pools
-from troupe.orchestrator.launcher import WorkerLauncher
-from troupe.orchestrator.plan.placement import demand, place, role_sizes
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync, weight_sync
@@ -29,7 +25,6 @@ from troupe.workers.contract.roles import Reply, TableRef
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CLASSES = {"rollout": MeasuredSyncRollout, "policy": MeasuredPolicy}
 _TIMEOUT_S = 300.0
 
 
@@ -53,19 +48,11 @@ class WeightSyncSetup:
     @asynccontextmanager
     async def open(cls, spec: RolloutSpec) -> AsyncIterator[WeightSyncSetup]:
         """Start a cluster with the policy and the engines of `spec`, and end it on exit."""
-        cluster = Cluster.connect(demand(place(role_sizes(spec))), server=server_of(spec))
-        try:
-            launcher = WorkerLauncher(spec, cluster, classes=_CLASSES)
-            workers = await launcher.open(frozenset({"rollout", "policy"}))
-            if workers.policy is None:
-                raise RuntimeError("the spec has no policy")
-            pool = EnginePool(workers.engines, launcher.engine, spec)
+        async with started(spec, "rollout", "policy", rollout=MeasuredSyncRollout, policy=MeasuredPolicy) as own:
+            policy, pool = own.workers.require_policy(), EnginePool(own.workers.engines, own.launcher.engine, spec)
             prompts, _ = load_pools(spec.data)
-            sync = weight_sync(spec, workers.policy, pool, cluster)
-            yield cls(workers.policy, pool, sync, cluster.put(prompts.table), spec.group_size)
-            await cluster.close(CLOSE_TIMEOUT_S)
-        finally:
-            cluster.abandon()
+            sync = weight_sync(spec, policy, pool, own.cluster)
+            yield cls(policy, pool, sync, own.cluster.put(prompts.table), spec.group_size)
 
     @property
     def digest(self) -> str:
