@@ -83,8 +83,7 @@ def _serve() -> None:
     """Fork a process for every request on standard input, and write its exit code."""
     import reasoning_gym  # noqa: F401 (many commands read its tasks)
 
-    from troupe.orchestrator.cli import COMMANDS
-    from troupe.orchestrator.cli import load
+    from troupe.orchestrator.cli import COMMANDS, load
 
     for name, entry in COMMANDS.items():
         load(name, entry.home)

@@ -13,8 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from troupe.orchestrator.cli import COMMANDS, app
-from troupe.orchestrator.cli import load
+from troupe.orchestrator.cli import COMMANDS, app, load
 
 WAITS = ("pydantic", "pyarrow", "numpy", "yaml", "psutil", "torch", "ray")
 """What a command may import and the list of commands must not."""
