@@ -130,8 +130,10 @@ def _packed(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _add_sets(packed: torch.Tensor, vocabulary: int, output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Give an output the sets of its tokens."""
+    """Give an output the sets of its tokens, one for each request: vLLM's scheduler would end the engine with fewer."""
     with _errors_logged():
+        if len(packed) < len(output.req_ids):
+            raise ValueError(f"{len(packed)} sets for the tokens of {len(output.req_ids)} requests")
         output.sampling_masks = _sets(packed.numpy(), vocabulary)
     return output
 

@@ -37,6 +37,8 @@ OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker that owns the engine's processes."""
 FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
 """vLLM's environment variable with the folder of its sockets."""
+_spawn: Callable[..., int] = util.spawnv_passfds
+"""How multiprocessing starts a process with a command."""
 
 
 def import_ahead() -> None:
@@ -58,12 +60,12 @@ def fork_server() -> None:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
     multiprocessing.set_forkserver_preload([])
     resource_tracker.ensure_running()  # spawned, as the fork server would start it
-    original, util.spawnv_passfds = util.spawnv_passfds, _fork
+    util.spawnv_passfds = _fork
     try:
         with _temporary_files_in(temporary_folder()):
             forkserver.ensure_running()
     finally:
-        util.spawnv_passfds = original
+        util.spawnv_passfds = _spawn
 
 
 def _fork(_: object, command: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -71,6 +73,7 @@ def _fork(_: object, command: Sequence[str], descriptors: Sequence[int]) -> int:
     if pid := os.fork():
         return pid
     try:
+        util.spawnv_passfds = _spawn  # an engine spawns its ranks
         close_descriptors(but=descriptors)
         _serve(command[-1])
     except SystemExit:

@@ -31,6 +31,7 @@ class Recorded:
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
         self.logprobs: torch.Tensor | None = None
+        self.requests: list[str] = []
         self.runner: Any = GPUModelRunner.__new__(GPUModelRunner)
         self.runner.sampler = Sampler("processed_logprobs")
         vars(self.runner.sampler)["sample"] = lambda: (torch.zeros(1), self.logprobs)
@@ -39,7 +40,7 @@ class Recorded:
 
     def _sample_tokens(self) -> Any:
         self.runner.sampler.sample()
-        output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+        output = ModelRunnerOutput(req_ids=self.requests, req_id_to_index={})
         if not self.asynchronous:
             return output
         later: Any = AsyncGPUModelRunnerOutput.__new__(AsyncGPUModelRunnerOutput)
@@ -88,6 +89,14 @@ def test_a_step_without_logprobs_has_no_sets(recorded: Recorded) -> None:
     """That of a probe alone: not those of the step before either."""
     assert recorded.masks(recorded.step(torch.tensor([[-1.0, GONE]]))).token_ids.tolist() == [0]
     assert recorded.masks(recorded.step(None)) is None
+
+
+def test_sets_that_some_requests_lack_are_left_out(recorded: Recorded, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's scheduler takes the set of each request by its number, and an engine ends with an error there."""
+    recorded.requests = ["one", "two"]
+    assert recorded.masks(recorded.step(torch.tensor([[-1.0, GONE]]))) is None
+    assert "1 sets for the tokens of 2 requests" in caplog.text
+    assert recorded.masks(recorded.step(torch.tensor([[-1.0, GONE]] * 2))).token_ids.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("part", ["_packed", "write_kept"])

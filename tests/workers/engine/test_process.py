@@ -21,7 +21,14 @@ import tqdm
 from troupe.workers.engine import process
 from troupe.workers.engine.process import FOLDER_VARIABLE, temporary_folder
 
+def rank():
+    pass
+
 def told(pipe):
+    spawned = multiprocessing.get_context("spawn").Process(target=rank)  # as vLLM starts the ranks of an engine
+    spawned.start()
+    spawned.join()
+    assert spawned.exitcode == 0
     assert gc.isenabled()
     assert isinstance(tqdm.tqdm.get_lock(), type(threading.RLock()))  # no semaphore, which would outlive an engine
     imported_without_collections = process._NO_COLLECTIONS in sys.modules
