@@ -224,6 +224,7 @@ FAR_BEYOND_ROUNDING = {
     "the prefix cache outlives an update",
     "the trainer ignores the temperature",
     "the engine's responses are one position late",
+    "the trainer's responses are one position late",
     "the engine samples with top-k 20",
     *UNEXPLAINED,
 }
@@ -232,7 +233,7 @@ FAR_BEYOND_ROUNDING = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_planted_fault_is_named(stack: Stack, fault: str) -> None:
-    told = LIKE_ANOTHER | (FAR_BEYOND_ROUNDING if stack.spec.model.dtype == "bfloat16" else set())
+    told = LIKE_ANOTHER | (FAR_BEYOND_ROUNDING | HIDDEN.keys() if stack.spec.model.dtype == "bfloat16" else set())
     if RESULTS not in os.environ and fault in told:
         pytest.skip(f"adds nothing to another fault, or to float32, but a line of the guide's table ({RESULTS})")
     plant, worker, cause = FAULTS[fault]
