@@ -24,6 +24,7 @@ TOOLS, CALLS, RESULTS = "tools", "tool calls in the history", "tool messages (th
 OK = "ok"
 """Status of an episode that came to its end."""
 _LAST_TURN = "; the last turn: "
+_NOTE_CHARS = 500
 _CUT = "\n[... cut]"
 
 
@@ -76,6 +77,8 @@ class Observation:
     cannot be used, the message of the next step then has `refused` (`code` and `message`), and the environment
     continues with a separate conversation; other episodes end there. If more requests wait than turns are left, the
     episode ends at once."""
+    note: str = ""
+    """What the user should know of this answer; the first one of an environment is logged."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""
 
@@ -160,6 +163,7 @@ def read_observation(value: Any) -> Observation:
         structured=read_form(value.get("structured")),
         refusable=bool(value.get("refusable", False)),
         logprobs=bool(value.get("logprobs", False)),
+        note=valid_text(str(value.get("note") or ""))[:_NOTE_CHARS],
         info=info,
     )
 

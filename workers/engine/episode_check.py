@@ -36,7 +36,8 @@ def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, texts in [*([("turns as given", said)] if said else []), ("turns of random tokens", [])]:
         worker = EnvironmentWorker(config, "check", model)
         for played in asyncio.run(rehearse(rehearsal, worker, rows, texts, seed)):
-            parts, note = stretches(played, tokenizer), dropped_note(list(reader.dropped))
+            parts = stretches(played, tokenizer)
+            warnings = [note for note in (dropped_note(list(reader.dropped)), played.note) if note]
             yield {
                 "environment": config.name,
                 "turns": name,
@@ -44,6 +45,10 @@ def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 "finish_reason": played.finish_reason,
                 "info": played.info,
                 "stretches": [asdict(part) for part in parts],
-                "warning": note,
-                "lines": [f"{config.name}, {name}", *describe(played, parts), *([f"warning: {note}"] if note else [])],
+                "warnings": warnings,
+                "lines": [
+                    f"{config.name}, {name}",
+                    *describe(played, parts),
+                    *(f"warning: {warning}" for warning in warnings),
+                ],
             }

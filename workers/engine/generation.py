@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _SHORT_PROMPT = 2_000
 """Characters of messages that are tokenized in less than a millisecond. If all cores compute, it takes longer until
 a thread runs, and the engine begins without groups that arrive together."""
@@ -79,6 +82,8 @@ class Generation:
         self._environments: dict[str, EnvironmentLink] = {}
         self._readers: dict[str, TurnReader] = {}
         """Turn readers by the name of their environment; `_long` has the same keys."""
+        self._noted = set[str]()
+        """Environments of which a note was logged."""
         self._long: dict[str, LongReader] = {}
         # One thread: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
@@ -182,6 +187,10 @@ class Generation:
 
         playing = {index: play(index) for index in request.missing}
         episodes = await self._all_or_none(request, playing, build, finished)
+        note = next((played.note for played in episodes.values() if played.note), "")
+        if note and environment not in self._noted:
+            self._noted.add(environment)
+            logger.warning("%s: %s", environment or "the environment", note)
         built = [build(index, played) for index, played in episodes.items()]
         samples = [sample for sample, _ in built]
         cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)

@@ -2,9 +2,9 @@
 
 The agent is the environment. Every request that it makes is an observation, and every turn of the policy is the
 response to one: what is trained are the tokens of the responses, exactly as they were sampled. A request that continues
-the conversation of the one before continues its tokens; any other (a branch, a rewritten history, other tools) begins
-a new row of the sample with its own prompt. Requests that wait at the same time, and the choices of one request (`n`),
-are sampled at the same time.
+the conversation of the one before, in whatever form it writes the turns, continues its tokens. Any other (a branch, a
+rewritten history, other tools) begins a new row of the sample with its own prompt. Requests that wait at the same time,
+and the choices of one request (`n`), are sampled at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from typing import Any
 from aiohttp import web
 
 from troupe.workers.agents.environments.base import Environment
-from troupe.workers.agents.environments.chat_protocol import MODEL_NAME, Choice, completion, plain, read_request
+from troupe.workers.agents.environments.chat_protocol import (
+    MODEL_NAME,
+    Choice,
+    completion,
+    first_difference,
+    plain,
+    read_request,
+)
 from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.contract.imports import import_attribute, locate, require_package
 from troupe.workers.rewards.results import as_number
@@ -73,7 +80,7 @@ class Agent(Environment):
         self._agent: asyncio.Task[float | None] | None = None
         self._runner: web.AppRunner | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._requests = self._restarts = 0
+        self._requests = self._restarts = self._rewritten = 0
 
     async def start(self, row: Row) -> Observation:
         """The agent's first request."""
@@ -131,7 +138,8 @@ class Agent(Environment):
             reward = self._agent.result()  # raises what the agent raised
             if not self._requests:
                 raise ValueError("the agent ended without a request")
-            info = {"requests": float(self._requests), "restarted": float(self._restarts)}
+            counts = {"requests": self._requests, "restarted": self._restarts, "rewritten": self._rewritten}
+            info = {name: float(count) for name, count in counts.items()}
             return Observation(reward=reward, done=True, info=info)
         waiting = [request.result(), *self._waiting_now()]
         main = next((choice for choice in waiting if self._continues(choice)), waiting[0])
@@ -139,19 +147,29 @@ class Agent(Environment):
         self._requests += len(waiting)
         continues = self._continues(main)
         self._restarts += (bool(self._known) and not continues) + len(waiting) - 1
-        known = len(self._known) if continues else 0
+        known, note = (len(self._known), "") if continues else (0, self._rewriting(main))
+        self._rewritten += bool(note)
         self._tools = main.tools
         return replace(
             main.observation,
             messages=main.messages[known:],
             restart=not continues,
+            note=note,
             also=[choice.observation for choice in self._pending[1:]],
         )
 
     def _continues(self, choice: Choice) -> bool:
         """Whether a request continues the conversation of the turn before."""
         known = self._known
-        return bool(known) and choice.tools == self._tools and choice.messages[: len(known)] == known
+        return bool(known) and choice.tools == self._tools and not first_difference(known, choice.messages)
+
+    def _rewriting(self, choice: Choice) -> str:
+        """How a request repeats the conversation with a difference; empty if it is another conversation."""
+        known, given = self._known, choice.messages
+        if not known or len(given) < len(known) or first_difference(known[:1], given[:1]):
+            return ""
+        found = first_difference(known, given) or "the tools are others"
+        return f"a request repeats its conversation, but begins a new row of the sample with the whole prompt: {found}"
 
     def _waiting_now(self) -> list[Choice]:
         """Takes the choices that wait, without waiting for any."""
@@ -233,7 +251,9 @@ class Agent(Environment):
             return _error(400, refused["message"], refused["code"])
         if not body.get("stream"):
             return web.json_response(completion(messages))
-        return await _stream(request, completion(messages))
+        options = body.get("stream_options")
+        with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return await _stream(request, completion(messages), with_usage)
 
     def _retried(self, request: web.Request, body: Any) -> _PendingRequest | None:
         """The same request, abandoned by its client, for this one to take over, or None."""
@@ -260,8 +280,10 @@ def _load(name: str) -> Any:
     return function
 
 
-async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamResponse:
-    """The response as server-sent events: the whole message, then its end."""
+async def _stream(request: web.Request, done: dict[str, Any], with_usage: bool) -> web.StreamResponse:
+    """The response as server-sent events: the whole message, its end, and once the usage if it is asked for."""
+    base = {**done, "object": "chat.completion.chunk"}
+    usage = base.pop("usage")
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for choice in done["choices"]:
@@ -270,10 +292,12 @@ async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamRespo
         delta = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
         parts = ((delta, None, choice["logprobs"]), ({}, choice["finish_reason"], None))
         for part, reason, logprobs in parts:
-            chunk = {**done, "object": "chat.completion.chunk"}
             own = {"index": choice["index"], "delta": part, "finish_reason": reason, "logprobs": logprobs}
-            chunk["choices"] = [own]
+            chunk = {**base, "choices": [own], **({"usage": None} if with_usage else {})}
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    if with_usage:
+        last = {**base, "choices": [], "usage": usage}
+        await response.write(f"data: {json.dumps(last)}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

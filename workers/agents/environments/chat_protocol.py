@@ -14,7 +14,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,7 +224,7 @@ def read_request(body: Any) -> list[Choice]:
 
 
 def plain(message: Any) -> Message:
-    """A message with the fields that a chat template reads, so that equal messages compare equal."""
+    """A message with the fields that a chat template reads."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise TypeError("messages: expected objects with a role")
     content = message.get("content")
@@ -246,6 +246,43 @@ def plain(message: Any) -> Message:
         if not isinstance(message.get(name), str | None):
             raise TypeError(f"messages: {name}: expected text")
     return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
+
+
+def first_difference(known: Sequence[Message], given: Sequence[Message]) -> str:
+    """How a history differs in meaning from the conversation that it should continue; empty if it continues it.
+
+    Clients write an equal turn in many forms: arguments dumped again, own ids, an `index` from the stream, a `name`,
+    stripped text. None of these changes what was said.
+    """
+    for number, (one, other) in enumerate(zip(known, given, strict=False)):
+        for field_name, (said, now) in _meanings(one, other):
+            if said != now:
+                return f"messages.{number} ({one['role']}): {field_name} {said!r:.100} became {now!r:.100}"
+    return "" if len(given) >= len(known) else f"it has {len(given)} of {len(known)} messages"
+
+
+def _meanings(one: Message, other: Message) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    yield "role", (one["role"], other["role"])
+    sampled = one["role"] == "assistant"
+    yield "content", tuple(message["content"].strip() if sampled else message["content"] for message in (one, other))
+    yield "tool_calls", (_called(one), _called(other))
+
+
+def _called(message: Message) -> list[tuple[str, str]]:
+    """Name and arguments of each call, arguments in one form."""
+    functions = [call.get("function") for call in message.get("tool_calls") or ()]
+    return [
+        (str(function.get("name")), _one_form(function.get("arguments"))) if isinstance(function, dict) else ("", "")
+        for function in functions
+    ]
+
+
+def _one_form(arguments: Any) -> str:
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        return json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
+        return str(arguments).strip()
 
 
 def completion(messages: Sequence[Message]) -> dict[str, Any]:

@@ -267,6 +267,7 @@ class EpisodeRunner:
         """Record the environment's answer to a turn, and whether the episode ends with it; what it asks next."""
         played = state.played
         played.info |= observation.info
+        played.note = played.note or observation.note
         if observation.reward is not None:
             played.rewards.append((played.response_tokens, observation.reward))
         state.done = observation.done

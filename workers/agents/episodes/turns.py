@@ -108,6 +108,8 @@ class Played:
     cut_observations: int = 0
     restarts: int = 0
     info: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    """The first note of the environment (`Observation.note`)."""
 
     @property
     def response_tokens(self) -> int:

@@ -87,6 +87,46 @@ def streams(row: Row, client: OpenAI) -> float:
     return float("".join(part.choices[0].delta.content or "" for part in parts) == "answer 0")
 
 
+def counts_usage(row: Row, client: OpenAI) -> float:
+    """1 if the tokens of a stream's chunks add up to those of the response, where it asks for them."""
+    totals: list[int] = []
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        create: Any = client.chat.completions.create
+        parts = list(create(model="any", messages=list(row.messages), stream=True, **options))
+        totals.append(sum(part.usage.total_tokens for part in parts if part.usage is not None))
+    return float(totals == [0, 8])
+
+
+def retells(row: Row, client: OpenAI, form: str) -> float:
+    """Four requests of one conversation; the history shows the policy's call in another form."""
+    messages: list[Any] = list(row.messages)
+    for _ in range(4):
+        message = client.chat.completions.create(model="any", messages=messages, tools=[ADD]).choices[0].message
+        said: dict[str, Any] = {"role": "assistant", "content": message.content}
+        if message.tool_calls:
+            call: Any = message.tool_calls[0]
+            function = {"name": call.function.name, "arguments": call.function.arguments}
+            said["tool_calls"] = [{"id": call.id, "type": "function", "function": function}]
+            own = said["tool_calls"][0]
+            if form in ("dumped again", "another value"):
+                value = json.loads(call.function.arguments) | ({"a": 3} if form == "another value" else {})
+                function["arguments"] = json.dumps(value, indent=2)
+            elif form == "index":
+                own["index"] = 0
+            elif form == "no type":
+                del own["type"]
+            elif form == "own id":
+                own["id"] = "mine"
+            elif form == "object":
+                function["arguments"] = json.loads(call.function.arguments)
+        elif form == "stripped":
+            said["content"] = f" {message.content}\n"
+        elif form == "name":
+            said["name"] = "solver"
+        messages += [said, {"role": "user", "content": "more"}]
+    return 1.0
+
+
 def tools(row: Row, client: OpenAI) -> float:
     messages: list[Any] = list(row.messages)
     message = client.chat.completions.create(model="any", messages=messages, tools=[ADD]).choices[0].message

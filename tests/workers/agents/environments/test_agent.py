@@ -20,6 +20,8 @@ from troupe.workers.contract.environments import EpisodeReply, Message, Observat
 from troupe.workers.environment import EnvironmentWorker
 
 HERE = "tests.workers.agents.environments.agents"
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":2}'}}
+COST: Message = {"usage": {"prompt_tokens": 5, "completion_tokens": 3}}
 ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)
 
 
@@ -85,7 +87,7 @@ def test_a_conversation_is_continued_by_its_new_messages_alone() -> None:
     assert (played.last.status, played.last.observation.reward) == ("ok", 7.0)
     assert [contents(asked) for asked in played.asked] == [["hello"], ["you said answer 0"], ["you said answer 1"]]
     assert [asked.restart for asked in played.asked] == [True, False, False]
-    assert played.last.observation.info == {"requests": 3.0, "restarted": 0.0}
+    assert played.last.observation.info == {"requests": 3.0, "restarted": 0.0, "rewritten": 0.0}
 
 
 def test_an_asynchronous_agent_may_leave_the_reward_to_others() -> None:
@@ -113,7 +115,7 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
     assert played.last.observation.reward == 1.0
     assert [asked.restart for asked in played.asked] == [True, True, True]
     assert played.together == [3], "the choices of a request are sampled at the same time"
-    assert played.last.observation.info == {"requests": 3.0, "restarted": 2.0}
+    assert played.last.observation.info == {"requests": 3.0, "restarted": 2.0, "rewritten": 0.0}
     played = play(function=f"{HERE}:branches")
     assert played.last.observation.reward == 1.0
     assert sorted(contents(asked) for asked in played.asked) == [["left"], ["right"]]
@@ -226,7 +228,7 @@ def test_the_retry_of_a_request_that_the_client_gave_up_is_that_request() -> Non
     played = play(pause_s=1.5, function=f"{HERE}:impatient")
     assert (played.last.status, played.last.observation.reward) == ("ok", 2.0)
     assert len(played.asked) == 2
-    assert played.last.observation.info == {"requests": 2.0, "restarted": 0.0}
+    assert played.last.observation.info == {"requests": 2.0, "restarted": 0.0, "rewritten": 0.0}
 
 
 def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:
@@ -292,6 +294,26 @@ def test_wrong_settings_are_refused_at_start(args: dict[str, Any], message: str)
     worker = EnvironmentWorker(EnvironmentConfig(name="agent", args=args), "environment-0")
     with pytest.raises(ValueError, match=message):
         asyncio.run(worker.start())
+
+
+@pytest.mark.parametrize("form", ["dumped again", "index", "no type", "own id", "object", "stripped", "name"])
+def test_an_equal_turn_in_another_form_continues_the_conversation(form: str) -> None:
+    played = play(call=CALL, function=f"{HERE}:retells", args={"form": form})
+    assert [len(asked.messages) for asked in played.asked] == [1, 1, 1, 1]
+    assert [asked.restart for asked in played.asked] == [True, False, False, False]
+    assert played.last.observation.info == {"requests": 4.0, "restarted": 0.0, "rewritten": 0.0}
+
+
+def test_a_turn_that_is_told_otherwise_begins_a_row_and_names_the_difference() -> None:
+    played = play(call=CALL, function=f"{HERE}:retells", args={"form": "another value"})
+    assert [asked.restart for asked in played.asked] == [True, True, False, False]
+    assert played.last.observation.info == {"requests": 4.0, "restarted": 1.0, "rewritten": 1.0}
+    (note,) = [asked.note for asked in played.asked if asked.note]
+    assert "messages.1 (assistant): tool_calls [('add', '{\"a\": 2}')] became [('add', '{\"a\": 3}')]" in note
+
+
+def test_the_usage_of_a_stream_comes_once_and_if_it_is_asked_for() -> None:
+    assert play(extra=COST, function=f"{HERE}:counts_usage").last.observation.reward == 1.0
 
 
 def test_messages_of_the_sdk_and_of_the_history_compare_equal() -> None:
