@@ -12,16 +12,13 @@ import yaml
 from pydantic import BaseModel
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
-from troupe.orchestrator.algorithms.section import unread_options
+from troupe.orchestrator.algorithms.section import ROW_ONLY, unread_options
 from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm
 from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 
 _SPEC_NAMES = {"kl_estimator": "kl.estimator", "kl_to_go": "kl.to_go"}
-_NEVER_SHOWN = frozenset(
-    {"objective", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "kl_coef", "custom"}
-    | {"kl_target", "kl_horizon"}
-)
-"""What distinguishes the row from others (and is in its formula), or has another name in a spec."""
+_NEVER_SHOWN = ROW_ONLY | {"kl_coef", "kl_target", "kl_horizon"}
+"""What distinguishes the row from others (and is in its formula), or is in the section `kl`."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
     if row.kl_penalty is not None:
         yield "kl_old", f"{{coef: {row.kl_penalty.coef}, target: {row.kl_penalty.target}}}"
     if row.trust_region is not None:
-        region = ", ".join(f"{name}: {value}" for name, value in vars(row.trust_region).items())
+        region = ", ".join(f"{name}: {value}" for name, value in row.trust_region)
         yield "trust_region", f"{{{region}}}"
     sections: list[PolicyLossConfig | AdvantageConfig | CriticLossConfig] = [row.loss, row.advantage]
     sections += [row.critic_loss] if row.critic_loss is not None else []

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from troupe.orchestrator.algorithms.overrides import overridden, overrides
 from troupe.orchestrator.errors import nearest
 from troupe.workers.contract.config import Frozen
 from troupe.workers.contract.consequences import refused
@@ -16,8 +17,6 @@ from troupe.workers.contract.offline_config import (
     KtoLossConfig,
     OfflineLossConfig,
     OrpoLossConfig,
-    Preference,
-    RewardLevel,
     RewardLossConfig,
     RrhfLossConfig,
     SftLossConfig,
@@ -156,31 +155,13 @@ _TERMS = {"center_coef": "center_loss", "lm_coef": "lm_loss"}
 """Terms of a loss by the coefficient that adds them."""
 
 
+@overrides({type(row.loss): row.name for row in OFFLINE_ALGORITHMS.values()}, without={"kind"})
 class OfflineAlgorithmConfig(Frozen):
     """The algorithm, and settings that replace its defaults. A field left out (or null) takes the algorithm's
     default."""
 
     name: Annotated[str, ALGORITHM] = Field(json_schema_extra={"enum": [*sorted(OFFLINE_ALGORITHMS)]})
     """Name of the algorithm."""
-    beta: float | None = Field(default=None, gt=0.0)
-    """dpo, kto: strength of the implicit KL to the reference; ipo: the paper's tau; orpo: the paper's lambda."""
-    preference: Preference | None = None
-    """reward_model, dpo: loss of a preference. `logistic`: cross-entropy (Bradley-Terry, Plackett-Luce), which grows
-    without bound with the error. `fidelity`: between 0 and 1, so that single wrong labels matter little; on ranked
-    answers the mean over all pairs of them."""
-    label_smoothing: float | None = Field(default=None, ge=0.0, lt=0.5)
-    """reward_model, dpo: chance that the labels of a pair are swapped, or a ranking is reversed."""
-    level: RewardLevel | None = None
-    """reward_model: the places of the scores that the loss compares. `sequence`: at the last token, as in use.
-    `token` (pairs): at every place from the first token that differs to the end of the longer answer, averaged."""
-    center_coef: float | None = Field(default=None, ge=0.0)
-    """reward_model: weight of (r(chosen) + r(rejected))^2, which keeps the mean score near 0."""
-    lm_coef: float | None = Field(default=None, ge=0.0)
-    """reward_model, rrhf: weight of the best answer's negative log-likelihood (of all that are tied as the best)."""
-    desirable_weight: float | None = Field(default=None, gt=0.0)
-    """kto: weight of desirable answers."""
-    undesirable_weight: float | None = Field(default=None, gt=0.0)
-    """kto: weight of undesirable answers."""
     from_divergence: bool | None = None
     """dpo, ipo: only tokens from the first difference between the answers on carry the loss. This leaves DPO's loss
     unchanged (shared tokens cancel) and changes IPO's, which is a mean over tokens."""
@@ -217,12 +198,9 @@ class OfflineAlgorithmConfig(Frozen):
 
     def loss_config(self) -> OfflineLossConfig:
         """The loss: the row's defaults, overridden by the spec."""
-        return self.row.loss.model_copy(update=self._given(type(self.row.loss).model_fields))
+        return overridden(self.row.loss, dict(self))
 
     def unused(self) -> list[str]:
         """Fields that the spec sets and the algorithm does not read."""
         read = {"name", *self.row.options, *type(self.row.loss).model_fields}
         return [name for name, value in self if value is not None and name not in read]
-
-    def _given(self, names: Any) -> dict[str, Any]:
-        return {name: value for name, value in self if name in names and value is not None}

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from troupe.orchestrator.algorithms.offline import ALGORITHM, OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm, KlPenalty, TrustRegion
+from troupe.orchestrator.algorithms.overrides import overridden, overrides
+from troupe.orchestrator.algorithms.table import ADAPTED, ALGORITHMS, Algorithm, KlPenalty, TrustRegion
 from troupe.orchestrator.errors import nearest
 from troupe.workers.contract.config import (
     AdvantageConfig,
-    Aggregation,
     CriticLossConfig,
     CustomConfig,
     Frozen,
-    ImportanceConfig,
     PolicyLossConfig,
 )
 from troupe.workers.contract.consequences import AS_SAMPLED, noted
 
-_COEF = noted("from the next step on; a coefficient that adapts starts from it again")
-FrozenT = TypeVar("FrozenT", bound=Frozen)
+ROW_ONLY = frozenset(
+    {"objective", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "custom"}
+)
+"""Fields of the losses that distinguish the algorithms: a spec does not set them."""
+KL_FIELDS = frozenset({"kl_coef", "kl_estimator", "kl_to_go", "kl_target", "kl_horizon"})
+"""Fields of the losses that are in the section `kl`."""
 
 _RATIO = frozenset({"importance", "kl_stop"})
 _TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "advantage_clip"})
@@ -56,8 +59,6 @@ OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
 CUSTOM_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Name of a custom algorithm."""
 _REPLACED = 3  # groups that a custom filter may replace, for each group of a step, as with dapo
-_BOUNDS = ("dual_clip", "reward_clip", "advantage_clip", "value_clip")
-"""Fields that 0 turns off."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
 COMPARES = frozenset({"group", "smooth_group", "best_of_group", "custom"})
@@ -73,7 +74,7 @@ def unknown_algorithm(name: str) -> str:
 class KlConfig(Frozen):
     """KL divergence from the reference model."""
 
-    coef: Annotated[float | None, _COEF] = Field(default=None, ge=0.0)
+    coef: Annotated[float | None, ADAPTED] = Field(default=None, ge=0.0)
     """Weight of the KL term, which the algorithm puts in the loss or in the reward. Above 0 it needs the role
     `reference`. With a reference and 0 the divergence is only measured."""
     estimator: Literal["k1", "k2", "k3"] | None = None
@@ -89,27 +90,17 @@ class KlConfig(Frozen):
     more samples. null: 10000."""
 
 
+@overrides({KlPenalty: ""})
 class KlOldConfig(Frozen):
     """Penalty on KL(old || new) (ppo_penalty)."""
 
-    coef: Annotated[float | None, _COEF] = Field(default=None, gt=0.0)
-    """Coefficient of the first update; it then follows the divergence."""
-    target: float | None = Field(default=None, gt=0.0)
-    """Divergence per token, in nats, that the coefficient adapts to."""
 
-
+@overrides({TrustRegion: ""})
 class TrustRegionConfig(Frozen):
     """Limit on the divergence of a step (trpo)."""
 
-    max_kl: float | None = Field(default=None, gt=0.0)
-    """Largest KL(old || new) per token after a step, in nats, measured over the whole vocabulary at `kl_states` tokens.
-    A longer step is shortened until it is within the limit."""
-    backtrack: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Factor on the step's length in each attempt."""
-    attempts: int | None = Field(default=None, ge=1)
-    """Attempts; if none is within the limit, the step is undone."""
 
-
+@overrides(dict.fromkeys((PolicyLossConfig, AdvantageConfig, CriticLossConfig), ""), without=ROW_ONLY | KL_FIELDS)
 class AlgorithmConfig(Frozen):
     """The algorithm, and settings that replace its defaults. A field left out (or null) takes the algorithm's
     default."""
@@ -124,12 +115,6 @@ class AlgorithmConfig(Frozen):
     """Samples per prompt."""
     clip_range: float | None = Field(default=None, gt=0.0, lt=1.0)
     """The ratio is clipped to 1 - clip_range .. 1 + clip_range."""
-    clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Lower clip alone, instead of `clip_range`."""
-    clip_high: float | None = Field(default=None, gt=0.0)
-    """Upper clip alone, instead of `clip_range`."""
-    dual_clip: float | None = Field(default=None, ge=0.0)
-    """Bound on the loss for negative advantages (arXiv 1912.09729), above 1; 0 turns it off."""
     kl: KlConfig = KlConfig()
     """KL divergence from the reference model."""
     kl_old: KlOldConfig | None = None
@@ -141,37 +126,11 @@ class AlgorithmConfig(Frozen):
     kl_states: int = Field(default=128, ge=0)
     """Tokens of every batch at which KL(old || new) over the whole vocabulary is measured, exactly, after the step's
     updates (`policy/kl_exact`). It needs memory for that many rows of logits; 0: not measured."""
-    entropy_coef: float | None = Field(default=None, ge=0.0)
-    """Weight of the entropy bonus."""
     ptx_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the negative log-likelihood of `data.ptx` in every update of the policy (PPO-ptx, arXiv 2203.02155,
     eq. 2)."""
-    aggregation: Aggregation | None = None
-    """How token losses are reduced: `token_mean` weighs every token the same, `sequence_mean` every sequence;
-    `sequence_sum` averages the sums of the sequences; `constant` divides the sum of all by a constant;
-    `only_token_mean` adds up the means of the sequences. A sequence is a sample, however many rows it has."""
-    importance: ImportanceConfig | None = None
-    """Correction for the gap between the sampler and the trainer."""
-    normalize_by_std: bool | None = None
-    """Group estimator: divide by the group's standard deviation."""
     dynamic_sampling: int | None = Field(default=None, ge=0)
     """Replace groups whose rewards are all equal, at most this many for each group of a step; 0: train on them."""
-    gamma: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Discount per token."""
-    gae_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Exponential weight of longer returns (gae)."""
-    whiten: bool | None = None
-    """Shift and scale advantages to mean 0, variance 1 over the batch's tokens."""
-    n_steps: int | None = Field(default=None, ge=1)
-    """Tokens whose rewards are summed before the critic's value stands in for the rest (actor_critic)."""
-    reward_scale: Literal["none", "batch", "running"] | None = None
-    """Shift and scale sequence rewards to mean 0, variance 1 over the batch, or over all batches so far."""
-    reward_clip: float | None = Field(default=None, ge=0.0)
-    """Clip the sequence reward to plus or minus this; 0 turns it off."""
-    advantage_clip: float | None = Field(default=None, ge=0.0)
-    """Clip advantages to plus or minus this; 0 turns it off."""
-    value_clip: float | None = Field(default=None, ge=0.0)
-    """Clip new values to old values plus or minus this (critic); 0 turns it off."""
     mask_truncated: bool = False
     """Responses cut at `sampling.max_tokens` carry no loss; their rewards remain in the statistics of their group
     (overlong filtering: DAPO, arXiv 2503.14476, sec. 3.4)."""
@@ -193,13 +152,6 @@ class AlgorithmConfig(Frozen):
     def _usable(self) -> AlgorithmConfig:
         row_of(self)
         return self
-
-    @field_validator("dual_clip")
-    @classmethod
-    def _off_or_above_one(cls, bound: float | None) -> float | None:
-        if bound is not None and 0.0 < bound <= 1.0:
-            raise ValueError(f"must be greater than 1 (or 0, off), got {bound}")
-        return bound
 
 
 def is_custom(name: str) -> bool:
@@ -265,14 +217,9 @@ def kl_coef(config: AlgorithmConfig) -> float:
 def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
     """The policy's loss: the row's defaults, overridden by the spec."""
     row = row_of(config)
-    return _overridden(
-        row.loss,
-        config,
-        clip_low=_first(config.clip_low, config.clip_range),
-        clip_high=_first(config.clip_high, config.clip_range),
-        kl_coef=kl_coef(config) if row.kl_in == "loss" else 0.0,
-        kl_estimator=config.kl.estimator,
-    )
+    clips = {"clip_low": config.clip_range, "clip_high": config.clip_range}
+    coef = kl_coef(config) if row.kl_in == "loss" else 0.0
+    return overridden(row.loss, clips | _given(config) | {"kl_coef": coef, "kl_estimator": config.kl.estimator})
 
 
 def corrects_sampler(config: AlgorithmConfig) -> bool:
@@ -283,14 +230,9 @@ def corrects_sampler(config: AlgorithmConfig) -> bool:
 def advantage(config: AlgorithmConfig) -> AdvantageConfig:
     """How rewards become advantages: the row's defaults, overridden by the spec."""
     row = row_of(config)
-    return _overridden(
-        row.advantage,
-        config,
-        kl_coef=kl_coef(config) if row.kl_in == "reward" else 0.0,
-        kl_to_go=config.kl.to_go,
-        kl_target=config.kl.target,
-        kl_horizon=config.kl.horizon,
-    )
+    coef = kl_coef(config) if row.kl_in == "reward" else 0.0
+    kl = {"kl_to_go": config.kl.to_go, "kl_target": config.kl.target, "kl_horizon": config.kl.horizon}
+    return overridden(row.advantage, _given(config) | kl | {"kl_coef": coef})
 
 
 def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
@@ -298,16 +240,15 @@ def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
     default = row_of(config).kl_penalty
     if default is None:
         return None
-    given = config.kl_old or KlOldConfig()
-    return KlPenalty(given.coef or default.coef, given.target or default.target)
+    return overridden(default, dict(config.kl_old or ()))
 
 
 def trust_region(config: AlgorithmConfig) -> TrustRegion | None:
     """The limit on the divergence of a step; None for an algorithm without one."""
     default = row_of(config).trust_region
-    if default is None or config.trust_region is None:
-        return default
-    return replace(default, **{name: value for name, value in config.trust_region if value is not None})
+    if default is None:
+        return None
+    return overridden(default, dict(config.trust_region or ()))
 
 
 def compares_with_batch(config: AlgorithmConfig) -> bool:
@@ -324,7 +265,7 @@ def dynamic_sampling(config: AlgorithmConfig) -> int:
 def critic_loss(config: AlgorithmConfig) -> CriticLossConfig | None:
     """The critic's loss; None for an algorithm without a critic."""
     row = row_of(config)
-    return None if row.critic_loss is None else _overridden(row.critic_loss, config)
+    return None if row.critic_loss is None else overridden(row.critic_loss, _given(config))
 
 
 def unread_options(row: Algorithm) -> frozenset[str]:
@@ -350,15 +291,6 @@ def unused_options(config: AlgorithmConfig) -> list[str]:
     return [name for name, value in config if name in unread and value not in (None, {})]
 
 
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
-
-
-def _overridden(default: FrozenT, config: AlgorithmConfig, **others: Any) -> FrozenT:
-    """The default with what the spec sets in its fields of the same names, and with other values; None for unset
-    ones."""
-    fields = type(default).model_fields
-    given = {name: value for name, value in config if name in fields} | others
-    given = {name: value for name, value in given.items() if value is not None}
-    off = dict.fromkeys(name for name in _BOUNDS if given.get(name) == 0.0)
-    return type(default)(**(dict(default) | given | off))
+def _given(config: AlgorithmConfig) -> dict[str, Any]:
+    """The fields that a spec sets."""
+    return {name: value for name, value in config if value is not None}

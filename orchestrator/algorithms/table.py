@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from pydantic import Field
+
+from troupe.workers.contract.config import (
+    AdvantageConfig,
+    CriticLossConfig,
+    Frozen,
+    ImportanceConfig,
+    PolicyLossConfig,
+)
+from troupe.workers.contract.consequences import noted
 
 OptionalRole = Literal["critic", "reference"]
 KlPlacement = Literal["loss", "reward"]
 
 
-@dataclass(frozen=True)
-class KlPenalty:
+ADAPTED = noted("from the next step on; a coefficient that adapts starts from it again")
+
+
+class KlPenalty(Frozen):
     """PPO's penalty on KL(old || new), with a coefficient that follows the divergence (arXiv 1707.06347, sec. 4)."""
 
-    coef: float
-    """Coefficient of the first update."""
-    target: float
+    coef: Annotated[float, ADAPTED] = Field(gt=0.0)
+    """Coefficient of the first update; it then follows the divergence."""
+    target: float = Field(gt=0.0)
     """Divergence per token, in nats: above 1.5 times it the coefficient doubles, below a 1.5th of it halves."""
 
 
-@dataclass(frozen=True)
-class TrustRegion:
+class TrustRegion(Frozen):
     """TRPO's constraint: a step is shortened until KL(old || new) is within a limit (arXiv 1502.05477, eq. 14)."""
 
-    max_kl: float
-    """delta: the mean of KL(old || new) over tokens after a step, in nats, measured over the whole vocabulary."""
-    backtrack: float = 0.5
-    """Factor on the step's length while the divergence is above the limit (appendix C)."""
-    attempts: int = 10
-    """Shortened steps tried; if none is within the limit, the old policy is restored."""
+    max_kl: float = Field(gt=0.0)
+    """Largest KL(old || new) per token after a step, in nats, measured over the whole vocabulary at `kl_states` tokens.
+    A longer step is shortened until it is within the limit."""
+    backtrack: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Factor on the step's length in each attempt."""
+    attempts: int = Field(default=10, ge=1)
+    """Attempts; if none is within the limit, the step is undone."""
 
 
 @dataclass(frozen=True)

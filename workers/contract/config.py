@@ -528,9 +528,9 @@ class PolicyLossConfig(Frozen):
     (GSPO, arXiv 2507.18071, eq. 7); `sequence_token`: that mean with the gradient of each token (GSPO-token, eq.
     14)."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped below at 1 - clip_low."""
+    """The ratio is clipped below at 1 - clip_low (`clip_range` sets both clips)."""
     clip_high: float = Field(default=0.2, gt=0.0)
-    """The ratio is clipped above at 1 + clip_high."""
+    """The ratio is clipped above at 1 + clip_high (`clip_range` sets both clips)."""
     dynamic_clip: bool = False
     """Widen the bounds for improbable tokens, from `clip_low`, `clip_high` and the old probability (DCPO, arXiv
     2509.02333, sec. 3.1)."""
@@ -545,10 +545,11 @@ class PolicyLossConfig(Frozen):
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
     aggregation: Aggregation = "token_mean"
-    """`token_mean`: every token of the mini-batch has the same weight; `sequence_mean`: every sequence has the same
-    weight, shared by its tokens; `sequence_sum`: the sum over a sequence's tokens, averaged over sequences; `constant`:
-    the sum over tokens divided by sequences times `max_tokens` (Dr. GRPO); `only_token_mean`: the sum of the sequences'
-    means, not divided (DCPO). A sequence is a sample, also if an episode has several rows."""
+    """How token losses are reduced. `token_mean`: every token of the mini-batch has the same weight; `sequence_mean`:
+    every sequence has the same weight, shared by its tokens; `sequence_sum`: the sum over a sequence's tokens, averaged
+    over sequences; `constant`: the sum over tokens divided by sequences times `max_tokens` (Dr. GRPO);
+    `only_token_mean`: the sum of the sequences' means, not divided (DCPO). A sequence is a sample, also if an episode
+    has several rows."""
     importance: ImportanceConfig = ImportanceConfig()
     """Correction for the difference between sampler and trainer."""
 
@@ -571,7 +572,7 @@ class CriticLossConfig(Frozen):
     """The critic's loss on one micro-batch."""
 
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """New values are clipped to the old values plus or minus this; none: plain squared error."""
+    """New values are clipped to the old values plus or minus this; without it, the loss is the plain squared error."""
 
 
 STEP_ESTIMATORS = frozenset({"group", "returns", "gae", "n_step"})
@@ -590,7 +591,7 @@ class AdvantageConfig(Frozen):
     custom: CustomConfig | None = None
     """Estimator custom: the user's algorithm."""
     normalize_by_std: bool = True
-    """group: divide by the group's standard deviation."""
+    """Estimator group: divide by the group's standard deviation."""
     baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy"] = "none"
     """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of the
     group, the mean of the other samples of the group, or the reward of the greedy response to the same prompt."""
@@ -601,11 +602,11 @@ class AdvantageConfig(Frozen):
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
     """Exponential weight of longer returns, lambda (gae)."""
     n_steps: int = Field(default=8, ge=1)
-    """n_step: tokens whose rewards are summed before the critic's value replaces the rest."""
+    """Estimator n_step: tokens whose rewards are summed before the critic's value replaces the rest."""
     whiten: bool = False
-    """returns, gae, n_step: normalize advantages to mean 0 and variance 1 over the batch's tokens."""
+    """Estimators returns, gae, n_step: normalize advantages to mean 0 and variance 1 over the batch's tokens."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
-    """returns, gae, n_step: clip the final advantages to plus or minus this."""
+    """Estimators returns, gae, n_step: clip the final advantages to plus or minus this."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """returns, gae, n_step: add -kl_coef * (old_logprobs - ref_logprobs) to every token's reward."""
     kl_to_go: bool = True
@@ -615,10 +616,10 @@ class AdvantageConfig(Frozen):
     kl_horizon: int = Field(default=10_000, ge=1)
     """Samples over which the coefficient adapts (arXiv 1909.08593, sec. 2.2); a batch counts as at most that many."""
     reward_scale: Literal["none", "batch", "running"] = "none"
-    """returns, gae, n_step: normalize sequence rewards to mean 0 and variance 1, over the batch or over all batches so
-    far (PPO-max, arXiv 2307.04964)."""
+    """Estimators returns, gae, n_step: normalize sequence rewards to mean 0 and variance 1, over the batch or over all
+    batches so far (PPO-max, arXiv 2307.04964)."""
     reward_clip: float | None = Field(default=None, gt=0.0)
-    """returns, gae, n_step: clip the (scaled) sequence reward to plus or minus this."""
+    """Estimators returns, gae, n_step: clip the (scaled) sequence reward to plus or minus this."""
 
 
 class RolloutConfig(EngineWorkerConfig):

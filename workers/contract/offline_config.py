@@ -8,10 +8,20 @@ from pydantic import Field
 
 from troupe.workers.contract.config import Frozen, ModelConfig, RankConfig
 
-Preference = Literal["logistic", "fidelity"]
-"""Loss of a preference, of how far the model puts the better response ahead."""
+Preference = Annotated[
+    Literal["logistic", "fidelity"],
+    Field(
+        description="Loss of a preference. `logistic`: cross-entropy (Bradley-Terry, Plackett-Luce), which grows "
+        "without bound with the error. `fidelity`: between 0 and 1, so that single wrong labels matter little; on "
+        "ranked answers the mean over all pairs of them."
+    ),
+]
 RewardLevel = Literal["sequence", "token"]
 """The places of the scores that a reward model's loss compares."""
+LabelSmoothing = Annotated[
+    float,
+    Field(ge=0.0, lt=0.5, description="Chance that the labels of a pair are swapped, or a ranking is reversed."),
+]
 
 
 class SftLossConfig(Frozen):
@@ -25,15 +35,14 @@ class RewardLossConfig(Frozen):
 
     kind: Literal["reward"] = "reward"
     preference: Preference = "logistic"
-    """Loss of a preference."""
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Probability that the order of the responses is reversed."""
+    label_smoothing: LabelSmoothing = 0.0
     level: RewardLevel = "sequence"
-    """Compare the scores of the last tokens, or of all tokens from the first difference on (pairs)."""
+    """The places of the scores that the loss compares. `sequence`: at the last token, as in use. `token` (pairs): at
+    every place from the first token that differs to the end of the longer answer, averaged."""
     center_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the squared sum of the scores of an example."""
+    """Weight of (r(chosen) + r(rejected))^2, which keeps the mean score near 0."""
     lm_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the best response's negative log-likelihood."""
+    """Weight of the best answer's negative log-likelihood (of all that are tied as the best)."""
 
 
 class DpoLossConfig(Frozen):
@@ -43,9 +52,7 @@ class DpoLossConfig(Frozen):
     beta: float = Field(default=0.1, gt=0.0)
     """Strength of the implicit KL to the reference."""
     preference: Preference = "logistic"
-    """Loss of a preference."""
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Probability that the order of the responses is reversed (conservative DPO)."""
+    label_smoothing: LabelSmoothing = 0.0
 
 
 class IpoLossConfig(Frozen):
@@ -81,7 +88,7 @@ class RrhfLossConfig(Frozen):
 
     kind: Literal["rrhf"] = "rrhf"
     lm_coef: float = Field(default=1.0, ge=0.0)
-    """Weight of the best response's negative log-likelihood."""
+    """Weight of the best answer's negative log-likelihood (of all that are tied as the best)."""
 
 
 OfflineLossConfig = Annotated[

@@ -19,6 +19,7 @@ from troupe.orchestrator.spec.checks.shared import (
 )
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.sections import ReferenceRole
+from troupe.workers.contract.offline_config import RewardLossConfig
 
 _COLUMNS = ("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "label")
 
@@ -43,7 +44,8 @@ def check_roles(spec: OfflineSpec) -> Iterator[Finding]:
 def check_algorithm(spec: OfflineSpec) -> Iterator[Finding]:
     for name in spec.algorithm.unused():
         yield f"algorithm.{name}", f"{spec.row.name} does not use it; remove it"
-    if spec.algorithm.level == "token":
+    loss = spec.algorithm.loss_config()
+    if isinstance(loss, RewardLossConfig) and loss.level == "token":
         for split, source in spec.data.sources().items():
             if data_format(spec, source) == "ranked":
                 yield "algorithm.level", f"token compares pairs, but data.{split} has ranked answers"

@@ -88,9 +88,10 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
 def _without_effect(spec: RolloutSpec) -> Iterator[Finding]:
     """Settings of the algorithm that another one turns off."""
     config, sources = spec.algorithm, len(spec.data.mixture)
-    if config.importance is not None and config.importance.mode == "none":
+    importance = algorithms.policy_loss(config).importance
+    if importance.mode == "none":
         for name in ("level", "cap"):
-            if changed(config.importance, name):
+            if changed(importance, name):
                 yield f"algorithm.importance.{name}", "has no effect with mode none; remove it"
     if not config.by_source and sources < 2:
         yield "algorithm.by_source", "has no effect with one source in data.train; remove it"

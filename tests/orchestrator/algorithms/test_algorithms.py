@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,11 @@ from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
+
+
+def config_of(name: str, **settings: Any) -> AlgorithmConfig:
+    """The section of an algorithm; it has the settings of the losses."""
+    return AlgorithmConfig.model_validate({"name": name, **settings})
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -67,15 +73,15 @@ def test_grpo_follows_its_paper() -> None:
 
 
 def test_ppo_has_gae_and_kl_in_the_reward() -> None:
-    config = AlgorithmConfig(name="ppo", kl=KlConfig(coef=0.1))
+    config = config_of("ppo", kl=KlConfig(coef=0.1))
     assert policy_loss(config).kl_coef == 0.0
     assert advantage(config) == AdvantageConfig(estimator="gae", gae_lambda=0.95, whiten=True, kl_coef=0.1)
     assert critic_loss(config) == CriticLossConfig(value_clip=0.2)
 
 
 def test_settings_override_the_row() -> None:
-    config = AlgorithmConfig(
-        name="grpo",
+    config = config_of(
+        "grpo",
         group_size=4,
         clip_low=0.1,
         clip_high=0.3,
@@ -102,32 +108,30 @@ def test_settings_override_the_row() -> None:
 
 
 def test_clip_range_sets_both_sides() -> None:
-    loss = policy_loss(AlgorithmConfig(name="ppo", clip_range=0.3))
+    loss = policy_loss(config_of("ppo", clip_range=0.3))
     assert (loss.clip_low, loss.clip_high) == (0.3, 0.3)
 
 
 def test_a_zero_is_a_setting_and_not_a_default() -> None:
-    config = AlgorithmConfig(
-        name="ppo", kl=KlConfig(coef=0.0), gamma=0.0, gae_lambda=0.0, whiten=False, entropy_coef=0.0
-    )
+    config = config_of("ppo", kl=KlConfig(coef=0.0), gamma=0.0, gae_lambda=0.0, whiten=False, entropy_coef=0.0)
     assert kl_coef(config) == 0.0
     assert advantage(config) == AdvantageConfig(estimator="gae", gamma=0.0, gae_lambda=0.0, whiten=False)
 
 
 def test_a_bound_of_zero_is_off() -> None:
-    config = AlgorithmConfig(name="ppo", value_clip=0.0, reward_clip=0.0, dual_clip=0.0)
+    config = config_of("ppo", value_clip=0.0, reward_clip=0.0, dual_clip=0.0)
     assert critic_loss(config) == CriticLossConfig(value_clip=None)
     assert advantage(config).reward_clip is None
     assert policy_loss(config).dual_clip is None
-    config = AlgorithmConfig(name="ppo", value_clip=0.4, reward_clip=5.0)
+    config = config_of("ppo", value_clip=0.4, reward_clip=5.0)
     assert critic_loss(config) == CriticLossConfig(value_clip=0.4)
     assert advantage(config).reward_clip == 5.0
 
 
 def test_options_an_algorithm_does_not_read_are_named() -> None:
     given = {"gamma": 1.0, "gae_lambda": 0.9, "whiten": True, "reward_clip": 1.0, "value_clip": 0.1}
-    assert unused_options(AlgorithmConfig(name="grpo", **given, normalize_by_std=True)) == list(given)
-    assert unused_options(AlgorithmConfig(name="ppo", **given, normalize_by_std=True)) == ["normalize_by_std"]
+    assert unused_options(config_of("grpo", **given, normalize_by_std=True)) == list(given)
+    assert unused_options(config_of("ppo", **given, normalize_by_std=True)) == ["normalize_by_std"]
 
 
 @pytest.mark.parametrize("name", [row.name for row in ALGORITHMS.values() if row.advantage.estimator == "returns"])
@@ -137,10 +141,10 @@ def test_a_discount_is_an_option_where_it_changes_an_advantage(name: str) -> Non
     batch = SampledTokens(torch.tensor([1.0, 0.0]), torch.zeros(2).long(), torch.tensor([2, 1]), one, one, one, None)
     batch = replace(batch, greedy_rewards=torch.zeros(2))
     found = [
-        estimate(advantage(AlgorithmConfig(name=name, gamma=gamma)), batch, AdvantageState()).advantages.tolist()
+        estimate(advantage(config_of(name, gamma=gamma)), batch, AdvantageState()).advantages.tolist()
         for gamma in (1.0, 0.5)
     ]
-    assert ("gamma" in unused_options(AlgorithmConfig(name=name, gamma=0.5))) == (found[0] == found[1])
+    assert ("gamma" in unused_options(config_of(name, gamma=0.5))) == (found[0] == found[1])
     assert ("gamma" in dict(row_defaults(ALGORITHMS[name]))) == (found[0] != found[1])
 
 
@@ -163,7 +167,7 @@ def test_an_unknown_algorithm_is_refused(name: str) -> None:
 )
 def test_settings_out_of_bounds_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
-        AlgorithmConfig(name="ppo", **bad)  # pyright: ignore[reportArgumentType]
+        config_of("ppo", **bad)
 
 
 NUMBERS = ("clip_range", "clip_low", "clip_high", "dual_clip", "entropy_coef", "gamma", "gae_lambda", "reward_clip")
@@ -176,7 +180,7 @@ NUMBERS = ("clip_range", "clip_low", "clip_high", "dual_clip", "entropy_coef", "
 def test_what_the_section_takes_the_workers_take_too(name: str, numbers: dict[str, float]) -> None:
     """The section's bounds are those of the workers' models: what passes here never fails there."""
     try:
-        config = AlgorithmConfig(name=name, **numbers)  # pyright: ignore[reportArgumentType]
+        config = config_of(name, **numbers)
     except ValidationError:
         return
     policy_loss(config)

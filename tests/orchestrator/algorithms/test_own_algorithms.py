@@ -80,7 +80,7 @@ def test_a_loss_with_a_term_of_its_own_trains_rows_without_advantages(monkeypatc
 
 
 def test_advantages_can_be_whitened_and_clipped() -> None:
-    config = AlgorithmConfig(name=f"{OWN}:mean_baseline", whiten=True, advantage_clip=0.5)
+    config = AlgorithmConfig.model_validate({"name": f"{OWN}:mean_baseline", "whiten": True, "advantage_clip": 0.5})
     result = estimate(advantage(config), random_batch(4), AdvantageState()).advantages
     assert float(result.abs().max()) == 0.5
 

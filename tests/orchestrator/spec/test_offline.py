@@ -194,7 +194,9 @@ def test_every_row_makes_a_loss_and_reads_only_its_own_options() -> None:
         config = OfflineAlgorithmConfig(name=name)
         assert config.loss_config() == row.loss
         assert config.unused() == []
-    config = OfflineAlgorithmConfig(name="kto", beta=0.3, undesirable_weight=2.0, label_smoothing=0.1)
+    config = OfflineAlgorithmConfig.model_validate(
+        {"name": "kto", "beta": 0.3, "undesirable_weight": 2.0, "label_smoothing": 0.1}
+    )
     assert config.loss_config() == KtoLossConfig(beta=0.3, undesirable_weight=2.0)
     assert config.unused() == ["label_smoothing"]
 
