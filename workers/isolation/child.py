@@ -28,6 +28,8 @@ _WATCH_S = 0.5
 """Seconds between two calls of the function that watches an exchange."""
 _GUARD_S = 2.0
 """Time in which the guard of a child ends it."""
+_REAP_S = 1.0
+"""Longest time from the end of a child's connection to its exit."""
 _DRAIN_S = 1.0
 """Longest wait, in seconds, for the output of a child that has ended: a process that escaped may hold its pipe."""
 _BOOTSTRAP = (
@@ -38,6 +40,10 @@ _BOOTSTRAP = (
 
 class InvalidReply(Exception):
     """The child sent something other than one JSON object per line."""
+
+
+class LoadFailed(ValueError):
+    """The user's code does not load."""
 
 
 def python_command(entry: str, *args: str) -> list[str]:
@@ -65,6 +71,7 @@ class Child:
         Raises:
             OSError: The process cannot be started.
         """
+        self._name = name
         self.mark = new_mark()
         """Identifies the child and all processes that it starts."""
         self.connection, theirs = socket.socketpair()
@@ -89,6 +96,27 @@ class Child:
             theirs.close()
             os.close(owner_pipe)
         output.started()
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Makes the child load the user's code; returns what it says about it. A child that does not is ended.
+
+        Raises:
+            LoadFailed: With the reason.
+        """
+        try:
+            reply = self.exchange(order, LOAD_TIMEOUT_S)
+        except TimeoutError:
+            problem = f"{self._name}: not loaded after {LOAD_TIMEOUT_S:g} s"
+        except (EOFError, ConnectionError):
+            raise LoadFailed(f"{self._name}: the process that loads it {self.wait()}") from None
+        except InvalidReply as error:
+            problem = f"{self._name}: the process that loads it {error}"
+        else:
+            if "ready" in reply:
+                return reply
+            problem = str(reply.get("failure"))
+        self.close()
+        raise LoadFailed(problem)
 
     @property
     def alive(self) -> bool:
@@ -142,10 +170,10 @@ class Child:
             raise InvalidReply("replied something other than a JSON object")
         return reply
 
-    def wait(self, timeout_s: float) -> str:
+    def wait(self) -> str:
         """End a child that closed its connection; returns how it ended."""
         try:
-            code = self._process.wait(timeout_s)
+            code = self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
             return "closed its connection"
         finally:

@@ -13,7 +13,7 @@ from typing import Any
 
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.rewards import total
-from troupe.workers.isolation.child import LOAD_TIMEOUT_S, MAX_REPLY, Child, InvalidReply
+from troupe.workers.isolation.child import MAX_REPLY, Child, InvalidReply, LoadFailed
 from troupe.workers.isolation.descendants import used_bytes
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.results import Step, checked_steps
@@ -21,8 +21,6 @@ from troupe.workers.rewards.results import Step, checked_steps
 logger = logging.getLogger(__name__)
 
 _ENTRY = "troupe.workers.rewards.child:main"
-_REAP_S = 1.0
-"""Longest time from the end of a child's connection to its exit."""
 _GRACE_S = 1.0
 """Seconds that a child gets beyond the timeout to reply for the samples that were in time."""
 
@@ -114,15 +112,10 @@ class RewardProcess:
             "memory_limit_mib": self.memory_limit_mib,
         }
         try:
-            reply = child.exchange(order, LOAD_TIMEOUT_S)
-        except TimeoutError:
-            self.close()
-            raise RewardFunctionError(f"{self.config.name}: not loaded after {LOAD_TIMEOUT_S:g} s") from None
-        except (EOFError, ConnectionError, InvalidReply):
-            raise RewardFunctionError(f"{self.config.name}: the process that loads it {self._reap()}") from None
-        if "ready" not in reply:
-            self.close()
-            raise RewardFunctionError(str(reply.get("failure")))
+            reply = child.load(order)
+        except LoadFailed as error:
+            self._child = None
+            raise RewardFunctionError(str(error)) from None
         self._pid = int(reply["pid"])
         self._concurrent = reply.get("concurrent") is True
         self._resident, _ = used_bytes(child.mark)
@@ -231,7 +224,7 @@ class RewardProcess:
     def _reap(self) -> str:
         """Clean up a child that closed its connection; returns how it ended."""
         child, self._child = self._child, None
-        return "died" if child is None else child.wait(_REAP_S)
+        return "died" if child is None else child.wait()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from troupe.workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
-from troupe.workers.isolation.child import LOAD_TIMEOUT_S, Child, InvalidReply
+from troupe.workers.isolation.child import Child, LoadFailed
 from troupe.workers.isolation.descendants import end_marked
 
 logger = logging.getLogger(__name__)
@@ -144,29 +144,22 @@ class EnvironmentProcesses:
         """Start the loading process.
 
         Raises:
-            ValueError: the environment cannot be loaded.
+            LoadFailed: The environment cannot be loaded.
         """
-        reply = await asyncio.to_thread(self._start)
-        if "ready" not in reply:
-            self.close()
-            raise ValueError(str(reply.get("failure", "the process that loads the environment died")))
+        reply = await asyncio.to_thread(self._load)
         self.pid = int(reply["pid"])
         if threads := reply["threads"]:
             cause = f"its import started threads ({', '.join(threads)}), which no episode has: start them in `start`"
             logger.warning("%s: %s", self._order["name"], cause)
             self._hint = f" ({cause})"
 
-    def _start(self) -> dict[str, Any]:
-        name = str(self._order["name"])
-        self._child = Child(_ENTRY, name, self._env)
+    def _load(self) -> dict[str, Any]:
+        self._child = child = Child(_ENTRY, str(self._order["name"]), self._env)
         try:
-            return self._child.exchange(self._order, LOAD_TIMEOUT_S)
-        except TimeoutError:
-            return {"failure": f"{name}: not loaded after {LOAD_TIMEOUT_S:g} s"}
-        except InvalidReply as error:
-            return {"failure": f"{name}: the process that loads it {error}"}
-        except (EOFError, OSError):
-            return {}
+            return child.load(self._order)
+        except LoadFailed:
+            self._child = None
+            raise
 
     async def fork(self) -> EpisodeProcess:
         """Fork a process for one episode after another.
