@@ -50,7 +50,7 @@ class MeasuredExtension(TimedExtension):
 
     def hold(self, update: dict[str, Any]) -> None:
         """Copy a published version into this process's own memory, on the model's device."""
-        with weight_file.open_weights(weight_transfer.FileUpdateInfo(**update).update()) as weights:
+        with weight_file.open_weights(weight_transfer.FileUpdateInfo(update).update()) as weights:
             self._weights_held = [(name, tensor.to(self.device, copy=True)) for name, tensor in weights.tensors()]
 
     def apply_held(self) -> float:

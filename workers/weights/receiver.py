@@ -81,7 +81,7 @@ class EngineWeights:
                 await self._memory.begin_update()
                 await call(engine.collective_rpc("troupe_forget_unfinished_update"))
                 await call(engine.start_weight_update())
-                await call(engine.update_weights(WeightTransferUpdateRequest(asdict(update))))
+                await call(engine.update_weights(WeightTransferUpdateRequest({"fields": asdict(update)})))
                 await call(engine.finish_weight_update(str(update.version)))
                 if self._adapts:
                     await self._use_adapter(engine)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
+from pydantic import TypeAdapter
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from troupe.workers.contract.messages import TensorSpec, WeightUpdate
+from troupe.workers.contract.messages import WeightUpdate
 from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.engine.kept_tokens import record_kept_tokens
 from troupe.workers.engine.process import OWNER_VARIABLE, die_with_owner
@@ -61,19 +62,14 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """A :class:`~troupe.workers.contract.messages.WeightUpdate` as it arrives through vLLM's msgpack (as `asdict`)."""
+    """A message as it arrives through vLLM's msgpack."""
 
-    version: int
-    digest: str
-    path: str
-    host: str
-    tensors: list[dict[str, Any]]
-    nbytes: int
+    fields: dict[str, Any]
+    """The message, as `asdict` makes it."""
 
     def update(self) -> WeightUpdate:
         """The message itself."""
-        specs = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in self.tensors)
-        return WeightUpdate(self.version, self.digest, self.path, self.host, specs, self.nbytes)
+        return TypeAdapter(WeightUpdate).validate_python(self.fields)
 
 
 class LoadingEngine(WeightTransferEngine[InitT, UpdateT]):
