@@ -15,7 +15,7 @@ from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
-from troupe.orchestrator.plan.placement import Placement, Seat
+from troupe.orchestrator.plan.placement import Placement, WorkerPlacement
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import row_of, settings_of
@@ -104,7 +104,7 @@ class WorkerLauncher:
         return Workers({role: task.result() for role, task in started.items()})
 
     async def _role(self, role: str) -> Started:
-        """Starts the workers of a role that have a seat."""
+        """Starts the workers of a role that are placed."""
         row, names = row_of(self._spec, role), self._placements.names(role)
         if row.trains:
             workers = [self._actors.spawn(name) for name in names]
@@ -177,14 +177,14 @@ class WorkerLauncher:
         names = [worker.name for group in groups for worker in group.workers]
         self._cluster.events.record("trainer_restarted", workers=names)
 
-    def seat(self, name: str) -> tuple[Placement, Seat]:
-        """Placement and seat of the worker of this name."""
+    def placement(self, name: str) -> tuple[Placement, WorkerPlacement]:
+        """Placement group of the worker of this name, and its placement there."""
         return self._placements[name]
 
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.
 
-        The seat of a worker that is gone is reused.
+        The placement of a worker that is gone is reused.
 
         Raises:
             DoesNotFit: The cluster has no room.

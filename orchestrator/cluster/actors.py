@@ -11,7 +11,7 @@ from typing import Any
 
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.plan.memory import Sizes, shared_engine
-from troupe.orchestrator.plan.placement import Placement, Seat, place, place_one, role_sizes
+from troupe.orchestrator.plan.placement import Placement, WorkerPlacement, place, place_one, role_sizes
 from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
@@ -27,7 +27,7 @@ _RAYLET = "RAY_RAYLET_PID"
 reaped."""
 
 
-class WorkerPlacements(Mapping[str, tuple[Placement, Seat]]):
+class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
     """The places of the workers of a spec, by worker name. A place is kept while its worker is replaced."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster) -> None:
@@ -35,9 +35,9 @@ class WorkerPlacements(Mapping[str, tuple[Placement, Seat]]):
         self._cluster = cluster
         self._timeout_s = spec.schedule.start_timeout_s
         self._sizes = {size.role: size for size in role_sizes(spec)}
-        self._placements: dict[str, tuple[Placement, Seat]] = {}
+        self._placements: dict[str, tuple[Placement, WorkerPlacement]] = {}
 
-    def __getitem__(self, name: str) -> tuple[Placement, Seat]:
+    def __getitem__(self, name: str) -> tuple[Placement, WorkerPlacement]:
         return self._placements[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -48,7 +48,7 @@ class WorkerPlacements(Mapping[str, tuple[Placement, Seat]]):
 
     def roles(self) -> set[str]:
         """The roles that have a place."""
-        return {seat.role for _, seat in self.values()}
+        return {placed.role for _, placed in self.values()}
 
     def names(self, role: str) -> list[str]:
         """Names of the workers of a role that have a place, in the order of their index."""
@@ -63,7 +63,7 @@ class WorkerPlacements(Mapping[str, tuple[Placement, Seat]]):
         placements = [
             placement
             for placement in place(list(self._sizes.values()))
-            if only is None or any(section_of(seat.role) in only for seat in placement.seats)
+            if only is None or any(section_of(placed.role) in only for placed in placement.workers)
         ]
         await self._cluster.reserve(placements, self._timeout_s)
         for placement in placements:
@@ -88,8 +88,8 @@ class WorkerPlacements(Mapping[str, tuple[Placement, Seat]]):
 
     def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
         """Takes the places of a placement, or of the sections in `only` alone."""
-        seats = [seat for seat in placement.seats if only is None or section_of(seat.role) in only]
-        self._placements |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}
+        placed_here = [placed for placed in placement.workers if only is None or section_of(placed.role) in only]
+        self._placements |= {f"{placed.role}-{placed.index}": (placement, placed) for placed in placed_here}
 
 
 class RunActors:
@@ -125,8 +125,8 @@ class RunActors:
 
     def spawn(self, name: str) -> ActorWorker[Any]:
         """Creates the worker of this name in its place."""
-        placement, seat = self._placements[name]
-        row, settings = row_of(self._spec, seat.role), settings_of(self._spec, seat.role)
+        placement, placed = self._placements[name]
+        row, settings = row_of(self._spec, placed.role), settings_of(self._spec, placed.role)
         own = self._classes.get(row.kind)
         worker_class = own or actor_class(row.worker, row.protocol, concurrent=row.concurrent)
         config = settings.config
@@ -136,7 +136,7 @@ class RunActors:
             config = config.model_copy(update={"kv_cache_bytes": cache or None, "engine": engine})
         arguments = (config, name, *settings.extra)
         actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent, settings.engine)
-        worker = self._cluster.spawn(placement, seat, name, actor)
+        worker = self._cluster.spawn(placement, placed, name, actor)
         self._workers[name] = worker
         return worker
 

@@ -37,7 +37,7 @@ from troupe.orchestrator.errors import (
     WorkerRaised,
     WorkerTimeout,
 )
-from troupe.orchestrator.plan.placement import Node, Placement, Seat, fit, misfit
+from troupe.orchestrator.plan.placement import Node, Placement, WorkerPlacement, fit, misfit
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.metrics import PeakMemory
 from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall
@@ -391,17 +391,17 @@ class Cluster:
     async def run_beside(
         self,
         placement: Placement,
-        seat: Seat,
+        placed: WorkerPlacement,
         env: dict[str, str],
         function: Callable[..., R],
         timeout_s: float,
         *args: object,
     ) -> R:
-        """Calls a function in a separate process on the node of a reserved seat; it reserves nothing itself.
+        """Calls a function in a separate process on the node of a worker; it reserves nothing itself.
 
         Args:
-            placement: Placement of the seat.
-            seat: The seat, on whose node the function runs.
+            placement: A reserved placement group.
+            placed: The worker in it, on whose node the function runs.
             env: Environment variables of the process.
             function: What to call.
             timeout_s: Timeout for the result.
@@ -414,7 +414,7 @@ class Cluster:
         name = function.__name__
         env = TABLE_SETTINGS | env
         with self.calls.during(name, name, timeout_s):
-            return await _run_on_node(nodes[seat.bundle], env, function, timeout_s, args, name)
+            return await _run_on_node(nodes[placed.bundle], env, function, timeout_s, args, name)
 
     async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
         """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total.
@@ -464,15 +464,15 @@ class Cluster:
         chosen = fit([placement], free, occupied).node_of.get((placement.name, 0))
         return next((node.id for node in free if node.name == chosen), "")
 
-    def spawn(self, placement: Placement, seat: Seat, name: str, spec: ActorSpec) -> ActorWorker[Any]:
-        """Creates one worker in its seat; only its constructor runs, `start` loads the model."""
+    def spawn(self, placement: Placement, placed: WorkerPlacement, name: str, spec: ActorSpec) -> ActorWorker[Any]:
+        """Creates one worker in its placement; only its constructor runs, `start` loads the model."""
         options: dict[str, Any] = {
-            "num_cpus": seat.cpus,
-            "num_gpus": seat.gpus,
+            "num_cpus": placed.cpus,
+            "num_gpus": placed.gpus,
             "max_restarts": 0,
-            "runtime_env": self._process(placement, seat, spec),
+            "runtime_env": self._process(placement, placed, spec),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._reserved[placement.name].group, placement_group_bundle_index=seat.bundle
+                self._reserved[placement.name].group, placement_group_bundle_index=placed.bundle
             ),
         }
         if spec.concurrent:
@@ -484,18 +484,23 @@ class Cluster:
             self._watch.add(worker)
         return worker
 
-    def _process(self, placement: Placement, seat: Seat, spec: ActorSpec) -> dict[str, Any]:
+    def _process(self, placement: Placement, placed: WorkerPlacement, spec: ActorSpec) -> dict[str, Any]:
         """Ray's settings of a worker's process, which is a fork of the server if one has its engine."""
         settings, engine, server = TABLE_SETTINGS | spec.env, spec.engine, self._server
-        if server is not None and not seat.gpus and engine in (None, server.engine) and self._is_here(placement, seat):
+        if (
+            server is not None
+            and not placed.gpus
+            and engine in (None, server.engine)
+            and self._is_here(placement, placed)
+        ):
             settings |= {SERVER_VARIABLE: server.path, ENGINE_VARIABLE: engine.model_dump_json() if engine else ""}
             return {"env_vars": settings, "py_executable": shlex.join([sys.executable, forked_worker.__file__])}
         return {"env_vars": settings}
 
-    def _is_here(self, placement: Placement, seat: Seat) -> bool:
-        """Whether a reserved seat is on this node."""
+    def _is_here(self, placement: Placement, placed: WorkerPlacement) -> bool:
+        """Whether a worker is placed on this node."""
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
-        return nodes[seat.bundle] == ray.get_runtime_context().get_node_id()
+        return nodes[placed.bundle] == ray.get_runtime_context().get_node_id()
 
     def _lost(self, worker: str, detail: str) -> None:
         self.events.record("worker_lost", worker=worker, detail=detail)

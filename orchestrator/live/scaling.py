@@ -78,7 +78,7 @@ class WorkerScaler(RunPart):
         self,
         spec: RolloutSpec,
         pools: Mapping[str, ReplicaPool[Any]],
-        seats: WorkerResources,
+        resources: WorkerResources,
         console: Console,
         save: Callable[[RolloutSpec], None],
         file: str,
@@ -88,14 +88,14 @@ class WorkerScaler(RunPart):
         Args:
             spec: The spec of the run at its start.
             pools: The workers of each role that scales.
-            seats: Where their workers run.
+            resources: Where their workers run.
             console: Receives a line for every change.
             save: Takes over each changed spec, and writes it to `file`.
             file: The run's spec file, as error messages name it.
         """
         self.spec = spec
         self._pools = pools
-        self._seats = seats
+        self._resources = resources
         self._console = console
         self._save = save
         self._file = file
@@ -193,11 +193,11 @@ class WorkerScaler(RunPart):
     async def _add(self, role: str, name: str) -> bool:
         """Add a worker; returns whether it failed to start, in which case its resources are released."""
         try:
-            await self._seats.make_room(name)
+            await self._resources.make_room(name)
             try:
                 await self._pools[role].join(name)
             except _FAILURES:
-                await self._seats.dismiss(name, CLOSE_TIMEOUT_S)
+                await self._resources.dismiss(name, CLOSE_TIMEOUT_S)
                 raise
         except _FAILURES as error:
             self._console.message(f"{name} could not be added: {error or 'it did not start in time'}")
@@ -207,7 +207,7 @@ class WorkerScaler(RunPart):
     async def _remove(self, role: str, name: str) -> None:
         """Let a worker finish its outstanding work within the timeout, then stop it."""
         await self._pools[role].retire(name, self.spec.schedule.generate_timeout_s)
-        await self._seats.dismiss(name, CLOSE_TIMEOUT_S)
+        await self._resources.dismiss(name, CLOSE_TIMEOUT_S)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.plan.measured import Measured, with_peak
-from troupe.orchestrator.plan.memory import HEADROOM, MemoryOf, Seated, Sizes
+from troupe.orchestrator.plan.memory import HEADROOM, MemoryOf, PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.remedies import Misfit
 from troupe.orchestrator.plan.worker_memory import (
@@ -95,26 +95,30 @@ class MemoryPlan:
 
 
 def memory_plan(
-    spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], sizes: Sizes, measured: Measured | None = None
+    spec: RunSpec,
+    everyone: Sequence[PlacedWorker],
+    nodes: Sequence[Node],
+    sizes: Sizes,
+    measured: Measured | None = None,
 ) -> MemoryPlan:
     """Memory of every worker, engine and node of a spec whose workers are placed; `measured` replaces estimates."""
     peaks = {} if measured is None else measured.memory
     by_name = {node.name: node for node in nodes}
     workers: dict[str, tuple[WorkerMemory, ...]] = {}
     caches: dict[str, Cache] = {}
-    for seat in seats:
-        gpu = by_name[seat.node].gpu_memory if seat.node in by_name else 0
-        memory: MemoryOf = resolve(row_of(spec, seat.role).memory)
-        estimated, cache = memory(spec, seat, gpu, sizes)
-        workers[seat.worker] = tuple(with_peak(memory, peaks.get(seat.role, {})) for memory in estimated)
+    for placed in everyone:
+        gpu = by_name[placed.node].gpu_memory if placed.node in by_name else 0
+        memory: MemoryOf = resolve(row_of(spec, placed.role).memory)
+        estimated, cache = memory(spec, placed, gpu, sizes)
+        workers[placed.worker] = tuple(with_peak(memory, peaks.get(placed.role, {})) for memory in estimated)
         if cache is not None:
-            caches[seat.worker] = cache
-    node_memories = tuple(_of_node(spec, number, node, seats, workers, sizes) for number, node in enumerate(nodes))
-    shared = list(_shared_gpus(seats, workers, by_name))
+            caches[placed.worker] = cache
+    node_memories = tuple(_of_node(spec, number, node, everyone, workers, sizes) for number, node in enumerate(nodes))
+    shared = list(_shared_gpus(everyone, workers, by_name))
     misfits = (
         *_undivided_engines(spec, sizes),
         *_undivided_trainers(spec, sizes),
-        *_engines_without_cache(seats, caches, by_name),
+        *_engines_without_cache(everyone, caches, by_name),
         *(use.misfit for use in shared if use.total > use.capacity),
         *(_full_node(node) for node in node_memories if node.capacity and node.total > node.capacity),
     )
@@ -145,18 +149,18 @@ def _of_node(
     spec: RunSpec,
     number: int,
     node: Node,
-    seats: Sequence[Seated],
+    everyone: Sequence[PlacedWorker],
     workers: Mapping[str, tuple[WorkerMemory, ...]],
     sizes: Sizes,
 ) -> NodeMemory:
     """Host memory of a node: its workers, and on some nodes the weight file, the step's batch, and Ray's processes."""
-    here = [seat for seat in seats if seat.node == node.name]
+    here = [placed for placed in everyone if placed.node == node.name]
     by_role: defaultdict[str, int] = defaultdict(int)
-    for seat in here:
-        by_role[seat.role] += sum(m.total for m in workers[seat.worker] if m.where == "host")
+    for placed in here:
+        by_role[placed.role] += sum(m.total for m in workers[placed.worker] if m.where == "host")
     parts = [Part(role, count) for role, count in by_role.items() if count]
     size = sizes.of(spec.model)
-    maps_file = any(seat.role in SAMPLERS or seat.worker == "policy-0" for seat in here)
+    maps_file = any(placed.role in SAMPLERS or placed.worker == "policy-0" for placed in here)
     if maps_file and size is not None and has_weight_file(spec):
         lora = spec.roles.policy.lora
         published = size.parameters if lora is None else adapter_numbers(size, lora)
@@ -197,27 +201,27 @@ def _undivided_trainers(spec: RunSpec, sizes: Sizes) -> Iterator[Misfit]:
 
 
 def _engines_without_cache(
-    seats: Sequence[Seated], caches: Mapping[str, Cache], nodes: Mapping[str, Node]
+    everyone: Sequence[PlacedWorker], caches: Mapping[str, Cache], nodes: Mapping[str, Node]
 ) -> Iterator[Misfit]:
-    for seat in seats:
-        cache = caches.get(seat.worker)
+    for placed in everyone:
+        cache = caches.get(placed.worker)
         if cache is None or cache.sequences:
             continue
-        problem = f"{seat.worker}: its KV cache of {gib(cache.bytes)} GiB holds no sequence of {cache.longest} tokens"
-        if seat.gpus > 0:
-            problem += f" (a GPU has {gib(nodes[seat.node].gpu_memory)} GiB)"
-        yield Misfit("cache", seat.worker, (seat.role,), problem)
+        problem = f"{placed.worker}: its KV cache of {gib(cache.bytes)} GiB holds no sequence of {cache.longest} tokens"
+        if placed.gpus > 0:
+            problem += f" (a GPU has {gib(nodes[placed.node].gpu_memory)} GiB)"
+        yield Misfit("cache", placed.worker, (placed.role,), problem)
 
 
 @dataclass(frozen=True)
 class _SharedGpu:
     """What the workers of one bundle need of their GPU, or each of their GPUs."""
 
-    memories: Mapping[Seated, Sequence[WorkerMemory]]
+    memories: Mapping[PlacedWorker, Sequence[WorkerMemory]]
     capacity: int
 
     @property
-    def needs(self) -> Mapping[Seated, int]:
+    def needs(self) -> Mapping[PlacedWorker, int]:
         """What each needs in the fullest period."""
         return self._during(max(PERIODS, key=lambda period: sum(self._during(period).values())))
 
@@ -233,20 +237,20 @@ class _SharedGpu:
     def by_period(self) -> SharedUse:
         periods: dict[Period, int] = {period: sum(self._during(period).values()) for period in PERIODS}
         alone = sum(memory.total for held in self.memories.values() for memory in held)
-        return SharedUse(tuple(seat.worker for seat in self.memories), periods, alone, self.capacity)
+        return SharedUse(tuple(placed.worker for placed in self.memories), periods, alone, self.capacity)
 
-    def _during(self, period: Period) -> Mapping[Seated, int]:
-        return {seat: sum(memory.during(period) for memory in held) for seat, held in self.memories.items()}
+    def _during(self, period: Period) -> Mapping[PlacedWorker, int]:
+        return {placed: sum(memory.during(period) for memory in held) for placed, held in self.memories.items()}
 
     @property
     def names(self) -> str:
-        return " and ".join(seat.worker for seat in self.memories)
+        return " and ".join(placed.worker for placed in self.memories)
 
     @property
     def misfit(self) -> Misfit:
         # An engine takes a fixed share of the GPU, so of two workers on a GPU the other one is too large.
         needs = self.needs
-        roles = [s.role for s in sorted(needs, key=lambda seat: (seat.role in ENGINES, -needs[seat]))]
+        roles = [s.role for s in sorted(needs, key=lambda placed: (placed.role in ENGINES, -needs[placed]))]
         need = "need" if len(needs) > 1 else "needs"
         problem = f"{self.names} {need} {gib(self.total)} GiB of a GPU's {gib(self.capacity)}"
         if self.alternates:
@@ -256,16 +260,16 @@ class _SharedGpu:
 
 
 def _shared_gpus(
-    seats: Sequence[Seated], workers: Mapping[str, tuple[WorkerMemory, ...]], nodes: Mapping[str, Node]
+    everyone: Sequence[PlacedWorker], workers: Mapping[str, tuple[WorkerMemory, ...]], nodes: Mapping[str, Node]
 ) -> Iterator[_SharedGpu]:
     """Use of GPUs of known size, by bundle: workers that share a bundle share its GPU."""
-    bundles: defaultdict[tuple[str, int], list[Seated]] = defaultdict(list)
-    for seat in seats:
-        if seat.gpus > 0 and seat.node in nodes and nodes[seat.node].gpu_memory:
-            bundles[seat.group, seat.bundle].append(seat)
+    bundles: defaultdict[tuple[str, int], list[PlacedWorker]] = defaultdict(list)
+    for placed in everyone:
+        if placed.gpus > 0 and placed.node in nodes and nodes[placed.node].gpu_memory:
+            bundles[placed.group, placed.bundle].append(placed)
     for sharing in bundles.values():
-        memories = {seat: [m for m in workers[seat.worker] if m.where == "gpu"] for seat in sharing}
-        capacity = int(min(1.0, sum(seat.gpus for seat in sharing)) * nodes[sharing[0].node].gpu_memory)
+        memories = {placed: [m for m in workers[placed.worker] if m.where == "gpu"] for placed in sharing}
+        capacity = int(min(1.0, sum(placed.gpus for placed in sharing)) * nodes[sharing[0].node].gpu_memory)
         yield _SharedGpu(memories, capacity)
 
 
@@ -280,7 +284,7 @@ def _nearly_full_gpus(shared: Sequence[_SharedGpu]) -> Iterator[str]:
     """One line for all workers that leave as little. An engine alone is no reason: its cache takes the rest."""
     alike: dict[tuple[tuple[str, ...], int, int], list[_SharedGpu]] = {}
     for use in shared:
-        roles = tuple(seat.role for seat in use.memories)
+        roles = tuple(placed.role for placed in use.memories)
         if use.total <= use.capacity < use.total / (1 - HEADROOM) and {*roles}.difference(ENGINES):
             alike.setdefault((roles, use.total, use.capacity), []).append(use)
     for (_, total, capacity), uses in alike.items():

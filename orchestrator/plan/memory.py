@@ -97,15 +97,17 @@ weights."""
 
 
 @dataclass(frozen=True)
-class Seated:
-    """One worker and its place."""
+class PlacedWorker:
+    """One worker, and the bundle and node that it is placed in."""
 
     worker: str
-    group: str
-    bundle: int
+    cpus: float
     gpus: float
+    group: str
+    """Its placement group."""
+    bundle: int
     node: str
-    """Empty without room."""
+    """Empty if there is no room."""
 
     @property
     def role(self) -> str:
@@ -150,12 +152,12 @@ class Sizes:
 
 Memory = tuple[tuple[WorkerMemory, ...], Cache | None]
 """Memory of one worker (empty if its model's size is unknown), and its cache if it is an engine."""
-MemoryOf = Callable[[Any, Seated, int, Sizes], Memory]
+MemoryOf = Callable[[Any, PlacedWorker, int, Sizes], Memory]
 """Memory of one worker of a spec: the spec, the worker, memory of one of its GPUs in bytes (0 if unknown), and the
 sizes of models."""
 
 
-def of_reference(spec: RunSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+def of_reference(spec: RunSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a reference worker."""
     config = reference_config(spec)
     size = sizes.of(config.model) if config is not None else None
@@ -170,10 +172,10 @@ def of_reference(spec: RunSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory
         process=SCORER_PROCESS,
         ranks=config.shards,
     )
-    return scoring(seat.worker, model), None
+    return scoring(placed.worker, model), None
 
 
-def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
+def of_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
     """Memory of a rollout engine."""
     config = rollout_config(spec)
     size = sizes.of(config.model)
@@ -190,7 +192,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
         """Memory of the engine with this share of its GPU."""
         settings = config.engine.model_copy(update={"gpu_memory_utilization": share})
         memories, cache = engine(
-            seat.worker,
+            placed.worker,
             size,
             config.model.dtype,
             settings,
@@ -205,7 +207,7 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     share = spec.roles.rollout.gpu_memory_utilization
     if share is not None or not shared or not on_gpu:
         return taking(share)
-    policy, _ = of_policy(spec, Seated("policy-0", "", 0, spec.roles.policy.gpus, ""), gpu, sizes)
+    policy, _ = of_policy(spec, PlacedWorker("policy-0", 0.0, spec.roles.policy.gpus, "", 0, ""), gpu, sizes)
     reserved = int(min(1.0, spec.roles.policy.gpus + spec.roles.rollout.gpus) * gpu)
     shares = _engine_shares(policy, taking(0.0)[0], config.sleep, on_gpu, reserved)
     found = [taking(each) for each in shares]
@@ -217,34 +219,34 @@ def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float
 
     None if the size of its model is unknown.
     """
-    memories, cache = of_engine(spec, Seated("rollout-0", "", 0, spec.roles.rollout.gpus, ""), gpu, sizes)
+    memories, cache = of_engine(spec, PlacedWorker("rollout-0", 0.0, spec.roles.rollout.gpus, "", 0, ""), gpu, sizes)
     if cache is None:
         return None
     return cache.bytes, spec.roles.rollout.gpu_memory_utilization or _held_by_engine(memories) / gpu
 
 
-def of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
+def of_judge(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
     """Memory of a judge's engine."""
     config = judge_config(spec)
     size = None if config is None else sizes.of(config.model, packed=True)
     if config is None or size is None:
         return (), None
     on_gpu = gpu if config.device == "cuda" else None
-    return engine(seat.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS)
+    return engine(placed.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS)
 
 
-def of_process(_spec: RunSpec, seat: Seated, _gpu: int, _sizes: Sizes) -> Memory:
+def of_process(_spec: RunSpec, placed: PlacedWorker, _gpu: int, _sizes: Sizes) -> Memory:
     """Memory of a worker without a model, and of one process with the user's code, without what that allocates."""
     parts = (Part("functions", FUNCTION_PROCESS), Part("process", REWARD_PROCESS))
-    return (WorkerMemory(seat.worker, "host", parts),), None
+    return (WorkerMemory(placed.worker, "host", parts),), None
 
 
-def of_reward(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+def of_reward(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a reward worker."""
     role = spec.roles.reward
     functions = Part("functions", sum(map(len, reward_functions(spec).values())) * FUNCTION_PROCESS)
     if role.model is None:
-        return (WorkerMemory(seat.worker, "host", (functions, Part("process", REWARD_PROCESS))),), None
+        return (WorkerMemory(placed.worker, "host", (functions, Part("process", REWARD_PROCESS))),), None
     size = sizes.of(role.model)
     if size is None:
         return (), None
@@ -257,11 +259,11 @@ def of_reward(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         values=True,
         process=SCORER_PROCESS,
     )
-    found = scoring(seat.worker, model)
+    found = scoring(placed.worker, model)
     return tuple(replace(m, parts=(*m.parts, functions)) if m.where == "host" else m for m in found), None
 
 
-def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+def of_offline_trainer(spec: OfflineSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a rank that trains on offline data."""
     config = offline_config(spec)
     size = sizes.of(config.model)
@@ -281,13 +283,13 @@ def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes)
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         copies_saves=spec.checkpoint.async_save,
-        exported=seat.is_first,
+        exported=placed.is_first,
         adapters=_adapters(size, config.lora, values=spec.trains == "reward_model"),
     )
-    return training(seat.worker, rank), None
+    return training(placed.worker, rank), None
 
 
-def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+def of_critic(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a critic rank."""
     config = critic_config(spec)
     size = sizes.of(config.model) if config is not None else None
@@ -306,10 +308,10 @@ def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         exported=False,
         adapters=_adapters(size, config.lora, values=True),
     )
-    return training(seat.worker, rank), None
+    return training(placed.worker, rank), None
 
 
-def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
     """Memory of a policy rank."""
     config = policy_config(spec)
     size = sizes.of(config.model)
@@ -317,7 +319,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         return (), None
     of_base = config.lora is not None and config.reference_model == config.model  # the policy without its adapters
     backend = BACKENDS[config.transfer_backend]
-    buffers = backend.sender_buckets if backend.every_rank_sends or seat.worker == "policy-0" else 0
+    buffers = backend.sender_buckets if backend.every_rank_sends or placed.worker == "policy-0" else 0
     rank = Training(
         size=size,
         dtype=config.model.dtype,
@@ -333,15 +335,15 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
         copies_saves=spec.checkpoint.async_save,
-        exported=seat.is_first,
+        exported=placed.is_first,
         adapters=_adapters(size, config.lora, values=False),
     )
-    memories = training(seat.worker, rank)
+    memories = training(placed.worker, rank)
     if resolved_sleep(spec) == "none":
         return memories, None
     scores = spec.reference_in_policy or (needs_old_logprobs(spec) and not old_logprobs_at_batch(spec))
     model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, longest_sequence(spec), gpu=True)
-    return tuple(_handing_over(memories, scoring(seat.worker, model) if scores else ())), None
+    return tuple(_handing_over(memories, scoring(placed.worker, model) if scores else ())), None
 
 
 def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:

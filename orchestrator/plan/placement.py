@@ -2,8 +2,8 @@
 
 Each training group has one placement group; every worker of another role has its own, so that it can be added or
 removed without touching the trainer. Ray spreads the bundles of one group; whole groups are spread here, over the nodes
-with the fewest of their role. A colocated role takes seats in the bundles of the role it is colocated with; a reference
-colocated with the policy runs inside the policy's processes and takes none.
+with the fewest of their role. A colocated role is placed in the bundles of the role it is colocated with; a reference
+colocated with the policy runs inside the policy's processes and has none.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class RoleSize:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Place of one worker in a bundle."""
+class WorkerPlacement:
+    """Placement of one worker in a bundle of its group."""
 
     role: str
     index: int
@@ -77,14 +77,14 @@ class Placement:
     name: str
     bundles: tuple[dict[str, float], ...]
     strategy: Strategy
-    seats: tuple[Seat, ...]
+    workers: tuple[WorkerPlacement, ...]
     labels: tuple[tuple[str, str], ...] = ()
     """Labels that the nodes of its bundles must have."""
 
     @property
     def role(self) -> str:
         """The role it is reserved for; colocated workers of another role may share it."""
-        return self.seats[0].role
+        return self.workers[0].role
 
     @property
     def request(self) -> str:
@@ -210,7 +210,7 @@ def too_large(placement: Placement, nodes: Sequence[Node]) -> str:
 def misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
     """Error message for a placement group that does not fit: its request, the requests of all roles, and what is
     free."""
-    roles = Counter((seat.role, seat.cpus, seat.gpus) for placement in placements for seat in placement.seats)
+    roles = Counter((placed.role, placed.cpus, placed.gpus) for placement in placements for placed in placement.workers)
     wanted = ", ".join(f"{n} {role} of {cpus:g} CPU {gpus:g} GPU" for (role, cpus, gpus), n in roles.items())
     there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
     return (
@@ -241,21 +241,21 @@ def _labels(role: RoleResources) -> tuple[tuple[str, str], ...]:
 def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -> Placement:
     """One placement group: a bundle for each of the host role's workers `indices`, shared with the colocated worker of
     the same number."""
-    seats = tuple(
-        Seat(role.role, index, bundle, role.cpus, role.gpus)
+    workers = tuple(
+        WorkerPlacement(role.role, index, bundle, role.cpus, role.gpus)
         for role in sharing
         for bundle, index in enumerate(indices)
         if index < role.workers
     )
     bundles = tuple(
         {
-            "CPU": sum(seat.cpus for seat in seats if seat.bundle == bundle),
-            "GPU": sum(seat.gpus for seat in seats if seat.bundle == bundle),
+            "CPU": sum(placed.cpus for placed in workers if placed.bundle == bundle),
+            "GPU": sum(placed.gpus for placed in workers if placed.bundle == bundle),
         }
         for bundle in range(len(indices))
     )
     labels = dict(pair for role in sharing for pair in role.labels)
-    return Placement(name, bundles, sharing[0].strategy, seats, tuple(labels.items()))
+    return Placement(name, bundles, sharing[0].strategy, workers, tuple(labels.items()))
 
 
 def role_sizes(spec: RunSpec) -> tuple[RoleSize, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.plan.measured import Measured, Recorded
-from troupe.orchestrator.plan.memory import Seated, Sizes
+from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import (
     GPU_GIB,
     Node,
@@ -35,23 +35,10 @@ _MOST_GIB = 1_000_000
 
 
 @dataclass(frozen=True)
-class PlanRow:
-    """Placement of one worker."""
-
-    worker: str
-    cpus: float
-    gpus: float
-    group: str
-    bundle: int
-    node: str
-    """Empty if there is no room."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """Placement and memory of a spec's workers on a set of nodes."""
 
-    rows: tuple[PlanRow, ...]
+    rows: tuple[PlacedWorker, ...]
     in_process: tuple[tuple[str, str], ...]
     """Roles that run inside other workers, and the role of those workers."""
     asked: dict[str, float]
@@ -110,7 +97,7 @@ class _Placed:
     """Workers on nodes, and the first thing that does not fit."""
 
     placements: tuple[Placement, ...]
-    rows: tuple[PlanRow, ...]
+    rows: tuple[PlacedWorker, ...]
     memory: MemoryPlan
     misfit: Misfit | None
     measured: Measured | None
@@ -119,23 +106,22 @@ class _Placed:
     def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes, recorded: Recorded | None) -> _Placed:
         """Place a spec's workers."""
         placements = place(role_sizes(spec))
-        seating = fit(placements, nodes)
+        fitted = fit(placements, nodes)
         rows = tuple(
-            PlanRow(
-                f"{seat.role}-{seat.index}",
-                seat.cpus,
-                seat.gpus,
+            PlacedWorker(
+                f"{placed.role}-{placed.index}",
+                placed.cpus,
+                placed.gpus,
                 placement.name,
-                seat.bundle,
-                seating.node_of.get((placement.name, seat.bundle), ""),
+                placed.bundle,
+                fitted.node_of.get((placement.name, placed.bundle), ""),
             )
             for placement in placements
-            for seat in placement.seats
+            for placed in placement.workers
         )
-        seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
         measured = None if recorded is None else recorded.of(spec, nodes)
-        memory = memory_plan(spec, seated, nodes, sizes, measured)
-        return cls(placements, rows, memory, _first(placements, nodes, seating.missing, memory.misfit), measured)
+        memory = memory_plan(spec, rows, nodes, sizes, measured)
+        return cls(placements, rows, memory, _first(placements, nodes, fitted.missing, memory.misfit), measured)
 
 
 def _first(
@@ -144,7 +130,7 @@ def _first(
     """The first misfit of workers: one that no node can hold, one without room next to the others, or `full`."""
     for placement in placements:
         if problem := too_large(placement, nodes):
-            roles = tuple(dict.fromkeys(seat.role for seat in placement.seats))
+            roles = tuple(dict.fromkeys(placed.role for placed in placement.workers))
             return Misfit("bundle", placement.name, roles, problem)
     if missing is None or (full is not None and full.kind == "parallel"):
         return full
@@ -191,15 +177,15 @@ def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
     return [Node(f"node-{i}", *size, accelerator=kind) for i in range(int(match[1]))]
 
 
-def as_json(name: str, seating: Plan) -> dict[str, Any]:
+def as_json(name: str, planned: Plan) -> dict[str, Any]:
     """The plan as plain data; memory in bytes."""
-    memory = seating.memory
+    memory = planned.memory
     return {
         "name": name,
-        "seats": [asdict(row) for row in seating.rows],
-        "inside": dict(seating.in_process),
-        "asked": seating.asked,
-        "there": seating.there,
+        "seats": [asdict(row) for row in planned.rows],
+        "inside": dict(planned.in_process),
+        "asked": planned.asked,
+        "there": planned.there,
         "memory": [
             {"worker": w.worker, "of": w.where, "parts": _by_name(w.parts), "total": w.total} for w in memory.workers
         ],
@@ -213,10 +199,10 @@ def as_json(name: str, seating: Plan) -> dict[str, Any]:
             for n in memory.nodes
         ],
         "unknown": {model.path: model.why for model in memory.unknown},
-        "misfit": seating.misfit or None,
-        "remedies": [dict(remedy.changes) for remedy in seating.remedies],
+        "misfit": planned.misfit or None,
+        "remedies": [dict(remedy.changes) for remedy in planned.remedies],
         "warnings": list(memory.warnings),
-        "measured": None if seating.measured is None else asdict(seating.measured),
+        "measured": None if planned.measured is None else asdict(planned.measured),
     }
 
 

@@ -85,7 +85,7 @@ class RunAudit:
         session, spec = self.session, self.spec
         policy = session.workers.require_policy()
         prompts = self.data.train, session.cluster.put(self.data.train.table)
-        scorer = token_scorer(spec, session.cluster, session.launcher.seat(policy.workers[0].name))
+        scorer = token_scorer(spec, session.cluster, session.launcher.placement(policy.workers[0].name))
         auditor = Auditor(spec, self.pools.engines, policy, prompts, scorer)
         session.console.phase("audit", 0, 1)
         if found is not None:

@@ -107,7 +107,7 @@ class RolloutRun:
         self.scaler = WorkerScaler(
             spec,
             pools=pools.by_role,
-            seats=session.launcher,
+            resources=session.launcher,
             console=session.console,
             save=self._follow,
             file=str(out / RESOLVED_SPEC),

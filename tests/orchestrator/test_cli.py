@@ -183,8 +183,8 @@ def test_every_shipped_spec_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
             if "colocate_with" in section:
                 assert re.search(rf"{role} .* inside {section['colocate_with']} ", answer.stdout)
             else:
-                seated = re.findall(rf"{role}-\d+ ", answer.stdout)
-                assert len(set(seated)) == section.get("workers", 1), (path, role)
+                placed = re.findall(rf"{role}-\d+ ", answer.stdout)
+                assert len(set(placed)) == section.get("workers", 1), (path, role)
 
 
 def test_a_plan_of_a_chain_covers_every_stage() -> None:

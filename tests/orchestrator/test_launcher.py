@@ -139,7 +139,7 @@ class _Spawning(SimpleNamespace):
     def gpu_memory(self) -> int:
         return self.gpu
 
-    def spawn(self, placement: Any, seat: Any, name: str, actor: Any) -> Any:
+    def spawn(self, placement: Any, placed: Any, name: str, actor: Any) -> Any:
         self.configs.append(actor.args[0])
 
 
@@ -164,7 +164,7 @@ def test_an_engine_on_a_shared_gpu_has_the_cache_of_the_plan_also_as_a_replaceme
     cluster = _Spawning(gpu * GIB)
     placements = WorkerPlacements(spec, cast(Cluster, cluster))
     placements._placements = {
-        f"{seat.role}-{seat.index}": (one, seat) for one in place(role_sizes(spec)) for seat in one.seats
+        f"{placed.role}-{placed.index}": (one, placed) for one in place(role_sizes(spec)) for placed in one.workers
     }
     actors = RunActors(spec, cast(Cluster, cluster), placements, None)
     actors.policy_started(reported * GIB)

@@ -42,7 +42,7 @@ from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import WorkerLauncher
-from troupe.orchestrator.plan.placement import Placement, Seat
+from troupe.orchestrator.plan.placement import Placement, WorkerPlacement
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.settings import critic_config, policy_config, reward_config, rollout_config
@@ -63,7 +63,12 @@ from troupe.workers.rollout import RolloutWorker
 pytestmark = pytest.mark.long
 
 TIMEOUT_S = 240.0
-SEATS = Placement("reusable", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("critic", 0, 0, 0.5, 0.0)))
+PLACEMENT = Placement(
+    "reusable",
+    ({"CPU": 1.0},),
+    "PACK",
+    (WorkerPlacement("policy", 0, 0, 0.5, 0.0), WorkerPlacement("critic", 0, 0, 0.5, 0.0)),
+)
 SPECS = {name: f"algorithms/{name}" for name in ALGORITHMS} | {"grpo_process": "tiny-grpo-process"}
 """File of each spec in deploy/specs/."""
 TWO_STEPS = {"grpo", "ppo", "ppo_penalty", "trpo", "remax", "reinforce", "dcpo", "distill", "grpo_process"}
@@ -216,14 +221,15 @@ async def started() -> AsyncIterator[SharedWorkers]:
         launcher = WorkerLauncher(spec, cluster, classes={"reward": ReusableReward, "rollout": ReusableRollout})
         cluster.watch(TIMEOUT_S)
         workers = await launcher.open(frozenset({"rollout", "reward"}))
-        await cluster.reserve([SEATS], TIMEOUT_S)
+        await cluster.reserve([PLACEMENT], TIMEOUT_S)
         environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         actors = (
             ActorSpec(ReusablePolicy, (policy_config(spec), "policy-0"), environment),
             ActorSpec(ReusableCritic, (critic_config(with_critic), "critic-0"), environment),
         )
         policy, critic = (
-            cluster.spawn(SEATS, seat, f"{seat.role}-0", actor) for seat, actor in zip(SEATS.seats, actors, strict=True)
+            cluster.spawn(PLACEMENT, placed, f"{placed.role}-0", actor)
+            for placed, actor in zip(PLACEMENT.workers, actors, strict=True)
         )
         await PolicyGroup("policy", [policy], 1).start(TIMEOUT_S)
         await CriticGroup("critic", [critic], 1).start(TIMEOUT_S)

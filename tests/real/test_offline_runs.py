@@ -39,7 +39,7 @@ from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGrou
 from troupe.orchestrator.data.conversations import chat_messages
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.launcher import WorkerLauncher
-from troupe.orchestrator.plan.placement import Placement, Seat
+from troupe.orchestrator.plan.placement import Placement, WorkerPlacement
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.settings import offline_config, reference_config
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
@@ -70,13 +70,13 @@ HALF = ("schedule.examples_per_step=8", "evaluation.every_steps=0", "checkpoint.
 """Half the examples, which are enough to learn from, and evaluation and checkpoint at the end."""
 ADAPTED = ("roles.policy.lora={rank: 8, alpha: 64}", "roles.policy.learning_rate=0.02")
 TIMEOUT_S = 240.0
-SEATS = Placement(
+PLACEMENT = Placement(
     "reusable",
     ({"CPU": 1.0},),
     "PACK",
     (
-        *(Seat(role, place, 0, 0.15, 0.0) for role in ("policy", "reward") for place in range(3)),
-        Seat("reference", 0, 0, 0.1, 0.0),
+        *(WorkerPlacement(role, place, 0, 0.15, 0.0) for role in ("policy", "reward") for place in range(3)),
+        WorkerPlacement("reference", 0, 0, 0.1, 0.0),
     ),
 )
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -192,7 +192,7 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
     """A cluster with a policy, a reward model and a reference worker that all specs share."""
     cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0})
     try:
-        await cluster.reserve([SEATS], TIMEOUT_S)
+        await cluster.reserve([PLACEMENT], TIMEOUT_S)
         dpo, reward_model, kto = (shipped(f"tiny-{name}") for name in ("dpo", "reward-model", "kto"))
         actors = {
             "policy": ActorSpec(ReusablePolicy, (offline_config(dpo), "policy"), ENVIRONMENT),
@@ -200,8 +200,10 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
             "reference": ActorSpec(ReferenceWorker, (reference_config(kto), "reference-0"), ENVIRONMENT),
         }
         workers: defaultdict[str, list[ActorWorker[Any]]] = defaultdict(list)
-        for seat in SEATS.seats:
-            workers[seat.role].append(cluster.spawn(SEATS, seat, f"{seat.role}-{seat.index}", actors[seat.role]))
+        for placed in PLACEMENT.workers:
+            workers[placed.role].append(
+                cluster.spawn(PLACEMENT, placed, f"{placed.role}-{placed.index}", actors[placed.role])
+            )
         policies, reward_models = ({1: found[:1], 2: found[1:]} for found in (workers["policy"], workers["reward"]))
         for ranks in (*policies.values(), *reward_models.values()):
             await ExampleGroup("policy", ranks, 1).start(TIMEOUT_S)

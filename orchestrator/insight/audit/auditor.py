@@ -18,7 +18,7 @@ from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.attribution import Cause, Gap, attribute, distance, of_engine
-from troupe.orchestrator.plan.placement import Placement, Seat
+from troupe.orchestrator.plan.placement import Placement, WorkerPlacement
 from troupe.orchestrator.pools.engines import EnginePool, sample_group
 from troupe.orchestrator.roles.settings import policy_config, worker_env
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
@@ -328,11 +328,11 @@ class Auditor:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
 
 
-def token_scorer(spec: RolloutSpec, cluster: Cluster, seat: tuple[Placement, Seat]) -> Scorer:
-    """A scorer in a separate process, on the node of the worker in this seat; raises WorkerError if it fails."""
+def token_scorer(spec: RolloutSpec, cluster: Cluster, placed: tuple[Placement, WorkerPlacement]) -> Scorer:
+    """A scorer in a separate process, on the node of this placement; raises WorkerError if it fails."""
 
     async def score(request: ScoreRequest, *tables: TableRef) -> TokenScores:
         env, timeout_s = worker_env(request.threads or 1, "cpu"), spec.schedule.score_timeout_s
-        return await cluster.run_beside(*seat, env, resolve(_SCORER), timeout_s, request, *tables)
+        return await cluster.run_beside(*placed, env, resolve(_SCORER), timeout_s, request, *tables)
 
     return score

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
-from troupe.orchestrator.plan.memory import Seated, Sizes
+from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, Share, shares
@@ -132,7 +132,7 @@ def _needs(runs: Sequence[PlannedRun], options: KubernetesOptions) -> Iterator[t
                     workers=max(node.total - _part(plan, node.node, "weight file") for node in nodes),
                     weight_file=max(_part(plan, node.node, "weight file") for node in nodes),
                     batch=batch,
-                    known=all(seat.worker in sized for seat in _seats(share)),
+                    known=all(placed.worker in sized for placed in _placed_workers(share)),
                 ),
             )
 
@@ -146,18 +146,20 @@ def _plans(runs: Sequence[PlannedRun], options: KubernetesOptions) -> Iterator[t
         for share in of_run:
             packing = share.packing
             nodes += [Node(f"{share.group}/{pod}", packing.cpus, packing.gpus) for pod in range(packing.pods)]
-        yield memory_plan(run.spec, [seat for share in of_run for seat in _seats(share)], nodes, sizes), of_run
+        workers = [worker for share in of_run for worker in _placed_workers(share)]
+        yield memory_plan(run.spec, workers, nodes, sizes), of_run
         trained = sizes.of(run.spec.model)
         if trained is not None:
             sizes.known[str(run.model)] = trained
 
 
-def _seats(share: Share) -> Iterator[Seated]:
+def _placed_workers(share: Share) -> Iterator[PlacedWorker]:
     pod_of: Mapping[tuple[str, int], int] = share.packing.pod_of
     for placement in share.packing.placements:
-        for seat in placement.seats:
-            pod = f"{share.group}/{pod_of[placement.name, seat.bundle]}"
-            yield Seated(f"{seat.role}-{seat.index}", placement.name, seat.bundle, seat.gpus, pod)
+        for placed in placement.workers:
+            pod = f"{share.group}/{pod_of[placement.name, placed.bundle]}"
+            name = f"{placed.role}-{placed.index}"
+            yield PlacedWorker(name, placed.cpus, placed.gpus, placement.name, placed.bundle, pod)
 
 
 def _part(plan: MemoryPlan, node: str, name: str) -> int:

@@ -189,10 +189,10 @@ def pack(placements: Sequence[Placement], limits: Limits) -> Packing:
 def _packed(placements: Sequence[Placement], pods: int, size: int, kind: str) -> Packing | None:
     """The bundles in `pods` pods with `size` GPUs or CPUs each, or None if they do not fit."""
     cpus, gpus = (math.inf, float(size)) if kind == "GPU" else (float(size), 0.0)
-    seating = fit(placements, [Node(str(pod), cpus, gpus) for pod in range(pods)])
-    if seating.missing is not None:
+    fitted = fit(placements, [Node(str(pod), cpus, gpus) for pod in range(pods)])
+    if fitted.missing is not None:
         return None
-    pod_of = {bundle: int(pod) for bundle, pod in seating.node_of.items()}
+    pod_of = {bundle: int(pod) for bundle, pod in fitted.node_of.items()}
     used = dict.fromkeys(range(pods), 0.0)
     for placement in placements:
         for index, bundle in enumerate(placement.bundles):

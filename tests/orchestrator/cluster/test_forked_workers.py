@@ -11,7 +11,7 @@ import pytest
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, Cluster
 from troupe.orchestrator.cluster.worker_server import WorkerServer
-from troupe.orchestrator.plan.placement import Placement, Seat
+from troupe.orchestrator.plan.placement import Placement, WorkerPlacement
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.preload import forked_worker
 
@@ -33,8 +33,8 @@ def process(
     folder: Path, engine: EngineProcess | None, *, server: WorkerServer | None, gpus: float = 0.0
 ) -> dict[str, object]:
     cluster = Cluster(owned=True, session=folder, server=server)
-    spec, seat = ActorSpec(object, (), {"A": "1"}, engine=engine), Seat("rollout", 0, 0, 1.0, gpus)
-    return cluster._process(Placement("p", ({"CPU": 1.0},), "PACK", (seat,)), seat, spec)
+    spec, placed = ActorSpec(object, (), {"A": "1"}, engine=engine), WorkerPlacement("rollout", 0, 0, 1.0, gpus)
+    return cluster._process(Placement("p", ({"CPU": 1.0},), "PACK", (placed,)), placed, spec)
 
 
 @pytest.mark.parametrize("engine", [ENGINE, None])

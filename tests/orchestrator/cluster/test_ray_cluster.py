@@ -28,14 +28,14 @@ from troupe.orchestrator.errors import (
     WorkerRaised,
     WorkerTimeout,
 )
-from troupe.orchestrator.plan.placement import Placement, Seat
+from troupe.orchestrator.plan.placement import Placement, WorkerPlacement
 from troupe.workers.contract.messages import WorkerGone, WorkerHealth
 from troupe.workers.contract.roles import Reply, Worker
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
 PLACEMENT = Placement(
-    "probe", ({"CPU": 1.0, "GPU": 0.0},), "PACK", tuple(Seat("reward", i, 0, 0.1, 0.0) for i in range(10))
+    "probe", ({"CPU": 1.0, "GPU": 0.0},), "PACK", tuple(WorkerPlacement("reward", i, 0, 0.1, 0.0) for i in range(10))
 )
 TIMEOUT_S = 60.0
 LAZY = "tests.orchestrator.cluster.lazy_worker"
@@ -114,7 +114,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 def spawn(cluster: Cluster, worker_class: type = Probe, *args: str, concurrent: bool = False) -> ActorWorker[Any]:
     """Start a worker on the cluster."""
     spec = ActorSpec(worker_class, args, {"TROUPE_TEST": "yes"}, concurrent)
-    return cluster.spawn(PLACEMENT, PLACEMENT.seats[0], "probe-0", spec)
+    return cluster.spawn(PLACEMENT, PLACEMENT.workers[0], "probe-0", spec)
 
 
 async def test_a_table_is_passed_between_workers_by_reference(cluster: Cluster) -> None:

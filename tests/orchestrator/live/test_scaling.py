@@ -114,7 +114,7 @@ class Scaled(RolloutRun):
         self.worker_scaler = WorkerScaler(
             self.live,
             pools={"rollout": self.pool, "reward": self.rewards},
-            seats=self.launcher,
+            resources=self.launcher,
             console=Console(self.output),
             save=self.save,
             file="spec.yaml",

@@ -31,7 +31,7 @@ def test_engines_are_placed_one_by_one_and_trainers_as_groups() -> None:
 
 
 def test_colocated_roles_share_bundles_worker_by_worker() -> None:
-    """One engine per policy GPU. A reference inside the policy processes needs no seat."""
+    """One engine per policy GPU. A reference inside the policy processes has no placement."""
     (policy,) = place(
         [
             RoleSize("policy", 2, 1, 0.5),
@@ -40,7 +40,7 @@ def test_colocated_roles_share_bundles_worker_by_worker() -> None:
         ]
     )
     assert policy.bundles == ({"CPU": 2, "GPU": 1.0}, {"CPU": 2, "GPU": 1.0})
-    assert [(s.role, s.index, s.bundle) for s in policy.seats] == [
+    assert [(s.role, s.index, s.bundle) for s in policy.workers] == [
         ("policy", 0, 0),
         ("policy", 1, 1),
         ("rollout", 0, 0),
@@ -51,10 +51,10 @@ def test_colocated_roles_share_bundles_worker_by_worker() -> None:
 def test_the_first_placement_that_does_not_fit_is_named() -> None:
     """Three engines of two GPUs each, on two nodes of two GPUs each."""
     placements = place([RoleSize("rollout", 3, 1, 2, separate=True)])
-    seating = fit(placements, [Node("a", 8, 2), Node("b", 8, 2)])
-    assert seating.missing is not None
-    assert seating.missing.name == "rollout-2"
-    assert seating.node_of == {("rollout-0", 0): "a", ("rollout-1", 0): "b"}
+    result = fit(placements, [Node("a", 8, 2), Node("b", 8, 2)])
+    assert result.missing is not None
+    assert result.missing.name == "rollout-2"
+    assert result.node_of == {("rollout-0", 0): "a", ("rollout-1", 0): "b"}
 
 
 def test_an_added_worker_is_placed_like_the_existing_ones() -> None:
@@ -103,18 +103,18 @@ def test_a_spread_role_has_its_workers_on_different_nodes(role: str) -> None:
     sets = [f"roles.{role}.workers=4", f"roles.{role}.cpus=1"]
     nodes = [Node(name, 8, 0) for name in ("a", "b", "c")]
 
-    def seats(*more: str) -> list[str]:
+    def places(*more: str) -> list[str]:
         planned = plan(load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", [*sets, *more]), nodes)
         return [row.node for row in planned.rows if row.worker.startswith(role)]
 
-    assert seats() == ["a"] * 4
-    assert seats(f"roles.{role}.strategy=spread") == ["a", "b", "c", "a"]
+    assert places() == ["a"] * 4
+    assert places(f"roles.{role}.strategy=spread") == ["a", "b", "c", "a"]
 
 
 def test_spread_workers_share_a_node_when_no_other_has_room() -> None:
     wide = RoleSize("rollout", 3, 2, 0, strategy="SPREAD", separate=True)
-    seating = fit(place([wide]), [Node("small", 1, 0), Node("large", 6, 0)])
-    assert seating.missing is None and set(seating.node_of.values()) == {"large"}
+    result = fit(place([wide]), [Node("small", 1, 0), Node("large", 6, 0)])
+    assert result.missing is None and set(result.node_of.values()) == {"large"}
 
 
 def test_an_added_worker_of_a_spread_role_goes_to_the_node_with_the_fewest() -> None:

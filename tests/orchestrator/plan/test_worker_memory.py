@@ -534,11 +534,11 @@ def planned(size: ModelSize, nodes: list[Node], *changes: str, name: str = "node
 
 def test_a_gpu_that_is_too_small_is_reported_with_a_change_that_helps() -> None:
     nodes = described_nodes("1x8xA100-40G", 128)
-    seating = planned(SEVEN_B, nodes)
-    assert seating.misfit.startswith("policy-0 needs ") and "GiB of a GPU's 40.0: " in seating.misfit
-    assert seating.remedies, seating.misfit
-    assert "workers to 8" not in seating.misfit, "the cluster has no more GPUs, and another change is enough"
-    for remedy in seating.remedies:
+    result = planned(SEVEN_B, nodes)
+    assert result.misfit.startswith("policy-0 needs ") and "GiB of a GPU's 40.0: " in result.misfit
+    assert result.remedies, result.misfit
+    assert "workers to 8" not in result.misfit, "the cluster has no more GPUs, and another change is enough"
+    for remedy in result.remedies:
         assert planned(SEVEN_B, nodes, *(f"{name}={value}" for name, value in remedy.changes.items())).misfit == ""
     assert planned(SEVEN_B, described_nodes("1x8xH100", 128)).misfit == ""
     wider = planned(SEVEN_B, described_nodes("2x8xA100-40G", 128), "roles.policy.workers=8")
@@ -563,15 +563,15 @@ def test_an_engine_on_a_shared_gpu_always_holds_memory_for_adapters(sleep: str) 
 
 
 def test_an_engine_without_room_for_a_sequence_is_reported() -> None:
-    seating = planned(SEVEN_B, described_nodes("1x8xT4", 128), "roles.policy.workers=1")
-    assert seating.misfit.startswith("rollout-0: its KV cache of 0.00 GiB holds no sequence of 4096 tokens (a GPU has")
-    assert "tensor_parallel_size" in seating.misfit
+    result = planned(SEVEN_B, described_nodes("1x8xT4", 128), "roles.policy.workers=1")
+    assert result.misfit.startswith("rollout-0: its KV cache of 0.00 GiB holds no sequence of 4096 tokens (a GPU has")
+    assert "tensor_parallel_size" in result.misfit
 
 
 def test_host_memory_is_added_up_by_node() -> None:
-    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128, node_gib=24))
-    assert seating.misfit.startswith("node-0 needs ") and "of host memory and has 24.0 (policy " in seating.misfit
-    node = seating.memory.nodes[0]
+    result = planned(SEVEN_B, described_nodes("1x8xH100", 128, node_gib=24))
+    assert result.misfit.startswith("node-0 needs ") and "of host memory and has 24.0 (policy " in result.misfit
+    node = result.memory.nodes[0]
     assert [part.name for part in node.parts] == ["policy", "rollout", "reward", "batch", "ray"]
     shm = planned(SEVEN_B, described_nodes("1x8xH100", 128), "weight_sync.backend=shm")
     assert {p.name: p.bytes for p in shm.memory.nodes[0].parts}["weight file"] == 2 * SEVEN_B.parameters
@@ -581,10 +581,10 @@ def test_host_memory_is_added_up_by_node() -> None:
 
 
 def test_colocated_workers_share_their_gpu() -> None:
-    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated("none"))
-    assert seating.misfit.startswith("policy-0 and rollout-0 need ")
-    assert {"roles.rollout.sleep": "kv_cache"} in [remedy.changes for remedy in seating.remedies]
-    assert seating.memory.shared == ()
+    result = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated("none"))
+    assert result.misfit.startswith("policy-0 and rollout-0 need ")
+    assert {"roles.rollout.sleep": "kv_cache"} in [remedy.changes for remedy in result.remedies]
+    assert result.memory.shared == ()
 
 
 def colocated(sleep: str, share: float = 0.85) -> tuple[str, ...]:
@@ -603,9 +603,9 @@ def colocated(sleep: str, share: float = 0.85) -> tuple[str, ...]:
 def test_workers_on_a_shared_gpu_need_the_fullest_period_and_not_the_sum(sleep: str) -> None:
     """By hand: a 7B model under ZeRO-3 on eight GPUs of 79.6 GiB, engines with 0.7 of each."""
     share = 0.7
-    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated(sleep, share))
-    assert seating.misfit == ""
-    (use, *others) = seating.memory.shared
+    result = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated(sleep, share))
+    assert result.misfit == ""
+    (use, *others) = result.memory.shared
     assert use.workers == ("policy-0", "rollout-0") and {other.periods["update"] for other in others} == {
         use.periods["update"]
     }
@@ -614,29 +614,29 @@ def test_workers_on_a_shared_gpu_need_the_fullest_period_and_not_the_sum(sleep: 
     bucket = 2 * SEVEN_B.largest
     sampling = int(share * gpu) + kept
     assert use.periods["sampling"] == pytest.approx(sampling, rel=1e-6)
-    policy = next(m for m in seating.memory.workers if (m.worker, m.where) == ("policy-0", "gpu"))
+    policy = next(m for m in result.memory.workers if (m.worker, m.where) == ("policy-0", "gpu"))
     parts = {part.name: part.bytes for part in policy.parts}
     assert parts["optimizer"] == pytest.approx(12 * numbers / 8, rel=1e-6)
     states = parts["optimizer"] + 4 * numbers // 8 + parts["kept"]
     passes = parts["gathered"] + parts["activations"] + parts["logits"]
     forward = next(
-        p.bytes for m in seating.memory.workers if m.worker == "rollout-0" for p in m.parts if p.phase == "pass"
+        p.bytes for m in result.memory.workers if m.worker == "rollout-0" for p in m.parts if p.phase == "pass"
     )
     rests = 800 * MIB + GIB + (2 * numbers + forward if sleep == "kv_cache" else 0)  # CUDA, graphs
     assert use.periods["update"] == pytest.approx(kept + states + max(passes, parts["step"]) + rests, rel=1e-6)
     sent = 2 * bucket + 2 * numbers + 800 * MIB + GIB + (forward if sleep == "kv_cache" else 0)
     assert use.periods["transfer"] == pytest.approx(kept + sent, rel=1e-6)
     assert use.most == max(use.periods.values()) < use.alone
-    host = next(m for m in seating.memory.workers if (m.worker, m.where) == ("policy-0", "host"))
+    host = next(m for m in result.memory.workers if (m.worker, m.where) == ("policy-0", "host"))
     assert {part.name: part.bytes for part in host.parts}["moved"] == parts["optimizer"]
-    table = render_periods(seating.memory)
+    table = render_periods(result.memory)
     assert [str(column.header) for column in table.columns][1:4] == ["sampling", "update", "transfer"]
     assert table.row_count == 1, "the eight GPUs are alike"
     narrow = Console(file=io.StringIO(), width=44)
-    narrow.print(render_periods(seating.memory, narrow.width))
+    narrow.print(render_periods(result.memory, narrow.width))
     assert isinstance(narrow.file, io.StringIO)
     assert all(gib(needs) in narrow.file.getvalue() for needs in (*use.periods.values(), use.alone)), "no number is cut"
-    assert as_json("x", seating)["shared_gpus"][0]["most"] == use.most
+    assert as_json("x", result)["shared_gpus"][0]["most"] == use.most
 
 
 def test_a_policy_that_scores_while_engines_sample_needs_its_passes_then() -> None:
@@ -655,19 +655,19 @@ def test_a_policy_that_scores_while_engines_sample_needs_its_passes_then() -> No
 
 
 def test_a_gpu_that_is_too_small_for_one_period_says_which() -> None:
-    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated("weights", 0.98))
-    assert "during sampling" in seating.misfit
+    result = planned(SEVEN_B, described_nodes("1x8xH100", 128), *colocated("weights", 0.98))
+    assert "during sampling" in result.misfit
 
 
 def test_unknown_sizes_leave_the_placement() -> None:
     spec = spec_of(ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml")
-    seating = plan(spec, described_nodes("1x8xH100", 128))
-    assert seating.misfit == ""
-    assert {memory.worker.partition("-")[0] for memory in seating.memory.workers} == {"reward"}
-    (line,) = unknown_sizes([seating.memory])
+    result = plan(spec, described_nodes("1x8xH100", 128))
+    assert result.misfit == ""
+    assert {memory.worker.partition("-")[0] for memory in result.memory.workers} == {"reward"}
+    (line,) = unknown_sizes([result.memory])
     assert line.startswith("model.path: the size of models/policy-7b-instruct is not known: ")
     assert "No such file" in line and "--set model.path=FOLDER" in line
-    assert any(line in note for note in notes(seating.memory))
+    assert any(line in note for note in notes(result.memory))
 
 
 def test_every_shipped_spec_adds_up() -> None:
@@ -677,11 +677,11 @@ def test_every_shipped_spec_adds_up() -> None:
             continue
         for run in plan_runs(read_document(path)):
             folders = {model["path"] for model in _models(json.loads(run.spec.model_dump_json()))}
-            seating = plan(run.spec, [Node("n", 999, 999)], Sizes(dict.fromkeys(folders, SMALL)))
-            workers = {memory.worker for memory in seating.memory.workers}
-            assert workers == {row.worker for row in seating.rows}, path
-            assert all(memory.total > 0 for memory in seating.memory.workers)
-            assert seating.memory.unknown == ()
+            result = plan(run.spec, [Node("n", 999, 999)], Sizes(dict.fromkeys(folders, SMALL)))
+            workers = {memory.worker for memory in result.memory.workers}
+            assert workers == {row.worker for row in result.rows}, path
+            assert all(memory.total > 0 for memory in result.memory.workers)
+            assert result.memory.unknown == ()
 
 
 def _models(node: Any) -> list[dict[str, Any]]:
@@ -692,8 +692,8 @@ def _models(node: Any) -> list[dict[str, Any]]:
 
 
 def test_json_gives_all_memory_in_bytes() -> None:
-    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128))
-    told = json.loads(json.dumps(as_json("run", seating)))
+    result = planned(SEVEN_B, described_nodes("1x8xH100", 128))
+    told = json.loads(json.dumps(as_json("run", result)))
     policy = next(row for row in told["memory"] if row["worker"] == "policy-0" and row["of"] == "gpu")
     assert policy["parts"]["optimizer"] == 12 * SEVEN_B.parameters // 4
     assert told["kv_caches"]["rollout-0"]["sequences"] > 100

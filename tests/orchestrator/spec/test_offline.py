@@ -332,7 +332,7 @@ def test_the_commands_take_a_chain() -> None:
     ]
     planned = runner.invoke(cli.app, ["plan", chain], catch_exceptions=False)
     assert planned.exit_code == 0
-    # Once among the seats and once among the memories of every stage that has it.
+    # Once among the placements and once among the memories of every stage that has it.
     assert [planned.stdout.count(worker) for worker in ("policy-0", "critic-0")] == [6, 2]
 
 
