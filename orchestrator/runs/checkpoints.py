@@ -56,14 +56,16 @@ def open_checkpoints(spec: RunSpec, out: Path, resume: bool) -> RunCheckpoints:
 
     Raises:
         UsageError: The run is not to resume, but has checkpoints, or none of them is valid.
-        CheckpointError: The object store cannot be reached.
+        CheckpointError: The object store cannot be reached, or holds another run's checkpoints under this name.
     """
     here, remote = folder_checkpoints(spec, out), _remote(spec)
     store, found = here.store, here.found
     if found is not None and not resume:
         raise UsageError(f"{out} already contains a run (step {found.step}): use --resume or another --out")
     if remote is not None:
-        found = _newer(remote, here, resume) or found
+        fetched = _newer(remote, here, resume)
+        remote.claim(store.directory, resumed=fetched is not None)
+        found = fetched or found
     if found is None and (saved := store.steps()):
         raise UsageError(
             f"{store.directory}: none of the checkpoints ({len(saved)}) is valid; "

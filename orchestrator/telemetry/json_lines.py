@@ -36,8 +36,6 @@ class JsonLinesFile:
         if self.path.exists():
             _keep_lines(self.path, keep_through)
         self._file = self.path.open("ab", buffering=0)
-        self._end = self._file.seek(0, os.SEEK_END)
-        """Size of the file with whole lines."""
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         """Lines that could not be written yet."""
 
@@ -56,15 +54,27 @@ class JsonLinesFile:
 
     def _flush(self) -> None:
         """Append the lines that wait. Raises OSError, and the file then ends with a whole line."""
-        if os.fstat(self._file.fileno()).st_nlink == 0:  # the folder was removed
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file.close()
-            self._file, self._end = self.path.open("ab", buffering=0), 0
+        self._follow_path()
+        descriptor = self._file.fileno()
         while self._waiting:
+            end = os.fstat(descriptor).st_size
             if self._file.write(self._waiting[0]) < len(self._waiting[0]):
-                os.ftruncate(self._file.fileno(), self._end)
+                os.ftruncate(descriptor, end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            self._end += len(self._waiting.popleft())
+            self._waiting.popleft()
+
+    def _follow_path(self) -> None:
+        """Open the file that is at the path now: an editor or a copy replaces it, and a folder can be removed."""
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                return
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        found = self.path.open("ab+", buffering=0)
+        self._file.close()
+        self._file = found
+        if found.seek(0, os.SEEK_END) and (found.seek(-1, os.SEEK_END), found.read(1))[1] != b"\n":
+            found.write(b"\n")
 
     def close(self) -> None:
         """Close the file, with all lines if they can be written now."""

@@ -1,7 +1,8 @@
 """Copies of a run's checkpoints in an object store, from which it resumes if its folder has none.
 
 A checkpoint is uploaded in the background, its manifest last: without a manifest it is not found. `keep` holds there
-too. The copy is fetched into the run's folder and verified there as any other checkpoint.
+too. The copy is fetched into the run's folder and verified there as any other checkpoint. The folder of the store
+names the run that owns it, which every upload compares: two runs of one name would remove each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import itertools
 import json
 import logging
 import shutil
+import socket
 import threading
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -36,7 +39,7 @@ from troupe.orchestrator.training.checkpoint import (
     folder_name,
     step_of,
 )
-from troupe.workers.contract.atomic_file import PRIVATE, replacing
+from troupe.workers.contract.atomic_file import PRIVATE, replacing, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +50,18 @@ _PAUSE_S = 2.0
 """Wait after a failed try, times its number. Arrow's clients repeat single requests before."""
 _THREADS = 4
 _COPY_BYTES = 8 << 20
+_OWNER = "owner.json"
+"""File of the store that names the run that writes there: its id, host and folder."""
+_IDS = ".owner"
+"""File of the run's own folder of checkpoints with the ids under which it wrote, the newest first."""
+
+
+class CheckpointsTaken(CheckpointError):
+    """Another run writes its checkpoints to the same place of the store."""
 
 
 class RemoteCheckpoints:
-    """The checkpoints of one run in an object store; only that run writes there."""
+    """The checkpoints of one run in an object store; only the run that claimed them writes there."""
 
     def __init__(self, url: str, name: str, keep: int) -> None:
         """Opens the store.
@@ -70,6 +81,7 @@ class RemoteCheckpoints:
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CheckpointError(errno.EINVAL, f"checkpoint.path: {error}", url) from error
         self._root = PurePosixPath(root) / name
+        self._id = uuid.uuid4().hex
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -83,6 +95,29 @@ class RemoteCheckpoints:
         """Steps whose upload is complete, in ascending order. Raises CheckpointError."""
         return sorted(step for step, complete in self._found().items() if complete)
 
+    def claim(self, folder: Path, *, resumed: bool) -> None:
+        """Makes this process the owner of the copies: whoever wrote them before cannot any more.
+
+        Args:
+            folder: The run's own folder of checkpoints, which keeps its ids.
+            resumed: The run resumes from one of the copies, which makes them its own.
+
+        Raises:
+            CheckpointsTaken: The copies are another run's.
+            CheckpointError: The store cannot be reached, or the folder cannot be written.
+        """
+        file = folder / _IDS
+        try:
+            ids: list[str] = json.loads(file.read_text()) if file.exists() else []
+            # First: a process that dies between the two writes leaves an id that the next one knows.
+            write_atomic(file, json.dumps([self._id, *ids[:1]]))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(errno.EIO, f"{file.name}: {error}", str(folder)) from error
+        owner = self._owner()
+        if owner and owner.get("id") not in ids and not resumed and self.steps():
+            raise self._taken(owner)
+        self._write_owner(folder)
+
     def upload(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
         """Copies a checkpoint, and removes older ones beyond `keep`, except protected steps'.
 
@@ -90,14 +125,50 @@ class RemoteCheckpoints:
         there would be no copy. Protected steps that are not there yet are copied too.
 
         Raises:
+            CheckpointsTaken: Another run has claimed the copies since.
             CheckpointError: The store or the checkpoint cannot be reached, or the upload was stopped.
         """
+        owner = self._owner()
+        if owner and owner.get("id") != self._id:
+            raise self._taken(owner)
         there = self.steps()
         missing = [checkpoint.parent / folder_name(step) for step in protected if step not in there]
         for path in [*(path for path in missing if path != checkpoint and path.is_dir()), checkpoint]:
             if step_of(path.name) not in there or self._differs(path):
                 self._copy(path)
         self._prune(checkpoint, protected)
+
+    def _owner(self) -> dict[str, Any]:
+        """The run that owns the copies, or empty if none does. Raises CheckpointError."""
+
+        def read() -> bytes:
+            try:
+                with self._files.open_input_stream(str(self._root / _OWNER)) as stream:
+                    return stream.read()
+            except FileNotFoundError:
+                return b"{}"
+
+        try:
+            return dict(json.loads(self._repeat(read)))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                errno.EINVAL, f"checkpoint.path: {_OWNER} cannot be read: {error}", self.url
+            ) from error
+
+    def _write_owner(self, folder: Path) -> None:
+        content = json.dumps({"id": self._id, "host": socket.gethostname(), "folder": str(folder.absolute())}).encode()
+
+        def write() -> None:
+            self._files.create_dir(str(self._root), recursive=True)
+            with self._files.open_output_stream(str(self._root / _OWNER)) as sink:
+                sink.write(content)
+
+        self._repeat(write)
+
+    def _taken(self, owner: dict[str, Any]) -> CheckpointsTaken:
+        where = f"the checkpoints of '{self._root.name}' are written by another run"
+        other = f"{owner.get('host')}:{owner.get('folder')}"
+        return CheckpointsTaken(errno.EEXIST, f"checkpoint.path: {where} ({other}): set another name", self.url)
 
     def _differs(self, checkpoint: Path) -> bool:
         """Whether the complete copy of a checkpoint has other files than it, apart from samples and the state."""
@@ -290,6 +361,7 @@ class Uploads:
             last: No other upload follows, which could make up for a failed one. One that failed before is repeated.
 
         Raises:
+            CheckpointsTaken: Another run writes to the same place.
             TroupeError: Too many uploads in a row have failed, or the last one, or one takes too long.
         """
         if last and self._running is None and self._newest is not None:
@@ -306,6 +378,8 @@ class Uploads:
             raise TroupeError(
                 f"the checkpoint is in the run's folder, but its upload takes more than {where}"
             ) from None
+        except CheckpointsTaken:
+            raise
         except CheckpointError as error:
             self._failed += 1
             if last or self._failed > self._tolerated:

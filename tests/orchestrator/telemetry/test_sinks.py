@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -76,6 +77,38 @@ def test_resume_drops_later_and_truncated_lines(tmp_path: Path) -> None:
         (3, 33.0),
     ]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("replaced", ["renamed over", "moved away", "cut", "removed"])
+def test_lines_follow_the_file_that_is_at_the_path_and_cut_none_of_it(tmp_path: Path, replaced: str) -> None:
+    """An editor or rsync renames a new file over it, or moves the old one away; then the disk is full."""
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    sink = JsonLinesFile(path, -1)
+    for step in (0, 1):
+        sink.write(step, {})
+    other.write_text('{"step": 0}\n{"step": 9}')
+    if replaced == "renamed over":
+        other.rename(path)
+    elif replaced == "moved away":
+        path.rename(tmp_path / "metrics.jsonl~")
+        other.rename(path)
+    elif replaced == "cut":
+        path.write_text(path.read_text().splitlines(keepends=True)[0])
+    else:
+        path.unlink()
+    kept = {"renamed over": [0, 9], "moved away": [0, 9], "cut": [0], "removed": []}[replaced]
+    sink.write(2, {})
+    assert [line["step"] for line in lines(path)] == [*kept, 2]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        sink.write(3, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [line["step"] for line in lines(path)] == [*kept, 2]
+    sink.write(4, {})
+    sink.close()
+    assert [line["step"] for line in lines(path)] == [*kept, 2, 3, 4]
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:

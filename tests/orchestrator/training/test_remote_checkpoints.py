@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -18,7 +19,7 @@ from tests.s3_server import Faults, s3_server
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.training import remote_checkpoints
 from troupe.orchestrator.training.checkpoint import MANIFEST, MODEL, STATE, CheckpointError, CheckpointStore
-from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints, Uploads
+from troupe.orchestrator.training.remote_checkpoints import CheckpointsTaken, RemoteCheckpoints, Uploads
 
 Inject = Callable[[Faults], None]
 PAGE = ROOT / "docs" / "explanation" / "faults.md"
@@ -267,6 +268,53 @@ def test_a_run_ends_with_an_error_where_its_last_checkpoint_was_not_uploaded(
         CopiedRun(tmp_path / "one", copies).run()
     assert CheckpointStore(tmp_path / "one" / "checkpoints", 2).latest() is not None
     assert copies.steps() == []
+
+
+def claimed(url: str, store: CheckpointStore, *, resumed: bool = False) -> RemoteCheckpoints:
+    """The copies of a run `a`, as a process that starts or resumes it opens them."""
+    store.prepare()
+    copies = RemoteCheckpoints(url, "a", 2)
+    copies.claim(store.directory, resumed=resumed)
+    return copies
+
+
+def test_two_runs_of_one_name_do_not_write_to_the_same_place(url: str, tmp_path: Path) -> None:
+    """Neither one that starts at the same time, nor one that has a folder of its own, nor a copy of the folder."""
+    url = url.replace("/a?", f"/{tmp_path.name}?")
+    one, other = CheckpointStore(tmp_path / "one", 9), CheckpointStore(tmp_path / "other", 9)
+    early, late = claimed(url, one), claimed(url, other)
+    early_path, late_path = saved(one, 5), saved(other, 3)
+    late.upload(late_path)
+    with pytest.raises(
+        CheckpointsTaken, match=rf"the checkpoints of 'a' are written by another run \(.*{other.directory}"
+    ):
+        early.upload(early_path)
+    with pytest.raises(CheckpointsTaken, match="set another name"):
+        claimed(url, one)
+    assert late.steps() == [3]
+    shutil.copytree(other.directory, tmp_path / "copy")
+    again = claimed(url, other)  # it resumes in its own folder
+    with pytest.raises(CheckpointsTaken):
+        claimed(url, CheckpointStore(tmp_path / "copy", 9))
+    again.upload(saved(other, 4))
+    lost = claimed(url, CheckpointStore(tmp_path / "elsewhere", 9), resumed=True)  # it resumes from a copy
+    lost.upload(saved(other, 6))
+    with pytest.raises(CheckpointsTaken):
+        again.upload(saved(other, 7))
+
+
+def test_a_place_that_another_run_took_is_no_failed_save(tmp_path: Path) -> None:
+    url, store = f"file://{tmp_path}/bucket", CheckpointStore(tmp_path / "here", 9)
+    copies = claimed(url, store)
+    claimed(url, CheckpointStore(tmp_path / "other", 9))
+
+    async def run() -> None:
+        uploads = Uploads(copies, tolerated=3, timeout_s=60.0)
+        uploads.start(saved(store, 4))
+        await uploads.settle()
+
+    with pytest.raises(CheckpointsTaken, match="set another name"):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("mended", [True, False])
