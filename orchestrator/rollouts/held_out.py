@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import NormalDist, fmean
 
 import numpy as np
 
 from troupe.orchestrator.telemetry.metrics import pass_at_k
 from troupe.workers.contract.rewards import NO_ANSWER, is_solved
 
-RESAMPLES = 1000
+REWARD = "reward"
 CONFIDENCE = 0.95
 _SHOWN = re.compile(r"reward|avg|pass@[0-9]+|maj@[0-9]+")
-_SEED = 2107_03374
+_Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+"""Quantiles of Student's t for `CONFIDENCE` with 1 to 10 degrees of freedom."""
+_MOST_TRIALS = 1e6
+"""Independent trials that a share stands for at most: all prompts may have the same one by chance."""
 
 
 @dataclass(frozen=True)
 class MeanEstimate:
     """A mean over the prompts of a set, with the bounds of its 95% confidence interval.
 
-    The interval is the percentile bootstrap over prompts (Efron 1979): it covers the choice of the prompts, and the
-    sampling of each one's responses with it. None for a mean over one prompt only."""
+    The interval covers the choice of the prompts, and with it the sampling of each one's responses. None if nothing
+    tells it: one prompt only, or a reward that is the same for all."""
 
     value: float
     low: float | None
@@ -175,7 +180,7 @@ def _terms(
     average: str,
     pass_at: Sequence[int],
 ) -> dict[str, _Terms]:
-    terms = {"reward": _Terms([sum(group) for group in scored], [len(group) for group in scored])}
+    terms = {REWARD: _Terms([sum(group) for group in scored], [len(group) for group in scored])}
     if solved_at is None:
         return terms
     solved = [[is_solved(reward, solved_at) for reward in group] for group in scored]
@@ -227,31 +232,46 @@ def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
 
 
 def estimates(terms: Mapping[str, _Terms]) -> dict[str, MeanEstimate]:
-    """Estimates of ratios of sums over the same prompts; deterministic: the same prompts are resampled every time."""
-    sums = np.array([term.sums for term in terms.values()], dtype=float)
-    counts = np.array([term.counts for term in terms.values()], dtype=float)
-    values = sums.sum(axis=1) / counts.sum(axis=1)
-    counted = np.count_nonzero(counts, axis=1)
-    bounds = _bounds(sums, counts) if counted.max() > 1 else np.full((2, len(terms)), np.nan)
-    found: dict[str, MeanEstimate] = {}
-    for name, value, (low, high), prompts in zip(terms, values, bounds.T, counted, strict=True):
-        # All resamples of one prompt are this prompt: they have no spread, which is no certainty.
-        within = (float(low), float(high)) if prompts > 1 else (None, None)
-        found[name] = MeanEstimate(float(value), *within, int(prompts))
-    return found
+    """Estimates of ratios of sums over the same prompts."""
+    return {name: _estimate(term, share=name != REWARD) for name, term in terms.items()}
 
 
-def _bounds(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Percentiles of the resampled ratios, [2, estimates], from sums and counts [estimates, prompts]."""
-    generator, prompts = np.random.default_rng(_SEED), sums.shape[1]
-    ratios = np.empty((RESAMPLES, sums.shape[0]))
-    for number in range(RESAMPLES):
-        drawn = generator.integers(prompts, size=prompts)
-        total = counts[:, drawn].sum(axis=1)
-        # A draw may have no prompt that a ratio counts.
-        ratios[number] = np.divide(sums[:, drawn].sum(axis=1), total, out=np.full_like(total, np.nan), where=total > 0)
-    tail = 100 * (1 - CONFIDENCE) / 2
-    return np.nanpercentile(ratios, [tail, 100 - tail], axis=0)
+def _estimate(term: _Terms, *, share: bool) -> MeanEstimate:
+    """A ratio of sums over n prompts with its interval; `share`: the ratio is one of a whole, within 0 and 1.
+
+    The variance is that of the linearized ratio (Cochran 1977, sec. 6.4), with n - 1 degrees of freedom: Student's t,
+    because of few prompts the normal interval covers too little. A share has Wilson's interval (1927) for as many
+    independent trials as would have this variance (Korn and Graubard 1998): if all prompts agree, n.
+    """
+    counts = np.array(term.counts, dtype=float)
+    used = counts > 0
+    sums, counts, prompts = np.array(term.sums, dtype=float)[used], counts[used], int(used.sum())
+    value = float(sums.sum() / counts.sum())
+    if prompts < 2:
+        return MeanEstimate(value, None, None, prompts)
+    residuals = sums - value * counts
+    variance = float(residuals @ residuals) * prompts / (prompts - 1) / float(counts.sum()) ** 2
+    t = _student(prompts - 1)
+    if not share:
+        half = t * math.sqrt(variance)
+        return (
+            MeanEstimate(value, value - half, value + half, prompts)
+            if half
+            else MeanEstimate(value, None, None, prompts)
+        )
+    spread = value * (1.0 - value)
+    trials = prompts if not spread else spread / max(variance, spread / _MOST_TRIALS) * (_Z / t) ** 2
+    centre, half = value + _Z**2 / (2 * trials), _Z * math.sqrt(spread / trials + (_Z / (2 * trials)) ** 2)
+    whole = 1.0 + _Z**2 / trials
+    return MeanEstimate(value, max(0.0, (centre - half) / whole), min(1.0, (centre + half) / whole), prompts)
+
+
+def _student(freedom: int) -> float:
+    """The quantile of Student's t for `CONFIDENCE` on both sides, by degrees of freedom."""
+    if freedom <= len(_T):
+        return _T[freedom - 1]
+    # Cornish and Fisher's expansion (Abramowitz and Stegun 1964, 26.7.5), here within 0.1%.
+    return _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
 
 
 def _rows_of(terms: _Terms, rows: Sequence[int]) -> _Terms:

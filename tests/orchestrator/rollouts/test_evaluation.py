@@ -106,8 +106,9 @@ def test_a_lost_call_is_retried_and_a_lasting_failure_is_raised() -> None:
 
 
 def test_a_reward_that_does_not_say_what_is_solved_has_neither_accuracy_nor_pass_at_k() -> None:
-    metrics = evaluate(FaultyEngine("rollout-0", random.Random(0)), FakeReward(), solved_at=None)
-    assert metrics["eval/reward"] == 0.5
+    failing = FaultyReward({("eval-r0", 0): "timeout after 5 s"})  # prompts differ, so that there is an interval
+    metrics = evaluate(FaultyEngine("rollout-0", random.Random(0)), failing, solved_at=None)
+    assert metrics["eval/reward"] == pytest.approx(8 / 15)
     assert metrics.keys() == {
         f"eval/{name}"
         for name in (

@@ -1,4 +1,4 @@
-"""Estimates on held-out sets: against hand-worked values, exact enumeration and other ways to the same interval."""
+"""Estimates on held-out sets: against hand-worked values, exact enumeration and tables of quantiles."""
 
 from __future__ import annotations
 
@@ -79,30 +79,51 @@ def test_accuracy_counts_samples_and_avg_prompts() -> None:
         assert found.estimates[average].value == pytest.approx(expected)
 
 
-def test_intervals_are_those_of_the_normal_approximation_and_the_same_every_time() -> None:
-    """Of 400 prompts the mean is nearly normal; bounds of 1000 resamples have a spread of their own."""
-    values = np.random.default_rng(3).beta(2, 3, size=400)
-    results = [result(float(value)) for value in values]
-    once, again = (
-        summarize(results, refused=0, samples=1, solved_at=None, average="avg", pass_at=[]).estimates["reward"]
-        for _ in range(2)
-    )
-    assert once == again
-    half = 1.96 * values.std() / len(values) ** 0.5
-    assert once.low == pytest.approx(values.mean() - half, abs=0.15 * half)
-    assert once.high == pytest.approx(values.mean() + half, abs=0.15 * half)
+def interval(*results: PromptResult, name: str = "reward") -> tuple[float | None, float | None]:
+    found = summarize(results, refused=0, samples=1, solved_at=1.0, average="avg", pass_at=[]).estimates[name]
+    return found.low, found.high
 
 
-def test_an_interval_is_that_of_all_resamples_where_they_can_be_listed() -> None:
-    """Three prompts have 27 resamples; samples of one prompt stay together, so that the ratio is of sums."""
-    results = [result(1.0, 1.0, 1.0), result(0.0), result(1.0, 0.0)]
-    sums, counts = (3.0, 0.0, 1.0), (3, 1, 2)
-    listed = [
-        sum(sums[i] for i in drawn) / sum(counts[i] for i in drawn) for drawn in itertools.product(range(3), repeat=3)
-    ]
-    found = summarize(results, refused=0, samples=3, solved_at=None, average="avg", pass_at=[]).estimates["reward"]
-    assert (found.low, found.high) == (pytest.approx(min(listed)), pytest.approx(max(listed)))
-    assert found.value == pytest.approx(4 / 6)
+def test_the_interval_of_a_mean_is_student_s() -> None:
+    """Of many prompts and of three; the values of t are a table's (Abramowitz and Stegun 1964, 26.10)."""
+    for prompts, t in ((400, 1.9659), (61, 2.0003), (13, 2.1788), (3, 4.3027)):
+        values = np.random.default_rng(prompts).beta(2, 3, size=prompts)
+        half = t * values.std(ddof=1) / prompts**0.5
+        bounds = interval(*(result(float(value)) for value in values))
+        assert bounds == (
+            pytest.approx(values.mean() - half, abs=2e-3 * half),
+            pytest.approx(values.mean() + half, rel=1e-3),
+        )
+
+
+def test_the_interval_of_a_ratio_by_hand() -> None:
+    """Samples of one prompt stay together. R = 4/6, residuals 1, -2/3, -1/3, variance 14/9 * 3/2 / 36."""
+    low, high = interval(result(1.0, 1.0, 1.0), result(0.0), result(1.0, 0.0))
+    half = 4.3027 * (14 / 9 * 3 / 2 / 36) ** 0.5
+    assert (low, high) == (pytest.approx(4 / 6 - half), pytest.approx(4 / 6 + half))
+
+
+@pytest.mark.parametrize(("solved", "prompts", "low", "high"), [(20, 20, 0.8389, 1.0), (0, 10, 0.0, 0.2775)])
+def test_prompts_that_all_agree_leave_wilson_s_doubt(solved: int, prompts: int, low: float, high: float) -> None:
+    results = [result(float(number < solved)) for number in range(prompts)]
+    assert interval(*results, name="avg") == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+    assert interval(*results) == (None, None)  # nothing tells how far a reward can vary
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("prompts", [5, 20, 40])
+def test_about_nineteen_of_twenty_intervals_cover_the_true_share(prompts: int, rate: float, samples: int) -> None:
+    """Prompts differ in how often they are solved."""
+    generator, runs = np.random.default_rng(7), 1000
+    covered = 0
+    for _ in range(runs):
+        chances = generator.beta(2 * rate, 2 * (1 - rate), size=(prompts, 1))
+        solved = (generator.random((prompts, samples)) < chances).astype(float)
+        low, high = interval(*(result(*group) for group in solved.tolist()), name="avg")
+        assert low is not None and high is not None
+        covered += low <= rate <= high
+    assert covered / runs >= 0.915  # of 5 prompts with one sample each 30 of 32 outcomes cover a half
 
 
 def test_a_single_prompt_has_no_interval_and_no_reward_no_estimate() -> None:
