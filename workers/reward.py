@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 import time
@@ -31,7 +30,7 @@ from troupe.workers.contract.messages import (
     RewardSummary,
     WorkerHealth,
 )
-from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, differ, total
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, differ, not_usable, total
 from troupe.workers.data.kept_tables import Kept, keep_groups, read_group
 from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from troupe.workers.rewards.model import RewardModel
 
 MODEL_LABEL = "reward_model"
+_SUM = "sum"
 _VOTE_S = 30.0
 """Longest comparison of the answers of a group."""
 Component = EnvironmentReward | JudgeReward | RewardProcess
@@ -84,8 +84,8 @@ def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[
     if failures:
         return SampleReward("; ".join(failures), None)
     reward = total(weight * (o.value or 0.0) for weight, o in zip(weights, outcomes, strict=True))
-    if not math.isfinite(reward):
-        return SampleReward(f"sum: not a finite number: {reward}", None)
+    if wrong := not_usable(reward):
+        return SampleReward(f"{_SUM}: {wrong}", None)
     return SampleReward("ok", reward)
 
 
@@ -106,7 +106,7 @@ def reward_spans(
         counts: Maps character positions at which steps end to the numbers of tokens up to them.
 
     Raises:
-        ValueError: a sum is not finite.
+        ValueError: a sum is not finite, or too large.
     """
     weighted = [(weight, outcome) for weight, outcome in zip(weights, outcomes, strict=True) if weight]
     if not tokens or not any(outcome.steps for _, outcome in weighted):
@@ -118,8 +118,8 @@ def reward_spans(
         for end, reward in zip(ends, rewards, strict=True):
             at_end.setdefault(end, []).append(weight * reward)
     sums = {end: total(rewards) for end, rewards in at_end.items()}
-    if wrong := [reward for reward in sums.values() if not math.isfinite(reward)]:
-        raise ValueError(f"not a finite number: {wrong[0]}")
+    if wrong := next(filter(None, map(not_usable, sums.values())), ""):
+        raise ValueError(wrong)
     return tuple(sorted(sums.items()))
 
 
@@ -131,6 +131,22 @@ def find_faults(labels: Sequence[str], components: Sequence[Sequence[RewardResul
         for outcome in outcomes
         if outcome.value is None
     )
+
+
+def sum_faults(rewards: Sequence[SampleReward], components: Sequence[Sequence[RewardResult]]) -> tuple[Fault, ...]:
+    """Causes of rewards that failed although every component has a number (outcomes by sample)."""
+    pairs = zip(rewards, components, strict=True)
+    failed = [
+        reward.status for reward, parts in pairs if reward.reward is None and all(o.value is not None for o in parts)
+    ]
+    return _counted((status.partition(": ")[0], status) for status in failed)
+
+
+def bounded(outcome: RewardResult) -> RewardResult:
+    """The outcome, or a failed one if its number, or that of a step, is too large for the statistics of a batch."""
+    numbers = [reward for _, reward in outcome.steps] + [0.0 if outcome.value is None else outcome.value]
+    wrong = next(filter(None, map(not_usable, numbers)), "")
+    return RewardResult(None, wrong, cause=wrong.partition(":")[0]) if wrong else outcome
 
 
 def episode_faults(statuses: Sequence[str]) -> tuple[Fault, ...]:
@@ -281,7 +297,7 @@ class RewardWorker:
             },
             answers=self._answers(rollouts) if vote else (),
             steps_differ=differ(reward for sample in combined for _, reward in sample.spans),
-            faults=(*find_faults(asked.labels, scored), *episode_faults(statuses)),
+            faults=(*find_faults(asked.labels, scored), *sum_faults(combined, per_sample), *episode_faults(statuses)),
             seconds=time.perf_counter() - started,
             peak=self._peak(),
         )
@@ -329,7 +345,8 @@ class RewardWorker:
                 pool = stack.enter_context(ThreadPoolExecutor(len(asked.functions)))
                 futures = [pool.submit(function.score, samples) for function in asked.functions]
             model = [self._loaded_model().score(rollouts)] if asked.has_model else []
-            return [*(future.result() for future in futures), *model]
+            found = [*(future.result() for future in futures), *model]
+        return [[bounded(outcome) for outcome in outcomes] for outcomes in found]
 
     def _answers(self, rollouts: pa.Table) -> tuple[int | None, ...]:
         """Number of each sample's answer. The process starts with the first vote."""

@@ -32,7 +32,7 @@ from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_conversation, encode_response
 from troupe.workers.data.trajectories import join_rewards, write_trajectories
-from troupe.workers.reward import RewardWorker, combine, component_labels
+from troupe.workers.reward import RewardWorker, SampleReward, bounded, combine, component_labels, sum_faults
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.model import RewardModel, budget_batches
 from troupe.workers.rewards.runner import RewardResult
@@ -252,6 +252,37 @@ def test_a_function_that_cannot_be_loaded_stops_the_start() -> None:
 def test_a_sum_that_overflows_is_a_failure() -> None:
     reward = combine(["a", "b"], [1e308, 1e308], [RewardResult(1.0), RewardResult(1.0)])
     assert (reward.reward, reward.status) == (None, "sum: not a finite number: inf")
+    assert combine(["a"], [1e10], [RewardResult(1e10)]).status.startswith("sum: too large: 1e+20 (at most 1e+15")
+
+
+def enormous(response: str, answer: str) -> float:
+    """A reward that is finite and unusable for one response."""
+    return -1e308 if response == "2" else 1.0
+
+
+def test_a_finite_reward_that_breaks_the_statistics_is_its_samples_fault() -> None:
+    worker = RewardWorker(RewardConfig(functions=(function(f"{__name__}:enormous"),)), "reward-0")
+    worker.start()
+    try:
+        summary, table = worker.score(rollouts(["1", "2", "3"]))
+    finally:
+        worker.close()
+    assert summary.rewards == (1.0, None, 1.0)
+    assert summary.statuses[1].startswith("enormous: too large: -1e+308 (at most 1e+15")
+    assert [(fault.cause, fault.samples) for fault in summary.faults] == [("enormous: too large", 1)]
+    assert table["reward"].to_pylist() == [1.0, None, 1.0]
+
+
+def test_the_reward_of_a_step_is_bounded_too() -> None:
+    assert bounded(RewardResult(0.0, steps=((1, 1e200), (2, -1e200)))).status.startswith("too large: 1e+200")
+    assert bounded(RewardResult(1e15, steps=((1, 1e15),))).status == "ok"
+    assert bounded(RewardResult(None, "error", cause="x")) == RewardResult(None, "error", cause="x")
+
+
+def test_sums_that_fail_are_counted() -> None:
+    parts = [(RewardResult(1.0),), (RewardResult(None, "error"),)]
+    rewards = [SampleReward("sum: too large: 1e+20", None), SampleReward("a: error", None)]
+    assert [(fault.cause, fault.samples) for fault in sum_faults(rewards, parts)] == [("sum", 1)]
 
 
 # Reward model

@@ -41,6 +41,17 @@ TOLERANCE = 1e-9
 """Largest difference of equal rewards: of numbers above 1, as a share of them."""
 
 
+LARGEST = 1e15
+"""Largest size of a reward. Advantages, losses and gradients are float32: their squares overflow from 1e19 on."""
+
+
+def not_usable(value: float) -> str:
+    """Why a reward cannot be trained on; empty if it can."""
+    if not math.isfinite(value):
+        return f"not a finite number: {value}"
+    return "" if abs(value) <= LARGEST else f"too large: {value:g} (at most {LARGEST:g}, because losses are float32)"
+
+
 def total(values: Iterable[float]) -> float:
     """The sum of rewards, rounded once; not finite if one of them is not or if they are too large."""
     given = tuple(values)
