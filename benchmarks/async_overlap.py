@@ -33,11 +33,8 @@ from benchmarks.support.harness import (
     run_benchmark,
 )
 from benchmarks.support.processes import Meter, RemoteObject
-from benchmarks.support.workload import MAX_GAP, Settings, add_settings, grpo_spec
-from troupe.orchestrator.spec.errors import Source
-from troupe.orchestrator.spec.load import parse_rollout_spec
-from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.yaml_reader import Document
+from benchmarks.support.workload import MAX_GAP, PHASES, Settings, add_settings, grpo_spec
+from troupe.orchestrator.live.diff import changed
 from troupe.orchestrator.telemetry.console import Console
 
 BOUND = "bound"
@@ -50,13 +47,6 @@ _RUN_TIMEOUT_S = 1800.0
 Line = Mapping[str, float]
 
 
-def with_staleness(spec: RolloutSpec, staleness: int) -> RolloutSpec:
-    """The spec with another limit of staleness."""
-    document = spec.model_dump(mode="json", exclude_defaults=True)
-    document["schedule"]["max_staleness"] = staleness
-    return parse_rollout_spec(Document(document, Source("workload")))
-
-
 def name_of(staleness: int) -> str:
     """The contender's name."""
     return f"staleness {staleness}"
@@ -67,7 +57,7 @@ class MeteredConsole(Console):
 
     def __init__(self) -> None:
         super().__init__(io.StringIO())
-        self._meter = Meter([os.getpid()])
+        self._meter = Meter()
         self.taken = (0.0, 0.0)
         """CPU seconds and other load until the last step."""
 
@@ -95,7 +85,8 @@ class OverlapRun:
         with tempfile.TemporaryDirectory() as folder:
             out, console = Path(folder) / "run", MeteredConsole()
             classes = {"rollout": PinnedRollout, "policy": PinnedPolicy}
-            request = RunRequest(with_staleness(spec, staleness), out, False, None, classes)
+            spec = changed(spec, {"schedule.max_staleness": staleness}, "async_overlap")
+            request = RunRequest(spec, out, False, None, classes)
             outcome = train(request, console)
             lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         trained = outcome.ledger["trained"] + outcome.ledger["dropped"]
@@ -116,9 +107,7 @@ def measured(lines: Sequence[Line], drained: int) -> Sequence[Line]:
 
 def turn_of(lines: Sequence[Line], sequences: int, cpu_s: float, foreign: float) -> Turn:
     """A run's measured steps; CPU seconds and load are those of the whole run."""
-    phases = {
-        name: sum(line[f"seconds/{name}"] for line in lines) for name in ("generate", "prepare", "update", "sync")
-    }
+    phases = {name: sum(line[f"seconds/{name}"] for line in lines) for name in PHASES}
     wall_s = sum(line["seconds/step"] for line in lines)
     figures = {
         "step, s": wall_s / len(lines),

@@ -48,7 +48,7 @@ async def controller_turn(shape: Shape, make_workers: WorkersMaker) -> Turn:
     """Run once and measure the steps between the warm-up and the last step. Raises NotCorrect."""
     policy = SimPolicy()
     simulation = Simulation(shape, make_workers(policy))
-    meter = Meter([os.getpid()])
+    meter = Meter()
     outcome, _ = await simulation.run()
     _, foreign = meter.read()
     check(shape, outcome, policy)
@@ -59,7 +59,7 @@ async def controller_turn(shape: Shape, make_workers: WorkersMaker) -> Turn:
 
 def ray_turn(actor: Any, sequences: int) -> Turn:
     """Make one remote call and one `ray.get` per sequence. Raises NotCorrect."""
-    meter = Meter([os.getpid()])
+    meter = Meter()
     began, cpu = time.perf_counter(), time.process_time()
     answers = [ray.get(actor.call.remote(sequence)) for sequence in range(sequences)]
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -166,7 +165,7 @@ class LimitsRun:
         workers = replace(SimulatedWorkers.local(replace(shape, engines=0), policy), engines=engines, spawn=engine)
         opened = Opened(work.open_groups)
         simulation = Simulation(shape, workers, Clock(on_step), opened.drawn, stop)
-        watcher, meter = asyncio.create_task(delays.watch()), Meter([os.getpid()])
+        watcher, meter = asyncio.create_task(delays.watch()), Meter()
         began = time.perf_counter()
         outcome, pool = await simulation.run()
         _, foreign = meter.read()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -168,7 +167,7 @@ async def scale_turn(engines: int, load: Load, seed: int) -> Turn:
     """Make both runs of one size. Raises NotCorrect."""
     faults = Faults(load.fault_every, seed)
     shape = load.saturated(engines)
-    meter = Meter([os.getpid()])
+    meter = Meter()
     fast, clock = await simulate(shape, lambda first: 0.0, faults, shape.steps)
     _, foreign = meter.read()
     first, last = clock.ticks[WARM_STEPS - 1], clock.ticks[-2]

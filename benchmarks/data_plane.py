@@ -17,7 +17,6 @@ and one table in the store.
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -250,10 +249,8 @@ class TransferContenders:
             began = time.perf_counter()
             ray.get(self._ref)
             figures["get alone, ms"] = 1e3 * (time.perf_counter() - began)
-        meter = Meter([os.getpid()])
-        seconds = sum(self.all()[name]())
-        cpu_s, foreign = meter.read()
-        return Turn(seconds, self._repeat * size / 1e9, cpu_s, foreign, figures=figures)
+        meter = Meter()
+        return meter.turn(self._repeat * size / 1e9, sum(self.all()[name]()), figures=figures)
 
     def _checked(self) -> Copies:
         """Check that every way preserves the content. Raises NotCorrect."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -106,16 +105,14 @@ class EpisodeContenders:
         """A turn from a call for each group, which returns (tokens sampled, cached tokens, tokens of prompts)."""
         await self._engine.forget_prompts.remote()
         requests = self._requests(turn)
-        meter = Meter([os.getpid()])
-        began = asyncio.get_running_loop().time()
+        meter = Meter()
         parts = await asyncio.gather(*map(one, requests))
-        wall_s = asyncio.get_running_loop().time() - began
-        cpu_s, foreign = meter.read()
+        found = meter.turn(sum(part[0] for part in parts))
         sampled, cached, prompts = (sum(part[place] for part in parts) for place in range(3))
         settings = self._settings
         if sampled != (wanted := settings.groups * settings.samples * settings.max_tokens * sampled_turns):
             raise NotCorrect(f"sampled {sampled} tokens, expected {wanted}")
-        return Turn(wall_s, sampled, cpu_s, foreign, figures={"prompt tokens from the cache, share": cached / prompts})
+        return replace(found, figures={"prompt tokens from the cache, share": cached / prompts})
 
     async def episodes(self, turn: int) -> Turn:
         """The product."""

@@ -11,8 +11,6 @@ updates start from nearly equal weights; loss and gradient of the layouts are co
 from __future__ import annotations
 
 import argparse
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -91,15 +89,14 @@ class PackingContenders:
             NotCorrect: The gradient is not that of the padded rows.
         """
         plan = self._work.plan(layout)
-        meter, began = Meter([os.getpid()]), time.monotonic()
+        meter = Meter()
         metrics = self._worker.update(plan, self._work.table)
-        wall_s = time.monotonic() - began
-        cpu_s, foreign = meter.read()
+        figures = {"padding, %": 100 * metrics.values["padding"], "micro-batches": float(len(plan.micro_batches))}
+        turn = meter.turn(float(self._work.tokens), figures=figures)
         self._norms[layout], self._padding[layout] = metrics.values["grad_norm"], metrics.values["padding"]
         if len(self._norms) == len(LAYOUTS):
             self._compare()
-        figures = {"padding, %": 100 * metrics.values["padding"], "micro-batches": float(len(plan.micro_batches))}
-        return Turn(wall_s, float(self._work.tokens), cpu_s, foreign, figures=figures)
+        return turn
 
     def _compare(self) -> None:
         expected = self._norms["padded"]

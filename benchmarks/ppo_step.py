@@ -17,25 +17,23 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
-from benchmarks.support.workload import MAX_GAP, Settings, add_settings, grpo_spec, without_eos
-from troupe.orchestrator.spec.errors import Source
-from troupe.orchestrator.spec.load import parse_rollout_spec
+from benchmarks.support.workload import MAX_GAP, Settings, add_settings, grpo_spec, phases_of, without_eos
+from troupe.orchestrator.live.diff import changed
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.yaml_reader import Document
 
 STAGES, PRODUCT = "stages alone", "troupe"
-PHASES = ("generate", "prepare", "update", "sync")
 
 
 def four_models(spec: RolloutSpec) -> RolloutSpec:
     """The spec with PPO, a critic, and a reference in a separate worker. Raises SpecError."""
-    document = spec.model_dump(mode="json", exclude_defaults=True)
-    policy = document["roles"]["policy"]
-    document["roles"]["critic"] = dict(policy)
+    policy = spec.roles.policy.model_dump(mode="json", exclude_defaults=True)
     shared = policy.keys() & {"cpus", "gpus", "threads", "micro_batch_tokens"}
-    document["roles"]["reference"] = {key: policy[key] for key in shared}
-    document["algorithm"] = {"name": "ppo", "group_size": spec.group_size, "kl": {"coef": 0.02}}
-    return parse_rollout_spec(Document(document, Source("ppo_step")))
+    changes = {
+        "roles.critic": policy,
+        "roles.reference": {key: policy[key] for key in shared},
+        "algorithm": {"name": "ppo", "group_size": spec.group_size, "kl": {"coef": 0.02}},
+    }
+    return changed(spec, changes, "ppo_step")
 
 
 def check(settings: Settings, metrics: Sequence[Mapping[str, float]], gaps: Sequence[float]) -> dict[str, str]:
@@ -99,12 +97,6 @@ async def measure(given: argparse.Namespace) -> Report:
         for turn, line in zip(taken[PRODUCT], metrics[1:], strict=True)
     ]
     return Report("ppo_step", taken, STAGES, checks)
-
-
-def phases_of(metrics: Mapping[str, float], wall_s: float) -> dict[str, float]:
-    """Seconds by phase of a line of metrics.jsonl; the rest of the step is `other`."""
-    phases = {phase: metrics[f"seconds/{phase}"] for phase in PHASES}
-    return phases | {"other": wall_s - sum(phases.values())}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

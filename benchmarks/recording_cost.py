@@ -39,7 +39,7 @@ class MeasuringConsole(Console):
         self._tokens = tokens
         self._recording = recording
         self._before: Mapping[str, float] = {}
-        self._meter = Meter([os.getpid()])
+        self._meter = Meter()
         self.taken: list[Turn] = []
 
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
@@ -47,7 +47,7 @@ class MeasuringConsole(Console):
         now = dict(self._recording())
         parts = {part: seconds - self._before.get(part, 0.0) for part, seconds in now.items()}
         cpu_s, foreign = self._meter.read()
-        self._before, self._meter = now, Meter([os.getpid()])
+        self._before, self._meter = now, Meter()
         if step > WARM_UP:
             figures = {SHARE: 100 * sum(parts.values()) / cpu_s, "all recording, ms": 1000 * sum(parts.values())}
             figures |= {f"{part}, ms": 1000 * seconds for part, seconds in sorted(parts.items())}

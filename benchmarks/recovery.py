@@ -14,19 +14,17 @@ import argparse
 import asyncio
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.support.bare_engines import BareAsyncLLM, SampledBatch
+from benchmarks.support.bare_engines import cold_start
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
-from benchmarks.support.processes import Meter, RemoteObject, stopped
+from benchmarks.support.processes import stopped
 from benchmarks.support.workload import (
     MAX_GAP,
     MIN_CHANGE,
-    Group,
     Settings,
     add_settings,
     check_lengths,
@@ -37,8 +35,6 @@ from benchmarks.support.workload import (
 )
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.roles.settings import rollout_config
-from troupe.workers.contract.config import RolloutConfig
-from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from benchmarks.support.recovery_setup import Recovered
@@ -92,20 +88,6 @@ class RecoveryGate:
         }
 
 
-def cold_start(config: RolloutConfig, groups: Sequence[Group], settings: Settings) -> Turn:
-    """Start a bare engine in a new process and sample all groups with it. Raises NotCorrect and ChildFailed."""
-    meter, began = Meter([os.getpid()]), time.monotonic()
-    child = RemoteObject("cold-start", BareAsyncLLM, config, RolloutWorker)
-    try:
-        sampled: SampledBatch = child.call("sample", groups, timeout_s=_TIMEOUT_S)
-        wall_s = time.monotonic() - began
-        cpu_s, foreign = meter.read()
-    finally:
-        child.close()
-    check_lengths(COLD, [sampled.response_ids], settings)
-    return Turn(wall_s, 1, cpu_s, foreign)
-
-
 async def measure(given: argparse.Namespace) -> Report:
     """Start the product, alternate the turns, check each of them. Raises NotCorrect."""
     # Imported here because engine processes import this module, and they do not need Ray.
@@ -130,7 +112,9 @@ async def measure(given: argparse.Namespace) -> Report:
 
         async def start(turn: int) -> Turn:
             with stopped([os.getpid()]):
-                return await asyncio.to_thread(cold_start, rollout_config(spec), work[turn], settings)
+                found, sampled = await asyncio.to_thread(cold_start, rollout_config(spec), work[turn], _TIMEOUT_S)
+            check_lengths(COLD, [sampled.response_ids], settings)
+            return found
 
         taken = await take_turns({COLD: start, PRODUCT: recover}, turns)
     return Report("recovery", taken, COLD, gate.checks(), ENGINES)

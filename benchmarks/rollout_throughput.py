@@ -69,13 +69,13 @@ class Bare:
         for number, child in enumerate(self._children):
             child.send("sample", groups[number::count])
         parts: list[SampledBatch] = [child.receive(TURN_TIMEOUT_S) for child in self._children]
-        cpu_s, foreign = meter.read()
         wall_s = max(part.ended for part in parts) - min(part.began for part in parts)
+        turn = meter.turn(sum(len(row) for part in parts for row in part.response_ids), wall_s)
         ids: list[list[int]] = []
         taken = [iter(part.response_ids) for part in parts]
         for number, one in enumerate(groups):
             ids += [next(taken[number % count]) for _ in range(one.samples)]
-        return Turn(wall_s, sum(map(len, ids)), cpu_s, foreign), ids
+        return turn, ids
 
     async def alone(self, one: Group, greedy: bool) -> list[list[int]]:
         """Sample one group on the first engine while it is idle; returns its response token ids."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ class Saves:
     async def turn(self, contender: str) -> Turn:
         """A save, if the contender has one, and an update."""
         self._step += 1
-        meter, began = Meter([os.getpid()]), time.monotonic()
+        meter, began = Meter(), time.monotonic()
         saving: asyncio.Task[None] | None = None
         if contender == WAITS:
             await self._save_and_wait()
@@ -69,10 +69,9 @@ class Saves:
         updated = time.monotonic() - began
         if saving is not None:
             await saving
-        wall_s = time.monotonic() - began
-        cpu_s, foreign = meter.read()
-        figures = {WAIT: waited, SHARE: 100 * waited / wall_s, "left after the update, s": wall_s - updated}
-        return Turn(wall_s, 1.0, cpu_s, foreign, figures=figures)
+        turn = meter.turn(1.0)
+        share, left = 100 * waited / turn.wall_s, turn.wall_s - updated
+        return replace(turn, figures={WAIT: waited, SHARE: share, "left after the update, s": left})
 
     def _begin(self) -> Path:
         folder = self._store.begin(self._step)

@@ -27,22 +27,21 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 
-from benchmarks.support.bare_engines import BareAsyncLLM, SampledBatch
+from benchmarks.support.bare_engines import cold_start
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
-from benchmarks.support.processes import Meter, RemoteObject, end
+from benchmarks.support.processes import Meter, end
 from benchmarks.support.workload import Group, encode_prompts
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.roles.settings import rollout_config
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.run_folder import RunFolder
-from troupe.workers.rollout import RolloutWorker
 
 BARE, PRODUCT = "bare AsyncLLM", "troupe"
 STARTS = Unit("starts", "start", digits=3)
@@ -232,18 +231,11 @@ def start_run(spec: Path, changes: Sequence[str], head: Head | None = None) -> T
 
 
 def start_bare(spec: RolloutSpec, group: Group) -> Turn:
-    """Start a bare engine in a new process and sample one prompt. Raises ChildFailed."""
-    meter, began = Meter([os.getpid()]), time.monotonic()
-    child = RemoteObject("bare", BareAsyncLLM, rollout_config(spec), RolloutWorker)
-    try:
-        sampled: SampledBatch = child.call("sample", [group], timeout_s=_TIMEOUT_S)
-        wall_s = time.monotonic() - began
-        cpu_s, foreign = meter.read()
-    finally:
-        child.close()
+    """Start a bare engine in a new process and sample one prompt. Raises NotCorrect, ChildFailed."""
+    turn, sampled = cold_start(rollout_config(spec), [group], _TIMEOUT_S)
     if not sampled.response_ids[0]:
         raise NotCorrect("the bare engine sampled nothing")
-    return Turn(wall_s, 1, cpu_s, foreign, figures={SECONDS: wall_s})
+    return replace(turn, figures={SECONDS: turn.wall_s})
 
 
 async def measure(given: argparse.Namespace) -> Report:

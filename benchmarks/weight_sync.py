@@ -9,12 +9,12 @@ The weights change before each turn, and after it the samples of the engines mus
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,47 +122,40 @@ class SyncContenders:
         return figures
 
     async def _product(self) -> Turn:
-        meter, began = Meter([os.getpid()]), time.monotonic()
+        meter = Meter()
         report = await self._setup.push(self._changes)
-        wall_s = time.monotonic() - began
-        cpu_s, foreign = meter.read()
+        gigabytes = report.nbytes / 1e9
+        turn = meter.turn(gigabytes)
         phases = await self._setup.parts()
         closed = phases.pop("closed", 0.0)
         if self._setup.digest:
             self._gate.digest(self._setup.digest)
         inside = sum(seconds for part, seconds in phases.items() if part != "write")
-        gigabytes = report.nbytes / 1e9
         if closed:
             phases |= {"calls inside the engine": closed - inside}
-            self.closed.append(Turn(closed, gigabytes, cpu_s, foreign))
-        phases["calls of workers"] = wall_s - sum(phases.values())
-        return Turn(wall_s, gigabytes, cpu_s, foreign, phases)
+            self.closed.append(replace(turn, wall_s=closed))
+        phases["calls of workers"] = turn.wall_s - sum(phases.values())
+        return replace(turn, phases=phases)
 
     async def _limit(self) -> Turn:
         nbytes = await self._setup.hold(self._changes)
-        meter = Meter([os.getpid()])
+        meter = Meter()
         copied = await self._setup.copy_weights()
-        copy_cpu_s, _ = meter.read()
-        meter = Meter([os.getpid()])
         applied = await self._setup.apply_held()
-        cpu_s, foreign = meter.read()
-        phases = {"write": copied, "load": applied}
-        return Turn(copied + applied, nbytes / 1e9, copy_cpu_s + cpu_s, foreign, phases)
+        return meter.turn(nbytes / 1e9, copied + applied, {"write": copied, "load": applied})
 
     async def _disk(self) -> Turn:
         folder = self._folder / f"version-{self._changes}"
-        meter, began = Meter([os.getpid()]), time.monotonic()
+        meter, began = Meter(), time.monotonic()
         await self._setup.export(folder)
         written_s = time.monotonic() - began
         await self._setup.reload_from(folder)
-        wall_s = time.monotonic() - began
-        cpu_s, foreign = meter.read()
-        nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        turn = meter.turn(sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9)
         shutil.rmtree(folder)
         phases = await self._setup.parts()
         phases = {part: phases[part] for part in ("pause", "load", "resume")} | {"write": written_s}
-        phases["calls of workers"] = wall_s - sum(phases.values())
-        return Turn(wall_s, nbytes / 1e9, cpu_s, foreign, phases)
+        phases["calls of workers"] = turn.wall_s - sum(phases.values())
+        return replace(turn, phases=phases)
 
 
 async def measure(given: argparse.Namespace) -> Report:

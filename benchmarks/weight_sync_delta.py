@@ -12,7 +12,6 @@ whole: a turn ends when an engine could load it.
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import tempfile
 import threading
@@ -114,21 +113,20 @@ class DeltaContenders:
         """One update, and its way to the other node. Raises NotCorrect if other weights arrive."""
         self.train()
         before = np.fromfile(self._there(self._current).path, np.uint16)
-        meter, began = Meter([os.getpid()]), time.monotonic()
+        meter, began = Meter(), time.monotonic()
         update = self._published(base=self._current.digest if name == CHANGED else "")
         published_s = time.monotonic() - began
         delta: Any = self._worker.read_delta(update)[1]  # no store is configured: the bytes
         encoded_s = time.monotonic() - began - published_s
         sent, sent_s = self._arrive(update, delta)
-        wall_s = time.monotonic() - began
-        cpu_s, foreign = meter.read()
+        turn = meter.turn(update.nbytes / 1e9)
         self._current = update
         share = float(np.mean(np.fromfile(self._there(update).path, np.uint16) != before))
         self._shares.append(share)
         phases = {"publish": published_s, "encode": encoded_s, "link": sent_s}
-        phases["write and verify"] = wall_s - sum(phases.values())
+        phases["write and verify"] = turn.wall_s - sum(phases.values())
         figures = {"MB": sent / 1e6, "times fewer bytes": update.nbytes / sent, "words changed, %": 100 * share}
-        return Turn(wall_s, update.nbytes / 1e9, cpu_s, foreign, phases, figures)
+        return replace(turn, phases=phases, figures=figures)
 
     def train(self) -> None:
         """One update of the policy."""

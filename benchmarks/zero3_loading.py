@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,13 @@ class Loading:
         ranks = Ranks(self._ranks, _load, *self._folders, self._dtype, name == PARTITIONED, self._ranks)
         meter = Meter(ranks.pids)
         found = ranks.results(TIMEOUT_S)
-        cpu_s, foreign = meter.read()
+        measured = meter.turn(self._bytes / 1e9)
         peaks, seconds, sums = zip(*found, strict=True)
         self._sums[name] = sums[0]
         if len(set(self._sums.values())) > 1:
             raise NotCorrect(f"the two ways load other weights: {self._sums}")
         figures = {PEAK: max(peaks) / self._bytes, "peak of a rank, GB": max(peaks) / 1e9}
-        return Turn(max(seconds), self._bytes / 1e9, cpu_s, foreign, figures=figures)
+        return replace(measured, wall_s=max(seconds), figures=figures)
 
     def checks(self) -> dict[str, str]:
         """The checks and their outcomes."""

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.support.harness import Turn
+from benchmarks.support.processes import Meter, RemoteObject
 from benchmarks.support.workload import Group
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import GroupRequest
@@ -67,6 +69,17 @@ def generate_all(llm: LLM, worker: RolloutWorker, groups: Sequence[Group], greed
     ]
     params = [one for group in groups for one in sampling_params(worker, group, greedy)]
     return llm.generate(prompts, params, use_tqdm=False)
+
+
+def cold_start(config: RolloutConfig, groups: Sequence[Group], timeout_s: float) -> tuple[Turn, SampledBatch]:
+    """Start a bare engine in a new process and sample all groups with it. Raises ChildFailed."""
+    meter = Meter()
+    child = RemoteObject("cold start", BareAsyncLLM, config, RolloutWorker)
+    try:
+        sampled: SampledBatch = child.call("sample", groups, timeout_s=timeout_s)
+        return meter.turn(1), sampled
+    finally:
+        child.close()
 
 
 class BareLLM:

@@ -28,6 +28,7 @@ from benchmarks.support.workload import (
     group,
     grpo_spec,
     on_device,
+    phases_of,
     without_eos,
 )
 from troupe.orchestrator.data.pools import Pool
@@ -37,7 +38,6 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 
 BARE, KERNELS, TRL, PRODUCT = "bare loop", "bare loop, kernels", "TRL", "troupe"
-PHASES = ("generate", "prepare", "update", "sync")
 MAX_NORM_RATIO, SAME_NORM_RATIO = 1.25, 1.05
 """Highest accepted ratio between the gradient norms of the first step: where batching changed some of the samples, and
 where all samples are equal."""
@@ -186,7 +186,7 @@ def _checked_steps(
     if TRL in results:
         checks[TRL] = check_steps(results[TRL], settings)
     product = [
-        Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line))
+        Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line, line["seconds/step"]))
         for line, ids, (cpu_s, foreign) in zip(metrics, sampled, console.product, strict=True)
     ]
     taken = {
@@ -208,12 +208,6 @@ def groups_by_step(settings: Settings, spec: RolloutSpec, pool: Pool, model: Pat
         group(settings, pick.prompt_uid, pick.row, one, answers[pick.row]) for pick, one in zip(picks, ids, strict=True)
     ]
     return [groups[start : start + settings.groups] for start in range(0, len(groups), settings.groups)]
-
-
-def phases_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase of a line of metrics.jsonl; the rest of the step is `other`."""
-    phases = {phase: metrics[f"seconds/{phase}"] for phase in PHASES}
-    return phases | {"other": metrics["seconds/step"] - sum(phases.values())}
 
 
 def trajectory(path: Path) -> dict[tuple[str, int], list[int]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -150,17 +148,16 @@ class PPOSetup:
         """Run one step of the product."""
         if turn == 0:
             self.source.source.start()
-        meter, began = Meter([os.getpid()]), time.monotonic()
+        meter = Meter()
         self.controller._timers = PhaseTimers()
         await self.controller.step(turn)
-        wall_s = time.monotonic() - began
-        cpu_s, foreign = meter.read()
+        found = meter.turn(self.tokens)
         await self.source.source.flush()
-        return Turn(wall_s, self.tokens, cpu_s, foreign)
+        return found
 
     async def stages(self, turn: int) -> Turn:
         """Run every stage of a step, one after the other."""
-        meter, parts = Meter([os.getpid()]), Parts()
+        meter, parts = Meter(), Parts()
         with parts.timed("generate"):
             if turn == 0:
                 self.alone.start()

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.support.harness import Turn
 from troupe.workers.contract.config import CPU_THREADS
 
 RAY_NICENESS = int(os.environ.get("RAY_worker_niceness", "0"))  # noqa: SIM112 (Ray spells it so)
@@ -177,11 +178,12 @@ def _resume(process: psutil.Process) -> None:
 
 
 class Meter:
-    """CPU time of one contender's process trees, and other load on the machine, since the meter was created."""
+    """Time and CPU time of one contender's process trees, and other load on the machine, since it was created."""
 
-    def __init__(self, roots: Sequence[int], without: Sequence[int] = ()) -> None:
-        self._roots, self._without = roots, without
-        self._own = cpu_seconds(roots, without)
+    def __init__(self, roots: Sequence[int] | None = None, without: Sequence[int] = ()) -> None:
+        """`roots`: the trees that count, or None for this process and its descendants."""
+        self._roots, self._without = [os.getpid()] if roots is None else roots, without
+        self._own = cpu_seconds(self._roots, without)
         self._machine = _machine_busy_s()
         self._began = time.monotonic()
 
@@ -196,6 +198,17 @@ class Meter:
         own = _cpu_seconds(processes) - self._own - searched_s
         elapsed = time.monotonic() - self._began
         return own, max(0.0, (_machine_busy_s() - self._machine - own) / elapsed)
+
+    def turn(
+        self,
+        amount: float,
+        wall_s: float | None = None,
+        phases: dict[str, float] | None = None,
+        figures: dict[str, float] | None = None,
+    ) -> Turn:
+        """What was measured as a turn; `wall_s`: the seconds that count, or None for all since the start."""
+        wall_s = time.monotonic() - self._began if wall_s is None else wall_s
+        return Turn(wall_s, amount, *self.read(), phases or {}, figures or {})
 
 
 class SurvivorMeter:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.support.loop_timers import LoopParts
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.recorder import RunRecorder
@@ -23,7 +24,52 @@ from troupe.workers.contract.messages import KeptFile
 from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
+from troupe.workers.telemetry.timing import Parts
 from troupe.workers.training.meter import TokenRecorder
+
+
+class LoopParts(Parts):
+    """Parts of functions and of coroutines, which can be looked at in between."""
+
+    @property
+    def so_far(self) -> dict[str, float]:
+        """The seconds by part, without resetting them."""
+        return dict(self._seconds)
+
+    def watch_coroutine(self, owner: Any, name: str, part: str) -> None:
+        """As `watch`, for a coroutine function: the time that it keeps the event loop busy, without its waits."""
+        function: Callable[..., Coroutine[Any, Any, Any]] = getattr(owner, name)
+
+        @functools.wraps(function)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return await _Steps(self, part, function(*args, **kwargs))
+
+        setattr(owner, name, wrapper)
+
+
+class _Steps(Awaitable[Any]):
+    """A coroutine that is timed from one wait to the next."""
+
+    def __init__(self, parts: Parts, part: str, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._parts = parts
+        self._part = part
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._coroutine.__await__()
+        error: BaseException | None = None
+        while True:
+            try:
+                with self._parts.timed(self._part):
+                    wait = next(steps) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value
+            error = None
+            try:
+                yield wait
+            except BaseException as raised:
+                error = raised
+
 
 FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
     (CallLog, "begin", "calls"),

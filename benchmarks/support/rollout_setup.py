@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -115,12 +114,12 @@ class RolloutSetup:
 
     async def turn(self, turn: int) -> tuple[Turn, list[list[int]]]:
         """Run one turn; returns it and the response token ids, in the order of the groups' samples."""
-        meter = Meter([os.getpid()], self._others)
+        meter = Meter(without=self._others)
         sampled = await self._turns.run()
-        cpu_s, foreign = meter.read()
+        turned = meter.turn(sampled.response_tokens, sampled.seconds)
         rollouts = {group.summary.prompt_uid: group.rollouts for group in sampled.groups}
         ids = [row for group in self._work[turn] for row in response_ids(rollouts[group.uid])]
-        return Turn(sampled.seconds, sampled.response_tokens, cpu_s, foreign), ids
+        return turned, ids
 
     async def alone(self, group: Group, greedy: bool) -> list[list[int]]:
         """Sample one group on an idle engine; returns its response token ids."""

@@ -27,6 +27,7 @@ Lengths = Literal["fixed", "long-tail", "natural"]
 TaskName = Literal["vowels", "sums"]
 Backend = Literal["auto", "shm", "ipc", "nccl"]
 
+PHASES = ("generate", "prepare", "update", "sync")
 MODEL = Path(".cache/models/smollm2-135m-instruct")
 HELP = {
     "groups": "prompts per turn or step",
@@ -181,6 +182,12 @@ def check_lengths(name: str, steps: Sequence[Sequence[Sequence[int]]], settings:
                 f"{name}, step {number}: {len(responses)} responses of {found} tokens, expected {settings.sequences} "
                 f"of {wanted}"
             )
+
+
+def phases_of(metrics: Mapping[str, float], wall_s: float) -> dict[str, float]:
+    """Seconds by phase of a line of metrics.jsonl; the rest of the step is `other`."""
+    phases = {phase: metrics[f"seconds/{phase}"] for phase in PHASES}
+    return phases | {"other": wall_s - sum(phases.values())}
 
 
 def tail_length(seed: int, index: int, longest: int) -> int:

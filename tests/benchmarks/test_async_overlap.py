@@ -17,11 +17,8 @@ from benchmarks.async_overlap import (
     measured,
     parse,
     turn_of,
-    with_staleness,
 )
 from benchmarks.support.harness import NotCorrect
-from benchmarks.support.workload import grpo_spec
-from tests.benchmarks.settings import SETTINGS
 
 
 def line(generate: float, update: float, reward: float = 0.5) -> dict[str, float]:
@@ -66,13 +63,6 @@ def test_the_time_of_processes_that_end_after_the_last_step_is_no_other_load() -
         console.step(1, {})
         worker.communicate()
     assert console.taken[0] > 0.9  # less the search for it
-
-
-def test_only_the_staleness_of_the_spec_changes() -> None:
-    spec = grpo_spec(SETTINGS, SETTINGS.model, 3, 6)
-    changed = with_staleness(spec, 2)
-    assert changed.schedule.max_staleness == 2
-    assert with_staleness(changed, 0).model_dump() == spec.model_dump()
 
 
 def test_the_run_that_alternates_is_needed() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ppo_step import check, four_models, phases_of
+from benchmarks.ppo_step import check, four_models
 from benchmarks.support.harness import NotCorrect
-from benchmarks.support.workload import grpo_spec
+from benchmarks.support.workload import grpo_spec, phases_of
 from tests.benchmarks.settings import SETTINGS
 
 

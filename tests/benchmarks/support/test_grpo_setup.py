@@ -12,7 +12,7 @@ from benchmarks.support.bare_loop import BareStep
 from benchmarks.support.harness import (
     NotCorrect,
 )
-from benchmarks.support.workload import Group, grpo_spec
+from benchmarks.support.workload import PHASES, Group, grpo_spec, phases_of
 from tests.benchmarks.settings import SETTINGS
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import load_pools
@@ -76,8 +76,8 @@ def test_steps_draw_the_products_prompts(tiny_model: Path) -> None:
 
 
 def test_phases_add_up_to_the_step() -> None:
-    metrics = {"seconds/step": 10.0} | {f"seconds/{name}": 2.0 for name in grpo_setup.PHASES}
-    assert grpo_setup.phases_of(metrics) | {"other": 2.0} == grpo_setup.phases_of(metrics)
+    metrics = {f"seconds/{name}": 2.0 for name in PHASES}
+    assert phases_of(metrics, 10.0) | {"other": 2.0} == phases_of(metrics, 10.0)
 
 
 class Contender:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.support.loop_timers import LoopParts
+from benchmarks.support.recording_timers import LoopParts
 from tests.clock import Clock
 
 
