@@ -150,8 +150,9 @@ def doctor(
     from troupe.orchestrator.insight.doctor.machine import gather
 
     findings = checks.examine(gather(Path.cwd()), None if runs is None else checks.needs_of(runs))
-    typer.echo(checks.as_json(findings) if as_json else checks.as_text(findings))
-    if not checks.healthy(findings):
+    healthy = checks.healthy(findings)
+    _echo({"healthy": healthy, "findings": findings}, checks.as_text(findings), as_json)
+    if not healthy:
         sys.exit(FAILURE)
 
 

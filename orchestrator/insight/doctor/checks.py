@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
@@ -29,7 +27,6 @@ from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE
 from troupe.workers.contract.units import GIB, MIB
 
-OLDEST, NEWEST = (3, 11), (3, 14)
 UNUSED = frozenset({"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"})
 """Requirements for images and sound, which text does not need: their absence is no finding."""
 _ARCHITECTURES = ("x86_64", "aarch64")
@@ -56,14 +53,11 @@ _OPTIMIZER_WIDTH = 12
 
 
 def check_python(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Python's version and the platform."""
+    """The platform. Which versions of Python will do is for the installer of packages."""
     software = machine.software
     found = f"Python {version(software.python)} on {software.system} {software.architecture}, {software.executable}"
     if software.system != "Linux" or software.architecture not in _ARCHITECTURES:
         remedy = f"use Linux on {' or '.join(_ARCHITECTURES)} (also WSL or a container): vLLM has packages for no other"
-        yield Finding("python", "problem", found, remedy)
-    elif not OLDEST <= software.python[:2] <= NEWEST:
-        remedy = f"create an environment with Python {version(OLDEST)} to {version(NEWEST)}: python3.12 -m venv .venv"
         yield Finding("python", "problem", found, remedy)
     else:
         yield Finding("python", "ok", found)
@@ -199,12 +193,7 @@ def check_driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
     found = f"driver {graphics.driver}, {supported}"
     wanted = software.torch_cuda
     if wanted is None:
-        if "torch" not in software.packages or "vllm" in software.packages:  # reported by packages, engine
-            yield Finding("driver", "ok", found)
-            return
-        level = "problem" if needs.gpus else "note"
-        remedy = "install torch's build for CUDA: pip install 'troupe-rl[gpu]'"
-        yield Finding("driver", level, f"{found}; torch {software.packages['torch']} is built without CUDA", remedy)
+        yield Finding("driver", "ok", found)  # what the builds of torch and vLLM lack is in `packages` and `engine`
     elif graphics.driver_cuda is None or graphics.driver_cuda >= wanted:
         yield Finding("driver", "ok", f"{found}; torch is built for CUDA {version(wanted)}")
     elif graphics.driver_cuda[0] < wanted[0]:
@@ -420,12 +409,6 @@ def as_text(findings: Sequence[Finding]) -> str:
     counts = [(kind, sum(finding.level == kind for finding in findings)) for kind in ("problem", "note")]
     shown = ", ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counts if count)
     return "\n".join([*lines, shown or "everything is fine"])
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """The findings as a JSON object."""
-    document = {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
-    return json.dumps(document, indent=2)
 
 
 def needs_of(runs: Sequence[PlannedRun]) -> Needs:
