@@ -244,14 +244,20 @@ def test_an_empty_folder_is_refused(store: CheckpointStore) -> None:
 
 SAVER = """
 import sys, os
-from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from troupe.orchestrator.training.checkpoint import CheckpointStore
+for _ in sys.stdin:  # a fork for every line, so that the imports are made once
+    if (pid := os.fork()) == 0:
+        break
+    os.waitpid(pid, 0)
+    print("killed", flush=True)
+else:
+    sys.exit()
 store = CheckpointStore(sys.argv[1], keep=2)
 store.prepare()
 found = store.latest()
 step = found.step if found else 0
-print("ready", flush=True)
+print(os.getpid(), flush=True)
 while True:
     # Every other save replaces the checkpoint of the step before.
     for turn in (0, 1):
@@ -266,30 +272,34 @@ while True:
 
 def test_a_kill_at_any_moment_of_a_save_leaves_the_newest_checkpoint_valid(tmp_path: Path) -> None:
     draw = random.Random(7)
-    committed = 0
-    for number in range(12):
-        command = [sys.executable, "-c", SAVER, str(tmp_path), str(ROOT)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as saver:
-            assert saver.stdout is not None
-            assert saver.stdout.readline() == "ready\n"
+    command = [sys.executable, "-c", SAVER, str(tmp_path), str(ROOT)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as saver:
+        assert saver.stdin is not None and saver.stdout is not None
+        committed = 0
+        for number in range(24):
+            saver.stdin.write("\n")
+            process = int(saver.stdout.readline())
             if number and not committed:  # on a slow machine the first kill may come before the first commit
                 committed = int(saver.stdout.readline())
             time.sleep(draw.uniform(0.0, 0.1))
-            saver.send_signal(signal.SIGKILL)
-            rest = saver.stdout.read().splitlines()
-        committed = max([committed, *map(int, rest)])
-        store = CheckpointStore(tmp_path, keep=2)
-        store.prepare()
-        found = store.latest()
-        if committed:
-            assert found is not None and found.step >= committed
-        if found is not None:
-            committed = found.step
-            assert found.state == {"step": found.step}
-            for rank in range(3):
-                assert (found.path / f"rank{rank}").read_bytes() == bytes([found.step % 256]) * 200_000
-        assert all(name.startswith("step-") for name in names(store))
+            os.kill(process, signal.SIGKILL)
+            committed = max([committed, *map(int, iter(saver.stdout.readline, "killed\n"))])
+            committed = valid_after_a_kill(CheckpointStore(tmp_path, keep=2), committed)
+        saver.stdin.close()
     assert committed > 0
+
+
+def valid_after_a_kill(store: CheckpointStore, committed: int) -> int:
+    """Check that the newest checkpoint is whole, and none older than the last one committed; returns its step."""
+    store.prepare()
+    found = store.latest()
+    assert found is not None or not committed
+    if found is not None:
+        assert found.step >= committed and found.state == {"step": found.step}
+        for rank in range(3):
+            assert (found.path / f"rank{rank}").read_bytes() == bytes([found.step % 256]) * 200_000
+    assert all(name.startswith("step-") for name in names(store))
+    return found.step if found else 0
 
 
 def test_prepare_removes_partial_saves_and_restores_a_checkpoint_being_replaced(store: CheckpointStore) -> None:
