@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from troupe.orchestrator.algorithms.overrides import overridden, overrides
 from troupe.orchestrator.errors import nearest
@@ -165,16 +165,6 @@ class OfflineAlgorithmConfig(Frozen):
     from_divergence: bool | None = None
     """dpo, ipo: only tokens from the first difference between the answers on carry the loss. This leaves DPO's loss
     unchanged (shared tokens cancel) and changes IPO's, which is a mean over tokens."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_packing(cls, fields: Any) -> Any:
-        """Specs of runs before `roles.ROLE.packing` have a field `packing` here."""
-        if not isinstance(fields, dict) or "packing" not in fields:
-            return fields
-        if fields["packing"] not in (None, True):
-            raise ValueError("packing is a field of roles.policy: set roles.policy.packing")
-        return {name: value for name, value in fields.items() if name != "packing"}
 
     @field_validator("name")
     @classmethod

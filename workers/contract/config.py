@@ -327,15 +327,8 @@ class LoraConfig(Frozen):
     targets: tuple[str, ...] | Literal["all-linear"] = ALL_LINEAR
     """Layers that have an adapter, by the last part of their name, such as `[q_proj, v_proj]`; `all-linear`: every
     linear layer but the output head. In a model with experts, name layers outside of their blocks."""
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of an adapter's inputs that is dropped in training. Only 0 is supported: with dropout, an update would not
-    compute what the sampler and an evaluation compute."""
-    bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases train besides. Only `none` is supported: vLLM loads no biases with an adapter."""
     rslora: bool = False
     """Divide alpha by the square root of the rank instead of the rank (rsLoRA, arXiv 2312.03732)."""
-    modules_to_save: tuple[str, ...] = ()
-    """Modules that train whole, besides the adapters. None are supported: vLLM loads none with an adapter."""
 
     @property
     def scaling(self) -> float:

@@ -61,12 +61,6 @@ def adapter_problems(spec: RunSpec) -> Iterator[Finding]:
         field = f"roles.{name}.lora"
         if not role.lora.targets:
             yield f"{field}.targets", "names no layer: nothing would train; remove it for all linear layers"
-        if role.lora.dropout > 0:
-            yield f"{field}.dropout", "must be 0: an update must compute what the sampler and an evaluation compute"
-        if role.lora.bias != "none":
-            yield f"{field}.bias", "must be none: vLLM loads no biases with an adapter"
-        if role.lora.modules_to_save:
-            yield f"{field}.modules_to_save", "must be empty: vLLM loads no whole modules with an adapter"
 
 
 def _given_adapters(spec: RunSpec) -> Iterator[Finding]:

@@ -343,5 +343,5 @@ def test_a_spec_of_a_run_before_rows_were_packed_is_read(value: str) -> None:
 
 
 def test_packing_is_turned_off_in_the_role() -> None:
-    with pytest.raises(SpecError, match=r"algorithm: packing is a field of roles\.policy"):
+    with pytest.raises(SpecError, match=r"algorithm\.packing: unknown field \(set roles\.policy\.packing instead\)"):
         offline(DPO.replace("  beta: 0.2\n", "  beta: 0.2\n  packing: false\n"))

@@ -29,7 +29,6 @@ NEITHER = {
     *("name", "revision", "dataset", "subset", "split", "files", "accelerator", "node_labels", "tool_parser", "engine"),
     *(
         "targets",
-        "modules_to_save",
         "args",
         "env",
         "label",
