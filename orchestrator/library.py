@@ -197,9 +197,9 @@ def evaluate(
     options = EvaluationOptions(endpoint, None if output is None else Path(output), adapter)
     console = _console(None, stream)
     if planned.spec.rollouts is None:
-        running = evaluate_offline(request, planned.spec.offline, console)
+        running = evaluate_offline(request, console)
     else:
-        running = evaluate_on_prompts(request, planned.spec.rollouts, console, options)
+        running = evaluate_on_prompts(request, console, options)
     return _outside_of_loops(lambda: asyncio.run(running), request)
 
 

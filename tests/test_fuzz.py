@@ -417,7 +417,7 @@ async def test_requests_to_a_run(tmp_path: Path) -> None:
 
     scaler: Any = Scaler()
     server = ControlServer(tmp_path, scaler)
-    server.open()
+    await server.open()
     folder = tmp_path / FOLDER
     for number, data in enumerate(Mutations().of_bytes(b'{"changes": {"roles.rollout.workers": 2}}', 400)):
         (folder / f"request-{number:04d}.json").write_bytes(data)

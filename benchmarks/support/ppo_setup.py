@@ -17,7 +17,6 @@ from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.mixture import group_settings
 from troupe.orchestrator.data.prompts import PromptSource
-from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
@@ -105,14 +104,14 @@ class PPOSetup:
     async def open(cls, spec: RolloutSpec, out: Path) -> AsyncIterator[PPOSetup]:
         """Start everything that `troupe run` starts, and end it on exit."""
         out.mkdir()
-        data = load_data(spec)
         console = Console(io.StringIO())
         request = RunRequest(spec, out, False, None)
-        async with open_session(request, console, local=LocalFiles(spec)) as context:
-            pools = RunPools(spec, context)
-            run = RolloutRun(spec, out, context, pools, data)
+        async with open_session(request, console, local=LocalFiles(spec), reads=True) as opened:
+            context = replace(opened, checkpoints=folder_checkpoints(spec, out))
+            pools, data = RunPools(spec, context), context.data
+            run = RolloutRun(context, pools)
             try:
-                controller = await run.controller(folder_checkpoints(spec, out))
+                controller = await run.controller()
                 components, workers = controller.components, context.workers
                 timeout_s = spec.schedule.score_timeout_s
                 policy, critic, reference = workers.policy, workers.critic, workers.reference

@@ -17,6 +17,7 @@ from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.mailbox import LONGEST, Mailbox, PostedRequest, require_folder
 from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
 from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.training.parts import RunPart
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class _Owner(BaseModel):
     pid: int
 
 
-class ControlServer:
-    """Answers the requests to one run.
+class ControlServer(RunPart):
+    """Answers the requests to one run (`troupe scale`, `troupe apply`).
 
     A background task polls the folder for request files, passes their changes to the scaler and writes the answers. It
     waits for nothing but the poll interval and its own file operations; :meth:`close` cancels it.
@@ -66,7 +67,7 @@ class ControlServer:
         self._scaler = scaler
         self._task: asyncio.Task[None] | None = None
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Start answering. Files of earlier runs in the folder are deleted."""
         self._mailbox.open()
         owner = _Owner(host=socket.gethostname(), pid=os.getpid())

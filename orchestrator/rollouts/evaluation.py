@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.pools import Pool
-from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.data.prompts import PromptPick, evaluation_picks
 from troupe.orchestrator.errors import DataLost, EvaluationLost, WorkerError
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool, sample_group
@@ -22,7 +24,8 @@ from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, summarize
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool
-from troupe.orchestrator.spec.derived.sampling import HeldOutSettings
+from troupe.orchestrator.spec.derived.sampling import HeldOutSettings, held_out_sets
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import TableRef
 from troupe.workers.contract.text import one_line
@@ -109,6 +112,34 @@ def levels_of(pool: Pool, key: str) -> list[str]:
     distinct = {level for level in levels if level}
     longest = max(map(len, distinct), default=0)
     return levels if 0 < len(distinct) <= MOST_LEVELS and longest <= LONGEST_LEVEL else []
+
+
+def sets_of(
+    spec: RolloutSpec,
+    pools: Mapping[str, Pool],
+    put: Callable[[pa.Table], TableRef],
+    say: Callable[[str], object],
+) -> list[HeldOutSet]:
+    """The held-out sets of a spec.
+
+    Args:
+        spec: The spec, with an evaluation.
+        pools: The prompts by the name of their section.
+        put: Brings a table to the place from which its rows are sampled.
+        say: Receives a line for each set whose accuracy is not reported.
+    """
+    sets: list[HeldOutSet] = []
+    prompts = spec.evaluation.prompts if spec.evaluation is not None else 0
+    for settings in held_out_sets(spec):
+        if settings.solved_at is None:
+            of = f" of {settings.name}" if settings.name else ""
+            where = f"data.{settings.section}" if settings.name else "evaluation"
+            hint = f"set {where}.solved_at to the reward of a right response"
+            say(f"held-out accuracy{of} is not reported for this reward: {hint}")
+        pool = pools[settings.section]
+        picks = evaluation_picks(pool, spec.seed, prompts, settings.name)
+        sets.append(HeldOutSet(settings, picks, put(pool.table), levels_of(pool, settings.level)))
+    return sets
 
 
 class Evaluator:

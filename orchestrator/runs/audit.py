@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from troupe.orchestrator.data.summary import RunData, load_data
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport, token_scorer
 from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
-from troupe.orchestrator.runs.session import RunRequest, Session, open_session
+from troupe.orchestrator.runs.session import RunRequest, Session, open_session, say
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore
+from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint
+from troupe.orchestrator.training.parts import RunPart
 
 AUDIT = "audit.json"
 """File of a run folder with the report of the audit at its start."""
@@ -34,11 +34,7 @@ def audit(request: RunRequest, console: Console) -> AuditReport:
     """
     if request.spec.rollouts is None:
         raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
-    spec = one_engine(request.spec.rollouts)
-    found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
-    if request.resume and found is None:
-        raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")
-    return asyncio.run(_audit(replace(request, spec=spec), spec, found, console))
+    return asyncio.run(_audit(replace(request, spec=one_engine(request.spec.rollouts)), console))
 
 
 def one_engine(spec: RolloutSpec) -> RolloutSpec:
@@ -50,30 +46,25 @@ def one_engine(spec: RolloutSpec) -> RolloutSpec:
     return spec.model_copy(update={"roles": roles})
 
 
-async def _audit(request: RunRequest, spec: RolloutSpec, found: Checkpoint | None, console: Console) -> AuditReport:
-    local = fetch(spec, console)
-    data = load_data(local.spec)
+async def _audit(request: RunRequest, console: Console) -> AuditReport:
     roles = named_roles(lambda row: row.audited)
     async with (
-        open_session(request, console, local=local, roles=roles) as session,
-        open_pools(local.spec, session) as pools,
+        open_session(request, console, roles=roles, reads=True) as session,
+        open_pools(session.spec.rollouts, session) as pools,
     ):
+        spec, found = session.spec.rollouts, session.checkpoints.found
         if spec.trains_adapters:
             await session.unless_stopped(pools.require_sync().push(0))
-        weights = RunAudit(local.spec, session, pools, data)
-        load = None if found is None else partial(load_trainers, found, local.spec, pools)
-        return await session.unless_stopped(weights.run(found, load))
+        load = None if found is None else partial(load_trainers, found, spec, pools)
+        return await session.unless_stopped(RunAudit(session, pools).run(found, load))
 
 
 @dataclass(frozen=True)
 class RunAudit:
     """The engines and the policy of a run, to be compared with the float32 scorer."""
 
-    spec: RolloutSpec
-    """With models that are folders."""
     session: Session
     pools: RunPools
-    data: RunData
 
     async def run(self, found: Checkpoint | None, load: Callable[[], Awaitable[object]] | None = None) -> AuditReport:
         """Compares the initial weights, or a checkpoint's.
@@ -82,9 +73,9 @@ class RunAudit:
             found: The checkpoint, or None for the initial weights.
             load: Makes the trainers load it, or None if they have.
         """
-        session, spec = self.session, self.spec
+        session, spec, data = self.session, self.session.spec.rollouts, self.session.data
         policy = session.workers.require_policy()
-        prompts = self.data.train, session.cluster.put(self.data.train.table)
+        prompts = data.train, session.cluster.put(data.train.table)
         scorer = token_scorer(spec, session.cluster, session.launcher.placement(policy.workers[0].name))
         auditor = Auditor(spec, self.pools.engines, policy, prompts, scorer)
         session.console.phase("audit", 0, 1)
@@ -99,11 +90,28 @@ class RunAudit:
         return report
 
     def _weights(self, found: Checkpoint | None) -> AuditedWeights:
-        model, adapter = Path(self.spec.model.path), self.spec.model.adapter
+        spec = self.session.spec.rollouts
+        model, adapter = Path(spec.model.path), spec.model.adapter
         own = None if adapter is None else Path(adapter)
         if found is None:
             return AuditedWeights("the initial weights", 0, model, adapter=own)
         label, trained = f"the checkpoint of step {found.step}", found.path / MODEL
-        if self.spec.trains_adapters:
+        if spec.trains_adapters:
             return AuditedWeights(label, found.step, model, adapter=trained, previous_adapter=own)
         return AuditedWeights(label, found.step, trained, model)
+
+
+@dataclass(frozen=True)
+class AuditAtStart(RunPart):
+    """Compares sampler and trainer with the float32 scorer before the first step, and keeps the report."""
+
+    audited: RunAudit
+    found: Checkpoint | None
+
+    async def open(self) -> None:
+        """Raises TroupeError if there is a gap that rounding does not explain."""
+        session = self.audited.session
+        report = await session.unless_stopped(self.audited.run(self.found))
+        say(session.console, report.lines())
+        (session.request.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        report.require()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
-from troupe.orchestrator.data.summary import RunData, data_metrics
+from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.errors import DataError, TroupeError
-from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.parts import run_parts
-from troupe.orchestrator.runs.session import RunRequest, Session
+from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
-from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
+from troupe.orchestrator.spec.offline import OfflineEvaluation
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import load_checkpoint
@@ -34,31 +32,30 @@ from troupe.orchestrator.training.updates import OfflineUpdates, UpdateProfiles
 from troupe.workers.contract.roles import TableRef
 
 
-async def train_offline(
-    request: RunRequest, session: Session, data: RunData, checkpoints: RunCheckpoints
-) -> RunOutcome:
+async def train_offline(session: Session) -> RunOutcome:
     """Trains in a session that has the trainers."""
-    spec = request.spec.offline
-    controller = await OfflineRun(spec, request.out, session).controller(data, checkpoints)
-    if checkpoints.found is not None:  # the resume stands
-        spec.write(request.out / RESOLVED_SPEC)
+    request = session.request
+    controller = await OfflineRun(session).controller()
+    if session.checkpoints.found is not None:  # the resume stands
+        request.spec.write(request.out / RESOLVED_SPEC)
     return await controller.run()
 
 
 class OfflineRun:
     """Assembles trainers, data and ledger into a controller."""
 
-    def __init__(self, spec: OfflineSpec, out: Path, session: Session) -> None:
+    def __init__(self, session: Session) -> None:
         if session.workers.examples is None:
             raise TroupeError("the run has no trainer: it cannot train")
-        self._spec = spec
-        self._out = out
+        self._spec = session.request.spec.offline
+        self._out = session.request.out
         self._session = session
         self._trainer = session.workers.examples
 
-    async def controller(self, data: RunData, checkpoints: RunCheckpoints) -> Controller:
+    async def controller(self) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
-        spec, found, done = self._spec, checkpoints.found, checkpoints.done
+        spec, data, checkpoints = self._spec, self._session.data, self._session.checkpoints
+        found, done = checkpoints.found, checkpoints.done
         profiles = UpdateProfiles(spec.output.profile, self._out)
         updates = OfflineUpdates(spec, self._trainer, self._session.console, profiles)
         calls = self._session.launcher.calls
@@ -121,9 +118,9 @@ class OfflineRun:
                 raise DataError(f"data.train.{number}: no row of {source.name} fits the model")
         return PromptMixture([examples.parts[source.name] for source in mixture], mixture, self._spec.seed)
 
-    async def evaluator(self, pool: Pool) -> ExampleEvaluator:
+    async def evaluator(self) -> ExampleEvaluator:
         """Held-out metrics of the current model on `data.eval`; on all of it unless the spec says otherwise."""
-        return self._evaluator(*await self._tokenize(pool, "data.eval"))
+        return self._evaluator(*await self._tokenize(self._session.data.held_out["eval"], "data.eval"))
 
     def _evaluator(self, examples: Tokenized, table: TableRef) -> ExampleEvaluator:
         evaluation = self._spec.evaluation or OfflineEvaluation()

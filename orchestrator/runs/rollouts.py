@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptOrder
-from troupe.orchestrator.data.summary import RunData, data_metrics
+from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.data.texts import Pieces, SourcePieces, TextOrder
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator
+from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator, engine_sampler, sets_of
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
-from troupe.orchestrator.runs.audit import AUDIT, RunAudit
-from troupe.orchestrator.runs.checkpoints import RunCheckpoints
-from troupe.orchestrator.runs.evaluation import held_out_evaluator
 from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
-from troupe.orchestrator.runs.session import RunRequest, Session, say
+from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -45,62 +38,27 @@ from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import TextCut
 
 
-async def train_on_rollouts(
-    request: RunRequest, session: Session, data: RunData, checkpoints: RunCheckpoints
-) -> RunOutcome:
+async def train_on_rollouts(session: Session) -> RunOutcome:
     """Trains in a session that has the workers of all roles."""
-    spec, found = request.spec.rollouts, checkpoints.found
-    async with open_pools(spec, session) as pools:
+    request = session.request
+    async with open_pools(request.spec.rollouts, session) as pools:
         if session.observer is not None:
             session.observer.follow(pools.engines.queues)
-        run = RolloutRun(spec, request.out, session, pools, data)
-        controller = await run.controller(checkpoints)
-        if found is not None:  # the resume stands
-            spec.write(request.out / RESOLVED_SPEC)
+        controller = await RolloutRun(session, pools).controller()
+        if session.checkpoints.found is not None:  # the resume stands
+            request.spec.write(request.out / RESOLVED_SPEC)
         return await controller.run()
-
-
-@dataclass(frozen=True)
-class AuditAtStart(RunPart):
-    """Compares sampler and trainer with the float32 scorer before the first step, and keeps the report."""
-
-    audited: RunAudit
-    found: Checkpoint | None
-    out: Path
-
-    async def open(self) -> None:
-        """Raises TroupeError if there is a gap that rounding does not explain."""
-        session = self.audited.session
-        report = await session.unless_stopped(self.audited.run(self.found))
-        say(session.console, report.lines())
-        (self.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
-        report.require()
-
-
-class LiveControl(RunPart):
-    """Accepts changes of the spec while the run is active (`troupe scale`, `troupe apply`)."""
-
-    def __init__(self, server: ControlServer) -> None:
-        self._server = server
-
-    async def open(self) -> None:
-        """Accepts changes from now on."""
-        self._server.open()
-
-    async def close(self) -> None:
-        """Accepts no more changes."""
-        await self._server.close()
 
 
 class RolloutRun:
     """Assembles workers, data and ledger into a controller."""
 
-    def __init__(self, spec: RolloutSpec, out: Path, session: Session, pools: RunPools, data: RunData) -> None:
+    def __init__(self, session: Session, pools: RunPools) -> None:
+        spec, out = session.request.spec.rollouts, session.request.out
         self._spec = spec
         self._out = out
         self._session = session
         self._workers = session.workers
-        self._data = data
         self._pools = pools
         self._pool = pools.engines
         self._rewards = pools.rewards
@@ -118,15 +76,16 @@ class RolloutRun:
         self._pool.follow(changed)
         changed.write(self._out / RESOLVED_SPEC)
 
-    async def controller(self, checkpoints: RunCheckpoints) -> Controller:
+    async def controller(self) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
-        spec, policy = self._spec, self._workers.require_policy()
-        found, done, sync = checkpoints.found, checkpoints.done, self._pools.require_sync()
-        settings = group_settings(spec, self._data.train)
+        spec, policy, data = self._spec, self._workers.require_policy(), self._session.data
+        checkpoints, sync = self._session.checkpoints, self._pools.require_sync()
+        found, done = checkpoints.found, checkpoints.done
+        settings = group_settings(spec, data.train)
         source_of = (lambda row: settings[row].source) if spec.data.mixture else None
         ledger, advantages = Ledger(source_of), None
         curriculum = curriculum_of(spec, settings)
-        prompts = prompt_order(spec, self._data.train, curriculum)
+        prompts = prompt_order(spec, data.train, curriculum)
         profiles = UpdateProfiles(spec.output.profile, self._out)
         updates = RolloutUpdates(spec, policy, self._workers.critic, self._session.console, profiles)
         calls = self._session.launcher.calls
@@ -177,14 +136,14 @@ class RolloutRun:
             sync=sync,
             step_recorder=StepRecorder(spec, self._out, updates.trainers),
             evaluator=evaluator,
-            held_out_rows=self._data.held_out_digest,
+            held_out_rows=data.held_out_digest,
             beside=EvaluationBeside(evaluator, self._pool) if evaluator is not None and beside else None,
             ledger=ledger,
             scaler=self.scaler,
             budgets=[pool.budget for pool in self._pools.by_role.values()],
             peaks=cluster.peaks,
             recorder=RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib),
-            data=data_metrics(self._data.pools, self._data.refused),
+            data=data_metrics(data.pools, data.refused),
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
         console, stop = self._session.console, self._session.stop
@@ -193,25 +152,30 @@ class RolloutRun:
 
     def _evaluator(self, done: int) -> Evaluator | None:
         """Evaluates on the held-out sets and logs the results, or None if the spec has none."""
-        return held_out_evaluator(
-            self._spec,
-            self._pools,
-            self._data,
-            responses=self._out / "evaluation" if self._spec.output.trajectories else None,
-            log=EvaluationLog(self._out / EVALUATIONS, described_sets(self._spec, self._data.held_out), done),
+        spec, session, pools = self._spec, self._session, self._session.data.held_out
+        if spec.evaluation is None:
+            return None
+        return Evaluator(
+            spec.seed,
+            sets_of(spec, pools, session.cluster.put, session.console.message),
+            engine_sampler(self._pool),
+            self._rewards,
+            self._out / "evaluation" if spec.output.trajectories else None,
+            EvaluationLog(self._out / EVALUATIONS, described_sets(spec, pools), done),
         )
 
     def _own_parts(self, found: Checkpoint | None) -> list[RunPart]:
         """The parts that only runs on rollouts have."""
-        control = LiveControl(ControlServer(self._out, self.scaler))
+        control = ControlServer(self._out, self.scaler)
         if not self._spec.audit.at_start:
             return [control]
-        audited = RunAudit(self._session.spec.rollouts, self._session, self._pools, self._data)
-        return [AuditAtStart(audited, found, self._out), control]
+        from troupe.orchestrator.runs.audit import AuditAtStart, RunAudit
+
+        return [AuditAtStart(RunAudit(self._session, self._pools), found), control]
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
         """The texts of PPO-ptx, tokenized and split once."""
-        pool, sources = self._data.texts, self._spec.data.text_sources()
+        pool, sources = self._session.data.texts, self._spec.data.text_sources()
         if pool is None:
             return None
         parts, timeout_s = list(pool.parts.values()) or [pool], self._spec.schedule.train_timeout_s
@@ -244,7 +208,7 @@ class RolloutRun:
         settings: RowTable[GroupSettings],
     ) -> RolloutScheduler:
         scorer = Scorer(self._rewards, self._pools.token_scorers())
-        table = self._session.cluster.put(self._data.train.table)
+        table = self._session.cluster.put(self._session.data.train.table)
         observe = None if curriculum is None else curriculum.observe
         return RolloutScheduler(self._spec, self._pool, scorer, ledger, prompts.next, table, done, observe, settings)
 

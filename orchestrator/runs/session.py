@@ -1,5 +1,5 @@
-"""The session of a run: a cluster and workers, from their start to an orderly end. Every kind of run is a function
-of one."""
+"""The session of a run: its folder, its data, a cluster and workers, from their start to an orderly end. Every kind of
+run is a function of one."""
 
 from __future__ import annotations
 
@@ -9,31 +9,39 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_server import server_of
-from troupe.orchestrator.data.prompt_check import PromptCheck
-from troupe.orchestrator.errors import WorkerError
+from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
+from troupe.orchestrator.data.summary import Pools, RunData, describe, load_data
+from troupe.orchestrator.errors import TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
-from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
 from troupe.orchestrator.plan.placement import role_sizes, room
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import SAMPLERS
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints, open_checkpoints
+from troupe.orchestrator.runs.lock import kept, locked
+from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken
-from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.spec.derived.digests import evaluation_digest, reward_digest
+from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, recorded_failure
 from troupe.orchestrator.telemetry.versions import versions as describe_versions
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.contract.roles import Worker
+
+if TYPE_CHECKING:
+    from troupe.orchestrator.insight.why.observer import RunObserver
 
 T = TypeVar("T")
 
@@ -96,6 +104,7 @@ def say(console: Console, lines: Sequence[str]) -> None:
 class Session:
     """A cluster with the workers of a run, and the services that they are used with."""
 
+    request: RunRequest
     spec: RunSpec
     """With models that are folders."""
     cluster: Cluster
@@ -104,8 +113,18 @@ class Session:
     console: Console
     stop: asyncio.Event
     """Set when the run must save and exit."""
+    checkpoints: RunCheckpoints
+    read: RunData | None = None
+    """The data sets, or None if this kind of run reads none."""
     observer: RunObserver | None = None
     """Answers `troupe why`, or None if the run does not train."""
+
+    @property
+    def data(self) -> RunData:
+        """The data sets. Raises TroupeError if none are read."""
+        if self.read is None:
+            raise TroupeError("this kind of run reads no data")
+        return self.read
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
         """Awaits `work`. Raises StopRequested if the run is to stop."""
@@ -119,38 +138,105 @@ async def open_session(
     *,
     local: LocalFiles[RunSpec] | None = None,
     roles: frozenset[str] | None = None,
-    resume_at: int | None = None,
-    checks: asyncio.Task[PromptCheck] | None = None,
+    reads: bool = False,
+    trains: bool = False,
 ) -> AsyncIterator[Session]:
-    """Starts a cluster and the workers of all roles (or of `roles`); all of it ends with the block.
+    """Opens checkpoints and data, then a cluster and the workers of all roles (or of `roles`); all of it ends with the
+    block.
 
     Args:
         request: The run.
         console: Shows the start.
         local: The spec with models that are folders, or None to fetch what it names.
         roles: Roles to start, or None for all.
-        resume_at: Steps that the run has completed, or None to record and observe nothing, as this is no training.
-        checks: Checks the data during the start. If they fail, the start ends; otherwise they may go on in the block.
+        reads: Whether the data sets are read.
+        trains: Whether the run trains: it has the lock of its folder, reads its data and renders the prompts while the
+            workers start, records events, and answers `troupe why`.
     """
-    local = local or fetch(request.spec, console)
-    console.phase("start Ray", 0, 1)
-    with _connected(request, roles) as cluster:
-        stop = asyncio.Event()
-        with (
-            _observed(request, resume_at, console, cluster) as observer,
-            _interrupts(cluster, stop, request.switch),
-            recorded_failure(cluster.events),
-        ):
-            launcher = WorkerLauncher(local.spec, cluster, local.snapshots, request.classes)
-            reporting = nullcontext if observer is None else observer.reporting
-            with reporting():
-                workers = await unless_stopped(stop, _launch(request.spec, launcher, roles, console, checks))
-            try:
-                with reporting():
-                    yield Session(local.spec, cluster, launcher, workers, console, stop, observer)
-            finally:
-                console.phase("close", 0, 1)
-                await cluster.close(CLOSE_TIMEOUT_S)
+    async with AsyncExitStack() as stack:
+        checkpoints = await stack.enter_async_context(_run_folder(request, console)) if trains else _saved(request)
+        local = local or fetch(request.spec, console)
+        data = load_data(local.spec) if reads or trains else None
+        checks = None
+        if data is not None and trains:
+            require_same_rows(checkpoints.found, data.drawn)
+            checks = _check(local.spec, data.pools, console)
+        elif data is not None:
+            say(console, describe(data.pools))
+        console.phase("start Ray", 0, 1)
+        cluster, stop = stack.enter_context(_connected(request, roles)), asyncio.Event()
+        observer = stack.enter_context(_observed(request, checkpoints.done, console, cluster)) if trains else None
+        stack.enter_context(_interrupts(cluster, stop, request.switch))
+        stack.enter_context(recorded_failure(cluster.events))
+        launcher = WorkerLauncher(local.spec, cluster, local.snapshots, request.classes)
+        reporting = nullcontext if observer is None else observer.reporting
+        with reporting():
+            workers = await unless_stopped(stop, _launch(request.spec, launcher, roles, console, checks))
+        stack.push_async_callback(_close_workers, cluster, console)
+        stack.enter_context(reporting())
+        if data is not None and checks is not None:
+            data = replace(data, refused=(await unless_stopped(stop, checks)).refused)
+        yield Session(
+            request, local.spec, cluster, launcher, workers, console, stop, checkpoints, read=data, observer=observer
+        )
+
+
+@asynccontextmanager
+async def _run_folder(request: RunRequest, console: Console) -> AsyncIterator[RunCheckpoints]:
+    """The checkpoints of a run in a folder that no other run uses, with the spec of a new run or the changes to it.
+
+    Raises:
+        UsageError: Another run uses the folder, or the run cannot resume with this spec.
+        CheckpointError: The object store of the checkpoints cannot be reached.
+    """
+    spec, out = request.spec, request.out
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / RESOLVED_SPEC
+    with locked(out) as lock, kept(lock, file):
+        checkpoints = open_checkpoints(spec, out, request.resume)
+        if checkpoints.found is None:
+            spec.write(file)
+        else:
+            say(console, resumption(out, checkpoints.found, spec, file).lines())
+        say(console, [f"warning: {line}" for line in warnings_of(spec)])
+        try:
+            yield checkpoints
+        finally:  # threads that write to the folder end before its lock
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _saved(request: RunRequest) -> RunCheckpoints:
+    """The newest checkpoint in the run folder, if the run uses one. Raises UsageError if there is none."""
+    store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
+    found = store.latest() if request.resume else None
+    if request.resume and found is None:
+        raise UsageError(f"{request.out}: there is no valid checkpoint; name the spec instead")
+    return RunCheckpoints(store, found)
+
+
+def _check(spec: RunSpec, pools: Pools, console: Console) -> asyncio.Task[PromptCheck]:
+    """Starts to render the first prompts of each section in another process, while the workers start."""
+    loop, most = asyncio.get_running_loop(), PROMPTS if spec.rollouts is None else COUNTED
+    rendering = loop.run_in_executor(None, check_prompts, spec, pools, most)
+    return loop.create_task(_usable(pools, rendering, console))
+
+
+async def _usable(pools: Pools, rendering: Awaitable[PromptCheck], console: Console) -> PromptCheck:
+    """Shows what the data are, and which of the rendered prompts cannot be used.
+
+    Raises:
+        UsageError: No prompt can be used with the model.
+    """
+    found = await rendering
+    if found.problems:
+        raise UsageError("\n".join(f"{field}: {problem}" for field, problem in found.problems))
+    say(console, [*describe(pools), *found.lines])
+    return found
+
+
+async def _close_workers(cluster: Cluster, console: Console) -> None:
+    console.phase("close", 0, 1)
+    await cluster.close(CLOSE_TIMEOUT_S)
 
 
 @contextmanager
@@ -170,16 +256,13 @@ def _connected(request: RunRequest, roles: frozenset[str] | None) -> Iterator[Cl
 
 
 @contextmanager
-def _observed(
-    request: RunRequest, resume_at: int | None, console: Console, cluster: Cluster
-) -> Iterator[RunObserver | None]:
-    """Records the events of a run that trains, and answers `troupe why` about it."""
-    if resume_at is None:
-        yield None
-        return
+def _observed(request: RunRequest, done: int, console: Console, cluster: Cluster) -> Iterator[RunObserver]:
+    """Records the events of a run that has completed `done` steps, and answers `troupe why` about it."""
+    from troupe.orchestrator.insight.why.observer import RunObserver
+
     events = cluster.events
-    events.open(request.out, resume_at)
-    events.record("run_started", **_facts(request.spec), capacity=cluster.capacity(), resume_at=resume_at)
+    events.open(request.out, done)
+    events.record("run_started", **_facts(request.spec), capacity=cluster.capacity(), resume_at=done)
     observer = RunObserver(request.out, request.spec.name, console, cluster)
     try:
         yield observer

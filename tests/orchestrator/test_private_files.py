@@ -61,7 +61,7 @@ def test_the_files_of_a_run_are_private(tmp_path: Path) -> None:
 async def test_the_control_folder_and_its_messages_are_private(tmp_path: Path) -> None:
     scaler: Any = None  # no request arrives
     server = ControlServer(tmp_path, scaler)
-    server.open()
+    await server.open()
     await asyncio.sleep(0)
     assert mode(tmp_path / FOLDER) == "0o700"
     assert [mode(file) for file in (tmp_path / FOLDER).iterdir()] == ["0o600"]

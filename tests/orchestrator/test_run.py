@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.orchestrator.insight.bench.measured import GRPO
 from troupe.orchestrator.data.prompt_check import PromptCheck
+from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.runs import session as session_module
-from troupe.orchestrator.runs import training as training_module
 from troupe.orchestrator.runs.session import RunRequest, open_session
+from troupe.orchestrator.runs.training import train
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.console import Console
@@ -47,30 +50,36 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
         logs="logs",
     )
     monkeypatch.setattr(session_module, "WorkerLauncher", Launcher)
+    monkeypatch.setattr(session_module, "load_data", lambda _: RunData(cast("Any", None), {}))
+    monkeypatch.setattr(session_module, "_check", lambda *_: asyncio.create_task(state.check()))
+    observer = SimpleNamespace(reporting=nullcontext)
+    monkeypatch.setattr(session_module, "_observed", lambda *_: nullcontext(observer))
     monkeypatch.setattr(session_module, "Cluster", SimpleNamespace(connect=lambda *_: connected))
     return state
 
 
-async def started(checks: asyncio.Task[PromptCheck]) -> PromptCheck:
+async def refused(folder: Path) -> Mapping[str, int]:
+    """The refused prompts of a run that has started."""
     spec = load_rollout_spec(GRPO)
-    request = RunRequest(spec, Path(), False, None)
-    async with open_session(request, Console(io.StringIO()), local=LocalFiles(spec, ()), checks=checks):
-        return await checks
+    request = RunRequest(spec, folder, False, None)
+    async with open_session(request, Console(io.StringIO()), local=LocalFiles(spec, ()), trains=True) as session:
+        return session.data.refused
 
 
-async def test_data_that_cannot_be_used_end_the_start_of_the_workers(cluster: Any) -> None:
+async def test_data_that_cannot_be_used_end_the_start_of_the_workers(cluster: Any, tmp_path: Path) -> None:
     async def check() -> PromptCheck:
         while "start workers" not in cluster.log:
             await asyncio.sleep(0)
         raise UsageError("no prompt can be used")
 
+    cluster.check = check
     async with asyncio.timeout(60):
         with pytest.raises(UsageError, match="no prompt can be used"):
-            await started(asyncio.create_task(check()))
+            await refused(tmp_path)
     assert cluster.log == ["start workers", "abandon"]
 
 
-async def test_workers_that_start_first_wait_for_the_check(cluster: Any) -> None:
+async def test_workers_that_start_first_wait_for_the_check(cluster: Any, tmp_path: Path) -> None:
     async def check() -> PromptCheck:
         while "start workers" not in cluster.log:
             await asyncio.sleep(0)
@@ -78,8 +87,9 @@ async def test_workers_that_start_first_wait_for_the_check(cluster: Any) -> None
         await asyncio.sleep(0.05)
         return PromptCheck(refused={"train": 3})
 
+    cluster.check = check
     async with asyncio.timeout(60):
-        assert (await started(asyncio.create_task(check()))).refused == {"train": 3}
+        assert await refused(tmp_path) == {"train": 3}
     assert cluster.log == ["start workers", "close", "abandon"]
 
 
@@ -90,9 +100,9 @@ def test_a_run_begins_with_the_warnings_of_its_spec(monkeypatch: pytest.MonkeyPa
     def begin(*_: Any) -> LocalFiles:
         raise Begun
 
-    monkeypatch.setattr(training_module, "fetch", begin)
+    monkeypatch.setattr(session_module, "fetch", begin)
     spec, shown = load_rollout_spec(GRPO, ["roles.policy.warmup_updates=99"]), io.StringIO()
     with pytest.raises(Begun):
-        training_module.train(RunRequest(spec, tmp_path / "run", False, None), Console(shown))
+        train(RunRequest(spec, tmp_path / "run", False, None), Console(shown))
     (line,) = warnings_of(spec)
     assert f"warning: {line}" in " ".join(shown.getvalue().split())

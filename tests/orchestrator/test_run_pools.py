@@ -15,15 +15,15 @@ from tests.conftest import ROOT
 from tests.fakes import FakeCritic, FakePolicy, critic_group, policy_group
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup
-from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import row_of
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.rollouts import RolloutRun
-from troupe.orchestrator.runs.session import Session
+from troupe.orchestrator.runs.session import RunRequest, Session
 from troupe.orchestrator.spec.derived.sizes import engine_load
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -80,17 +80,19 @@ def pools_of(spec: RolloutSpec) -> tuple[RunPools, Launcher]:
     return RunPools(spec, context), launcher
 
 
-def context_of(spec: RolloutSpec) -> tuple[Session, Launcher]:
+def context_of(spec: RolloutSpec, folder: Path = Path()) -> tuple[Session, Launcher]:
     launcher = Launcher()
     first = {role: [Handle(f"{role}-0")] for role in spec.roles.present() if row_of(spec, role).pool is not None}
     engines = [Engine(cast("Any", handle), "host") for handle in first.pop("rollout")]
     context = Session(
+        RunRequest(spec, folder, False, None),
         spec,
         cast("Cluster", Links()),
         cast("WorkerLauncher", launcher),
         Workers({**first, "rollout": engines}),
         Console(),
         asyncio.Event(),
+        cast("RunCheckpoints", None),
     )
     return context, launcher
 
@@ -172,9 +174,9 @@ async def test_engines_have_room_for_the_episodes_of_environments_that_are_added
     """Where episodes, not sequences, bound the samples of an engine: one engine, and 40 episodes for each worker."""
     few = ["roles.environment.episodes=40", "roles.rollout.max_num_seqs=8", "algorithm.group_size=4"]
     spec = load_rollout_spec(SPECS / "tiny-environment.yaml", few)
-    context, launcher = context_of(spec)
+    context, launcher = context_of(spec, tmp_path)
     pools = RunPools(spec, context)
-    run = RolloutRun(spec, tmp_path, context, pools, cast("RunData", None))
+    run = RolloutRun(context, pools)
     pool, scaler = pools.engines, run.scaler
     assert pool.dispatch.max_load == engine_load(spec) == 40 + 8
     async with asyncio.timeout(60):

@@ -49,7 +49,7 @@ from troupe.orchestrator.roles.settings import critic_config, policy_config, rew
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.rollouts import RolloutRun
-from troupe.orchestrator.runs.session import Session
+from troupe.orchestrator.runs.session import RunRequest, Session
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
@@ -178,10 +178,20 @@ class SharedWorkers:
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
         out.mkdir(exist_ok=True)
         checkpoints = folder_checkpoints(spec, out)
-        context = Session(spec, self.cluster, self.launcher, workers, Console(io.StringIO()), stop or asyncio.Event())
+        context = Session(
+            RunRequest(spec, out, False, None),
+            spec,
+            self.cluster,
+            self.launcher,
+            workers,
+            Console(io.StringIO()),
+            stop or asyncio.Event(),
+            checkpoints,
+            read=load_data(spec),
+        )
         pools = RunPools(spec, context)
         try:
-            controller = await RolloutRun(spec, out, context, pools, load_data(spec)).controller(checkpoints)
+            controller = await RolloutRun(context, pools).controller()
             assert controller.components.sync is not None
             if checkpoints.found is None:
                 await controller.components.sync.push(0)  # the engine still serves the previous policy

@@ -44,7 +44,7 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.settings import offline_config, reference_config
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.offline import OfflineRun
-from troupe.orchestrator.runs.session import Session
+from troupe.orchestrator.runs.session import RunRequest, Session
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -154,12 +154,12 @@ class SharedWorkers:
         with contextlib.chdir(ROOT):
             spec = shipped(name, *overrides)
             parts = await self._parts(spec, self.folder, asyncio.Event())
-            return await (await parts.evaluator(load_data(spec).held_out["eval"])).run(0)
+            return await (await parts.evaluator()).run(0)
 
     async def _train(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> int:
         """Train from the newest checkpoint in the folder, if there is one. Returns the number of steps of the run."""
         parts = await self._parts(spec, out, stop)
-        controller = await parts.controller(load_data(spec), folder_checkpoints(spec, out))
+        controller = await parts.controller()
         return (await controller.run()).steps_done
 
     async def _parts(self, spec: OfflineSpec, out: Path, stop: asyncio.Event) -> OfflineRun:
@@ -178,7 +178,9 @@ class SharedWorkers:
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
         launcher = WorkerLauncher(spec, self.cluster)
         console = Console(io.StringIO())
-        return OfflineRun(spec, out, Session(spec, self.cluster, launcher, workers, console, stop))
+        request, checkpoints = RunRequest(spec, out, False, None), folder_checkpoints(spec, out)
+        opened = (request, spec, self.cluster, launcher, workers, console, stop, checkpoints)
+        return OfflineRun(Session(*opened, read=load_data(spec)))
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,6 @@ def test_refused_texts_are_said_or_stop_the_run(on_bad_row: str, tokens: tuple[i
 
     said: list[str] = []
     run: Any = SimpleNamespace(
-        _data=SimpleNamespace(texts=Pool(texts("a", "b"), digest="d")),
         _spec=SimpleNamespace(
             data=SimpleNamespace(
                 ptx=None, text_sources=lambda: {"ptx": SimpleNamespace(max_tokens=9, texts_per_step=1)}
@@ -107,7 +106,9 @@ def test_refused_texts_are_said_or_stop_the_run(on_bad_row: str, tokens: tuple[i
             seed=0,
         ),
         _session=SimpleNamespace(
-            cluster=SimpleNamespace(put=lambda table: table), console=SimpleNamespace(message=said.append)
+            cluster=SimpleNamespace(put=lambda table: table),
+            console=SimpleNamespace(message=said.append),
+            data=SimpleNamespace(texts=Pool(texts("a", "b"), digest="d")),
         ),
     )
     policy: Any = Policy()

@@ -489,7 +489,7 @@ class _Server:
 
         async def go() -> T:
             server = ControlServer(self.folder, self.scaler)
-            server.open()
+            await server.open()
             try:
                 return await asyncio.to_thread(action)
             finally:
@@ -565,7 +565,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, word: str, why: str) ->
 def test_an_invalid_request_is_answered(tmp_path: Path) -> None:
     async def go() -> list[str]:
         server = ControlServer(tmp_path, _Server(tmp_path).scaler)
-        server.open()
+        await server.open()
         folder = tmp_path / control.FOLDER
         (folder / "request-a.json").write_text("{")
         (folder / "request-b.json").write_text('{"changes": {}, "more": 1}')
@@ -587,7 +587,7 @@ def test_a_disk_that_hangs_delays_the_answer_and_not_the_run(tmp_path: Path) -> 
     async def go(disk: Path) -> tuple[int, str]:
         """Turns of the event loop until the answer, and the answer."""
         server = ControlServer(disk, _Server(tmp_path).scaler)
-        server.open()
+        await server.open()
         (disk / control.FOLDER / "request-a.json").write_text('{"changes": {"seed": 1}}')
         thaw = threading.Timer(2.5, subprocess.run, (["fsfreeze", "-u", str(disk)],))
         subprocess.run(["fsfreeze", "-f", str(disk)], check=True)

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,10 +22,12 @@ from tests.fakes import FakeTrainer, FaultyWorker
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
+from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.roles.settings import offline_config
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.offline import OfflineRun
-from troupe.orchestrator.runs.session import Session
+from troupe.orchestrator.runs.session import RunRequest, Session
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.offline_source import ExampleEvaluator
@@ -229,8 +231,9 @@ async def evaluator_of(loaded: OfflineSpec, tokenizer: Any, said: io.StringIO) -
     workers: Any = SimpleNamespace(examples=ExampleGroup("policy", [worker], 256), reference=None)
     cluster: Any = SimpleNamespace(put=lambda table: table)
     launcher: Any = None
-    context = Session(loaded, cluster, launcher, workers, Console(said), asyncio.Event())
-    return await OfflineRun(loaded, Path(), context).evaluator(pool(loaded))
+    request, checkpoints = RunRequest(loaded, Path(), False, None), cast("RunCheckpoints", None)
+    opened = (request, loaded, cluster, launcher, workers, Console(said), asyncio.Event(), checkpoints)
+    return await OfflineRun(Session(*opened, read=RunData(pool(loaded), {"eval": pool(loaded)}))).evaluator()
 
 
 def by_example(table: pa.Table) -> list[list[dict[str, Any]]]:
