@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,6 +85,118 @@ class ScheduledGroup:
         if self.scored is None and finished is None:
             return None
         return GroupProgress(self.pick.prompt_uid, self.attempt, self.started_at_version, self.scored, finished)
+
+
+class OpenGroups:
+    """The open groups of a run, and those of them that form the next batch; see the scheduler's module."""
+
+    def __init__(self, schedule: ScheduleConfig) -> None:
+        """Has no group yet. `schedule`: the groups of a step and the staleness limit."""
+        self._size = schedule.prompts_per_step
+        self._limit = schedule.max_staleness
+        self._added = 0
+        self._by_uid: dict[str, ScheduledGroup] = {}
+        """All of them by prompt_uid, including the groups of the batch in training."""
+        self._scored: list[ScheduledGroup] = []
+        """Scored groups that are not in a batch yet."""
+        self._batch: list[ScheduledGroup] = []
+        """Groups of the batch that is being trained."""
+        self._running: Counter[int] = Counter()
+        """Number of running groups by the version at which they started; versions without any are absent."""
+
+    @property
+    def scored(self) -> int:
+        """Number of scored groups that are not in a batch yet."""
+        return len(self._scored)
+
+    @property
+    def failed(self) -> dict[str, int]:
+        """Samples that failed since the last batch, by prompt_uid, of groups that have some."""
+        return {uid: group.failed for uid, group in self._by_uid.items() if group.failed}
+
+    def add(self, pick: PromptPick, attempt: int) -> ScheduledGroup:
+        """Adds the group of a prompt, which runs later."""
+        group = self._by_uid[pick.prompt_uid] = ScheduledGroup(self._added, pick, attempt)
+        self._added += 1
+        return group
+
+    def drop(self, group: ScheduledGroup) -> None:
+        """Removes a group that is not trained."""
+        self.mark_idle(group)
+        del self._by_uid[group.pick.prompt_uid]
+
+    def mark_running(self, group: ScheduledGroup, version: int) -> None:
+        """Marks the group as running on an engine of this version."""
+        self.mark_idle(group)
+        group.running, group.started_at_version = True, version
+        self._running[version] += 1
+
+    def mark_idle(self, group: ScheduledGroup) -> None:
+        """Marks the group as no longer running: it is scored, dropped or about to start again."""
+        if group.running:
+            group.running = False
+            self._running[group.started_at_version] -= 1
+            if not self._running[group.started_at_version]:
+                del self._running[group.started_at_version]
+
+    def mark_scored(self, group: ScheduledGroup, scored: ScoredGroup) -> None:
+        """Marks the group as ready for a batch."""
+        self.mark_idle(group)
+        group.scored = scored
+        self._scored.append(group)
+
+    def mark_trained(self) -> None:
+        """Removes the groups of the last batch."""
+        for group in self._batch:
+            del self._by_uid[group.pick.prompt_uid]
+        self._batch = []
+
+    def abandon_batch(self) -> None:
+        """Leaves the groups of the last batch open: they are added again."""
+        self._batch = []
+
+    def next_batch(self, version: int) -> list[ScoredGroup] | None:
+        """Takes the next batch for a policy of this version, in order of dispatch, or None if it is not ready."""
+        ready = self._ready(version)
+        if ready is None:
+            return None
+        batch = [group.scored for group in ready if group.scored is not None]
+        taken = set(ready)
+        self._scored = [group for group in self._scored if group not in taken]
+        self._batch = ready
+        for group in self._by_uid.values():
+            group.failed = 0
+        return batch
+
+    def progress(self, running: Sequence[tuple[Sequence[FinishedSamples], TableRef]]) -> list[GroupProgress]:
+        """Progress of every group that has finished samples, in order of dispatch.
+
+        Args:
+            running: Finished samples of the running groups, by engine (`finished_samples` of the pool).
+        """
+        partial = {(one.prompt_uid, one.attempt): Samples(one, table) for own, table in running for one in own}
+        found = (group.progress(partial.get((uid, group.attempt))) for uid, group in self._by_uid.items())
+        return [progress for progress in found if progress is not None]
+
+    def _ready(self, version: int) -> list[ScheduledGroup] | None:
+        """The next batch if it can be formed now: the groups that started first, and of these those opened first.
+
+        It is not formed while more groups would be left than the batches until their limit can take.
+        """
+        size, limit = self._size, self._limit
+        oldest_allowed = version - limit
+        # Called whenever a group finishes: the common answer "not ready" must not scan every group.
+        if len(self._scored) < size or any(v <= oldest_allowed for v in self._running):
+            return None
+        batch = sorted(self._scored, key=lambda group: (group.started_at_version, group.order))[:size]
+        if limit > 1:
+            waiting = Counter(group.started_at_version for group in self._scored) + self._running
+            taken = Counter(group.started_at_version for group in batch)
+            for later in range(1, limit):  # `later` batches from now, these groups are at the limit
+                left = sum(waiting[v] - taken[v] for v in waiting if v <= oldest_allowed + later)
+                if left > later * size:
+                    return None
+        return sorted(batch, key=lambda group: group.order)
 
 
 class ResumedGroups:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import DataLost, WorkerError, WorkerRaised
 from troupe.orchestrator.pools.engine import EngineState
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.rollouts.open_groups import GroupProgress, ResumedGroups, Samples, ScheduledGroup
+from troupe.orchestrator.rollouts.open_groups import GroupProgress, OpenGroups, ResumedGroups, Samples, ScheduledGroup
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
 from troupe.orchestrator.rollouts.step_counts import StepCounts
 from troupe.orchestrator.spec.derived.sampling import GroupSettings, group_settings
@@ -135,18 +135,10 @@ class RolloutScheduler:
         self._next_prompt = next_prompt
         self._prompt_pool = prompt_pool
         self._observe = observe
+        self.groups = OpenGroups(spec.schedule)
         self._opened = version * spec.schedule.prompts_per_step
-        self._order = 0
         self._opening = False
         """Whether a task that opens the free slots is running."""
-        self._groups: dict[str, ScheduledGroup] = {}
-        """All open groups by prompt_uid, including the groups of the batch in training."""
-        self._finished: list[ScheduledGroup] = []
-        """Scored groups that are not in a batch yet."""
-        self._batch: list[ScheduledGroup] = []
-        """Groups of the batch that is being trained."""
-        self._running: Counter[int] = Counter()
-        """Number of running groups by the version at which they started; versions without any are absent."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._progress = asyncio.Event()
         self._failure: BaseException | None = None
@@ -173,18 +165,7 @@ class RolloutScheduler:
 
     def state(self) -> dict[str, Any]:
         """Counts since the last batch, JSON-ready."""
-        failed = {uid: group.failed for uid, group in self._groups.items() if group.failed}
-        return self.counts.state() | {"failed_open": failed}
-
-    def progress(self, running: Sequence[tuple[Sequence[FinishedSamples], TableRef]]) -> list[GroupProgress]:
-        """Progress of every open group that has finished samples, in order of dispatch.
-
-        Args:
-            running: Finished samples of the running groups, by engine (`finished_samples` of the pool).
-        """
-        partial = {(one.prompt_uid, one.attempt): Samples(one, table) for own, table in running for one in own}
-        found = (group.progress(partial.get((uid, group.attempt))) for uid, group in self._groups.items())
-        return [progress for progress in found if progress is not None]
+        return self.counts.state() | {"failed_open": self.groups.failed}
 
     def start(self) -> None:
         """Opens all slots that the staleness limit allows; groups in flight at the last checkpoint come first."""
@@ -211,30 +192,21 @@ class RolloutScheduler:
             EnginesLost: No engine is left and none is starting.
             WorkerError: A group could not be scored.
         """
+        size = self._schedule.prompts_per_step
         while True:
             if self._failure is not None:
                 raise self._failure
-            ready = self._ready()
             if progress is not None:
-                progress(
-                    min(len(self._finished), self._schedule.prompts_per_step),
-                    self._schedule.prompts_per_step,
-                )
-            if ready is not None:
-                batch = [group.scored for group in ready if group.scored is not None]
-                taken = set(ready)
-                self._finished = [group for group in self._finished if group not in taken]
-                self._batch = ready
+                progress(min(self.groups.scored, size), size)
+            if (batch := self.groups.next_batch(self.version)) is not None:
                 self.counts.begin_batch()
-                for group in self._groups.values():
-                    group.failed = 0
                 return batch
             self._progress.clear()
             await self._progress.wait()
 
     def resample(self, groups: Sequence[ScoredGroup]) -> None:
         """Samples groups of the last batch again, because their data were lost before training."""
-        self._batch = []
+        self.groups.abandon_batch()
         self.counts.batch_lost()
         for group in groups:
             uid = group.summary.prompt_uid
@@ -246,9 +218,7 @@ class RolloutScheduler:
         They stay closed until `serve` has been called with the version as well.
         """
         self.version = version
-        for group in self._batch:
-            del self._groups[group.pick.prompt_uid]
-        self._batch = []
+        self.groups.mark_trained()
         self._dispatch()
 
     def serve(self, version: int) -> None:
@@ -262,26 +232,6 @@ class RolloutScheduler:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _ready(self) -> list[ScheduledGroup] | None:
-        """The next batch if it can be formed now: the groups that started first, and of these those opened first.
-
-        It is not formed while more groups would be left than the batches until their limit can take.
-        """
-        size, limit = self._schedule.prompts_per_step, self._schedule.max_staleness
-        oldest_allowed = self.version - limit
-        # Called whenever a group finishes: the common answer "not ready" must not scan every group.
-        if len(self._finished) < size or any(v <= oldest_allowed for v in self._running):
-            return None
-        batch = sorted(self._finished, key=lambda group: (group.started_at_version, group.order))[:size]
-        if limit > 1:
-            waiting = Counter(group.started_at_version for group in self._finished) + self._running
-            taken = Counter(group.started_at_version for group in batch)
-            for later in range(1, limit):  # `later` batches from now, these groups are at the limit
-                left = sum(waiting[v] - taken[v] for v in waiting if v <= oldest_allowed + later)
-                if left > later * size:
-                    return None
-        return sorted(batch, key=lambda group: group.order)
 
     @property
     def _free(self) -> int:
@@ -324,24 +274,18 @@ class RolloutScheduler:
 
     def _launch(self, pick: PromptPick, attempt: int) -> None:
         """Starts the task of a group."""
-        self._create_task(pick.prompt_uid, self._run, self._add(pick, attempt))
+        self._create_task(pick.prompt_uid, self._run, self.groups.add(pick, attempt))
 
     def _continue(self, pick: PromptPick, progress: GroupProgress, failed: int) -> None:
         """Opens a group with its existing progress; `failed` of its samples failed since the last batch."""
-        group = self._add(pick, progress.attempt)
+        group = self.groups.add(pick, progress.attempt)
         group.started_at_version, group.finished, group.failed = progress.started_at_version, progress.finished, failed
         if progress.scored is not None:
-            group.scored = replace(progress.scored, row=pick.row)
-            self._finished.append(group)
+            self.groups.mark_scored(group, replace(progress.scored, row=pick.row))
         else:
-            # Its samples have an age while it waits for an engine too: `_ready` must not pass it over.
-            self._mark_running(group, group.started_at_version)
+            # Its samples have an age while it waits for an engine too: `next_batch` must not pass it over.
+            self.groups.mark_running(group, group.started_at_version)
             self._create_task(pick.prompt_uid, self._run, group)
-
-    def _add(self, pick: PromptPick, attempt: int) -> ScheduledGroup:
-        group = self._groups[pick.prompt_uid] = ScheduledGroup(self._order, pick, attempt)
-        self._order += 1
-        return group
 
     def _create_task(self, name: str, work: Callable[..., Coroutine[object, object, None]], *args: object) -> None:
         task = asyncio.create_task(self._guard(work, *args), name=name)
@@ -367,7 +311,7 @@ class RolloutScheduler:
                 logger.warning("sampling %s again: %s", group.pick.prompt_uid, error)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 group.finished = None
-                self._mark_idle(group)
+                self.groups.mark_idle(group)
         self._replace(group, f"its data were lost {self._failures.max_attempts} times", failed=True)
 
     async def _attempt(self, group: ScheduledGroup) -> None:
@@ -416,7 +360,7 @@ class RolloutScheduler:
             done = () if group.finished is None else group.finished.summary.samples
             samples = settings.samples - len(done) + self._greedy_baseline
             engine = await self._pool.acquire(samples)
-            self._mark_running(group, engine.version if group.finished is None else group.started_at_version)
+            self.groups.mark_running(group, engine.version if group.finished is None else group.started_at_version)
             request = group_request(
                 self._seed,
                 group.pick.prompt_uid,
@@ -437,7 +381,7 @@ class RolloutScheduler:
                 if isinstance(error, WorkerRaised):
                     group.finished = None  # its rows may be what failed, or are lost with their node
                 if group.finished is None:
-                    self._mark_idle(group)
+                    self.groups.mark_idle(group)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
@@ -474,23 +418,7 @@ class RolloutScheduler:
                 self._observe(group.pick.row, scored.rewards)
             self._dispatch()
             return
-        self._mark_idle(group)
-        group.scored = scored
-        self._finished.append(group)
-
-    def _mark_running(self, group: ScheduledGroup, version: int) -> None:
-        """Marks the group as running on an engine of this version."""
-        self._mark_idle(group)
-        group.running, group.started_at_version = True, version
-        self._running[version] += 1
-
-    def _mark_idle(self, group: ScheduledGroup) -> None:
-        """Marks the group as no longer running: it is scored, dropped or about to start again."""
-        if group.running:
-            group.running = False
-            self._running[group.started_at_version] -= 1
-            if not self._running[group.started_at_version]:
-                del self._running[group.started_at_version]
+        self.groups.mark_scored(group, scored)
 
     def _replace(
         self, group: ScheduledGroup, reason: str, *, failed: bool, detail: str = "", scored: ScoredGroup | None = None
@@ -509,7 +437,6 @@ class RolloutScheduler:
 
     def _drop(self, group: ScheduledGroup, reason: str) -> None:
         """Drops the remaining samples of the group and frees its slot."""
-        self._mark_idle(group)
-        del self._groups[group.pick.prompt_uid]
+        self.groups.drop(group)
         self._ledger.drop_group(group.pick.prompt_uid, reason)
         self._opened -= 1

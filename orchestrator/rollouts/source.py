@@ -221,7 +221,7 @@ class RolloutSource:
         engines, timeout_s = list(parts.pool.workers), self._spec.failures.health_interval_s
         running = await finished_samples(engines, timeout_s) if keeps else []
         # From here to the end nothing is awaited, so that all of it is of one moment.
-        groups = parts.scheduler.progress(running) if keeps else []
+        groups = parts.scheduler.groups.progress(running) if keeps else []
         state = {
             "prompts": parts.prompts.state(),
             "advantages": self._advantage_state.model_dump(mode="json"),

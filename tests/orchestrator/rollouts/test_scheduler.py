@@ -478,7 +478,7 @@ def test_failed_samples_of_groups_that_are_sampled_again_do_not_count_on_resume(
         async with asyncio.timeout(10):
             while len(first.scheduler.state()["failed_open"]) < 2:
                 await asyncio.sleep(0.001)
-        state, found = first.scheduler.state(), first.scheduler.progress([])
+        state, found = first.scheduler.state(), first.scheduler.groups.progress([])
         await first.scheduler.close()
         await first.pool.close()
         return state, found
