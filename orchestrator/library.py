@@ -162,7 +162,7 @@ def evaluate(
     from troupe.orchestrator.rollouts.endpoint import Endpoint
     from troupe.orchestrator.runs.evaluation import EvaluationOptions, evaluate_offline, evaluate_on_prompts
     from troupe.orchestrator.runs.session import RunRequest
-    from troupe.orchestrator.training.checkpoint import has_adapters
+    from troupe.orchestrator.training.export import has_adapters
 
     url = str(model) if is_endpoint(model) else None
     if url is not None and has_credentials(url):
@@ -291,7 +291,7 @@ def export(
     """
     if is_url(folder):
         raise UsageError(f"{folder} is a URL; write the model to a disk")
-    from troupe.orchestrator.training.checkpoint import has_adapters, write_merged, write_model
+    from troupe.orchestrator.training.export import has_adapters, write_merged, write_model
 
     source = model_of(run, step=step, best=best, average=average)
     if merge and not has_adapters(source):
@@ -302,7 +302,8 @@ def export(
 def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
     """Folder of the model in a checkpoint of a run; see `export`. Raises OSError without a valid checkpoint."""
     from troupe.orchestrator.runs.checkpoints import best_step
-    from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
+    from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL
+    from troupe.orchestrator.training.export import exported_model
 
     checkpoints = _folder(run) / "checkpoints"
     if best and step is not None:

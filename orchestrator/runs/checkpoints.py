@@ -6,13 +6,16 @@ import errno
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.parts import states_of
-from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 from troupe.orchestrator.training.state import BestState
+
+if TYPE_CHECKING:
+    from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +125,11 @@ def _best(found: Checkpoint) -> BestState:
 def _remote(spec: RunSpec) -> RemoteCheckpoints | None:
     """The copies of the run's checkpoints in an object store, if the spec has one. Raises CheckpointError."""
     section = spec.checkpoint
-    return None if section.path is None else RemoteCheckpoints(section.path, spec.name, section.keep)
+    if section.path is None:
+        return None
+    from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
+
+    return RemoteCheckpoints(section.path, spec.name, section.keep)
 
 
 def _newer(remote: RemoteCheckpoints, here: RunCheckpoints, resume: bool) -> Checkpoint | None:

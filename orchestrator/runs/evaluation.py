@@ -25,7 +25,7 @@ from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.training.checkpoint import write_merged
+from troupe.orchestrator.training.export import write_merged
 from troupe.workers.contract.atomic_file import write_atomic
 
 

@@ -14,8 +14,7 @@ from troupe.orchestrator.training.alarm import Alarm
 from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
 from troupe.orchestrator.training.evaluations import Evaluators, RunEvaluations
 from troupe.orchestrator.training.parts import RunPart, restore_parts
-from troupe.orchestrator.training.remote_checkpoints import Uploads
-from troupe.orchestrator.training.saves import RunSaves, SaveContext
+from troupe.orchestrator.training.saves import RunSaves, SaveContext, Uploads
 from troupe.orchestrator.training.step_metrics import ChangeEvents, RestartCounts, StepFiles, StepMetrics
 from troupe.orchestrator.training.updates import Penalty
 

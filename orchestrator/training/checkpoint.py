@@ -25,8 +25,6 @@ from typing import Any
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
-from troupe.workers.isolation.probe import ProbeFailed, ask
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,6 @@ AVERAGE = "model-average"
 """Folder of a checkpoint that holds the moving average of its weights, if the run keeps one."""
 SAMPLES = "samples"
 """Folder of a checkpoint that holds finished samples of open groups. A run resumes without what is damaged there."""
-_MERGE = "troupe.workers.training.adapter:merge"
-_MERGE_S = 3600.0
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -65,6 +61,10 @@ class TrainerLayout:
 
 class CheckpointError(OSError, TroupeError):
     """A checkpoint could not be written or found; `filename` is its path. Earlier checkpoints are unchanged."""
+
+
+class CheckpointsTaken(CheckpointError):
+    """Another run writes its checkpoints to the same place of an object store."""
 
 
 class InvalidCheckpoint(Exception):
@@ -374,96 +374,6 @@ async def load_checkpoint(found: Checkpoint, groups: Sequence[TrainerGroup[Any]]
         for group, ranks in zip(groups, saved_by, strict=True)
         if ranks != group.ranks
     ]
-
-
-def exported_model(directory: Path, step: int | None = None, model: str = MODEL) -> Path:
-    """The policy of a verified checkpoint: a folder with a Hugging Face model.
-
-    Args:
-        directory: Folder of the run's checkpoints.
-        step: Step of the checkpoint; None for the newest valid one.
-        model: MODEL for the trained weights, AVERAGE for their moving average.
-
-    Raises:
-        CheckpointError: No such valid checkpoint exists, or it lacks the model.
-    """
-    found = CheckpointStore(directory, keep=1).latest() if step is None else _verified(directory / folder_name(step))
-    if found is None:
-        raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(directory))
-    source = found.path / model
-    if not source.is_dir():
-        raise CheckpointError(errno.ENOENT, f"the checkpoint has no folder {model}", str(source))
-    return source
-
-
-def has_adapters(model: Path) -> bool:
-    """Whether the folder of a checkpoint's model holds adapters instead of a whole model."""
-    return (model / ADAPTER_CONFIG).is_file()
-
-
-def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
-    """Writes adapters, merged with the model below them, to a new folder, which appears when it is complete.
-
-    Args:
-        source: Folder of the adapters.
-        target: The folder to write.
-        base: The model below, whose tokenizer is copied, or None for the adapters' base model and their tokenizer.
-
-    Raises:
-        CheckpointError: `target` exists or cannot be written, or the model below has changed.
-    """
-    scratch = target.with_name(f".{target.name}-{os.getpid()}")
-    try:
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        below = {} if base is None else {"base": str(base)}
-        ask(_MERGE, {"adapter": str(source), "target": str(scratch), **below}, _MERGE_S)
-        os.rename(scratch, target)
-    except ProbeFailed as error:
-        raise CheckpointError(errno.EINVAL, f"cannot be merged: {error.raised or error}", str(source)) from error
-    except OSError as error:
-        raise CheckpointError(error.errno, error.strerror, str(target)) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def write_model(source: Path, target: Path) -> Path:
-    """Copies a model to a new folder, which appears when it is complete.
-
-    The files get the access that the user's umask gives new files: safetensors writes weights for their owner alone.
-
-    Raises:
-        CheckpointError: `target` exists or cannot be written.
-    """
-    scratch = target.with_name(f".{target.name}-{os.getpid()}")
-    failed: list[OSError] = []
-
-    def copy(file: str, to: str) -> None:
-        try:
-            shutil.copyfile(file, to)
-        except OSError as error:
-            failed.append(error)
-            raise
-
-    try:
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        shutil.copytree(source, scratch, copy_function=copy)
-        os.rename(scratch, target)
-    except OSError as error:
-        first = failed[0] if failed else error  # copytree itself only lists what has failed
-        raise CheckpointError(first.errno, first.strerror, str(target)) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def _verified(path: Path) -> Checkpoint:
-    try:
-        return verify(path)
-    except InvalidCheckpoint as error:
-        raise CheckpointError(errno.EINVAL, f"invalid checkpoint: {error}", str(path)) from error
 
 
 def _one_line(error: Exception) -> str:

@@ -7,7 +7,6 @@ names the run that owns it, which every upload compares: two runs of one name wo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import itertools
@@ -25,7 +24,6 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from pyarrow import fs
 
-from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.training.checkpoint import (
     MANIFEST,
@@ -34,6 +32,7 @@ from troupe.orchestrator.training.checkpoint import (
     STATE,
     Checkpoint,
     CheckpointError,
+    CheckpointsTaken,
     CheckpointStore,
     InvalidCheckpoint,
     folder_name,
@@ -54,10 +53,6 @@ _OWNER = "owner.json"
 """File of the store that names the run that writes there: its id, host and folder."""
 _IDS = ".owner"
 """File of the run's own folder of checkpoints with the ids under which it wrote, the newest first."""
-
-
-class CheckpointsTaken(CheckpointError):
-    """Another run writes its checkpoints to the same place of the store."""
 
 
 class RemoteCheckpoints:
@@ -326,65 +321,3 @@ def _lasting(manifest: bytes) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError):
         return {}
     return {name: facts for name, facts in files.items() if name != STATE and PurePosixPath(name).parts[0] != SAMPLES}
-
-
-class Uploads:
-    """Uploads one checkpoint at a time in the background."""
-
-    def __init__(self, remote: RemoteCheckpoints | None, tolerated: int, timeout_s: float) -> None:
-        """Uploads nothing yet.
-
-        Args:
-            remote: The object store, or None without one.
-            tolerated: Failed uploads in a row before the run stops.
-            timeout_s: Longest wait for an upload.
-        """
-        self._remote = remote
-        self._timeout_s = timeout_s
-        self._tolerated = tolerated
-        self._failed = 0
-        self._running: asyncio.Task[None] | None = None
-        self._newest: Path | None = None
-        """The checkpoint that is being uploaded, or whose upload failed, if any."""
-        self._protected: frozenset[int] = frozenset()
-
-    def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
-        """Begins to upload a checkpoint; `settle` comes before the next one, and before its folder may change."""
-        if self._remote is not None:
-            self._newest, self._protected = checkpoint, frozenset(protected)
-            self._running = asyncio.create_task(asyncio.to_thread(self._remote.upload, checkpoint, self._protected))
-
-    async def settle(self, *, last: bool = False) -> None:
-        """Waits for the upload that is running.
-
-        Args:
-            last: No other upload follows, which could make up for a failed one. One that failed before is repeated.
-
-        Raises:
-            CheckpointsTaken: Another run writes to the same place.
-            TroupeError: Too many uploads in a row have failed, or the last one, or one takes too long.
-        """
-        if last and self._running is None and self._newest is not None:
-            self.start(self._newest, self._protected)
-        running, self._running = self._running, None
-        if running is None:
-            return
-        try:
-            await asyncio.wait_for(asyncio.shield(running), self._timeout_s)
-        except TimeoutError:
-            if self._remote is not None:
-                self._remote.stop()
-            where = f"{self._timeout_s:g} s (schedule.train_timeout_s)"
-            raise TroupeError(
-                f"the checkpoint is in the run's folder, but its upload takes more than {where}"
-            ) from None
-        except CheckpointsTaken:
-            raise
-        except CheckpointError as error:
-            self._failed += 1
-            if last or self._failed > self._tolerated:
-                raise TroupeError(f"the checkpoint is in the run's folder, but was not uploaded: {error}") from error
-            tolerated = f"{self._failed} of {self._tolerated} tolerated (failures.failed_saves)"
-            logger.warning("a checkpoint was not uploaded: %s; continuing (%s)", error, tolerated)
-        else:
-            self._failed, self._newest = 0, None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from troupe.orchestrator.errors import ExportFailed, TroupeError, WorkerRaised
 from troupe.orchestrator.spec.base import RunSpec
@@ -15,14 +15,78 @@ from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.training.batch import BatchSource, SourceSnapshot
 from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
-from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore, trainer_layouts
+from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointsTaken, CheckpointStore, trainer_layouts
 from troupe.orchestrator.training.parts import FORMAT, Metrics, Moment, RunPart, UpdatedStep
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.remote_checkpoints import Uploads
 from troupe.orchestrator.training.trainer_saves import TrainerSaves, TrainersLost, Written
 from troupe.orchestrator.training.updates import Updates
 
+if TYPE_CHECKING:
+    from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
+
 logger = logging.getLogger(__name__)
+
+
+class Uploads:
+    """Uploads one checkpoint at a time in the background."""
+
+    def __init__(self, remote: RemoteCheckpoints | None, tolerated: int, timeout_s: float) -> None:
+        """Uploads nothing yet.
+
+        Args:
+            remote: The object store, or None without one.
+            tolerated: Failed uploads in a row before the run stops.
+            timeout_s: Longest wait for an upload.
+        """
+        self._remote = remote
+        self._timeout_s = timeout_s
+        self._tolerated = tolerated
+        self._failed = 0
+        self._running: asyncio.Task[None] | None = None
+        self._newest: Path | None = None
+        """The checkpoint that is being uploaded, or whose upload failed, if any."""
+        self._protected: frozenset[int] = frozenset()
+
+    def start(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
+        """Begins to upload a checkpoint; `settle` comes before the next one, and before its folder may change."""
+        if self._remote is not None:
+            self._newest, self._protected = checkpoint, frozenset(protected)
+            self._running = asyncio.create_task(asyncio.to_thread(self._remote.upload, checkpoint, self._protected))
+
+    async def settle(self, *, last: bool = False) -> None:
+        """Waits for the upload that is running.
+
+        Args:
+            last: No other upload follows, which could make up for a failed one. One that failed before is repeated.
+
+        Raises:
+            CheckpointsTaken: Another run writes to the same place.
+            TroupeError: Too many uploads in a row have failed, or the last one, or one takes too long.
+        """
+        if last and self._running is None and self._newest is not None:
+            self.start(self._newest, self._protected)
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(running), self._timeout_s)
+        except TimeoutError:
+            if self._remote is not None:
+                self._remote.stop()
+            where = f"{self._timeout_s:g} s (schedule.train_timeout_s)"
+            raise TroupeError(
+                f"the checkpoint is in the run's folder, but its upload takes more than {where}"
+            ) from None
+        except CheckpointsTaken:
+            raise
+        except CheckpointError as error:
+            self._failed += 1
+            if last or self._failed > self._tolerated:
+                raise TroupeError(f"the checkpoint is in the run's folder, but was not uploaded: {error}") from error
+            tolerated = f"{self._failed} of {self._tolerated} tolerated (failures.failed_saves)"
+            logger.warning("a checkpoint was not uploaded: %s; continuing (%s)", error, tolerated)
+        else:
+            self._failed, self._newest = 0, None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.conftest import ROOT
 from tests.real.commands import Run, interrupt, running
 from tests.real.test_offline_runs import accuracy
-from troupe.orchestrator.training.checkpoint import write_merged
+from troupe.orchestrator.training.export import write_merged
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.rewards.model import RewardModel
 

@@ -26,11 +26,10 @@ from troupe.orchestrator.training.checkpoint import (
     CheckpointError,
     CheckpointStore,
     InvalidCheckpoint,
-    exported_model,
     load_checkpoint,
     verify,
-    write_model,
 )
+from troupe.orchestrator.training.export import exported_model, write_model
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -18,8 +18,16 @@ from tests.orchestrator.test_controller import RolloutRun
 from tests.s3_server import Faults, s3_server
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.training import remote_checkpoints
-from troupe.orchestrator.training.checkpoint import MANIFEST, MODEL, STATE, CheckpointError, CheckpointStore
-from troupe.orchestrator.training.remote_checkpoints import CheckpointsTaken, RemoteCheckpoints, Uploads
+from troupe.orchestrator.training.checkpoint import (
+    MANIFEST,
+    MODEL,
+    STATE,
+    CheckpointError,
+    CheckpointsTaken,
+    CheckpointStore,
+)
+from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
+from troupe.orchestrator.training.saves import Uploads
 
 Inject = Callable[[Faults], None]
 PAGE = ROOT / "docs" / "explanation" / "faults.md"

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from tests.token_batches import batch_of
-from troupe.orchestrator.training.checkpoint import CheckpointError, has_adapters, write_merged
+from troupe.orchestrator.training.checkpoint import CheckpointError
+from troupe.orchestrator.training.export import has_adapters, write_merged
 from troupe.workers.contract.config import LoraConfig, ModelConfig
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone

@@ -1,0 +1,119 @@
+"""Models of checkpoints as folders of their own: copied, or adapters merged with the model below them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from troupe.orchestrator.training.checkpoint import (
+    MODEL,
+    CheckpointError,
+    CheckpointStore,
+    InvalidCheckpoint,
+    folder_name,
+    verify,
+)
+from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
+from troupe.workers.isolation.probe import ProbeFailed, ask
+
+_MERGE = "troupe.workers.training.adapter:merge"
+_MERGE_S = 3600.0
+
+
+def exported_model(directory: Path, step: int | None = None, model: str = MODEL) -> Path:
+    """The policy of a verified checkpoint: a folder with a Hugging Face model.
+
+    Args:
+        directory: Folder of the run's checkpoints.
+        step: Step of the checkpoint; None for the newest valid one.
+        model: MODEL for the trained weights, AVERAGE for their moving average.
+
+    Raises:
+        CheckpointError: No such valid checkpoint exists, or it lacks the model.
+    """
+    path = directory if step is None else directory / folder_name(step)
+    try:
+        found = CheckpointStore(directory, keep=1).latest() if step is None else verify(path)
+    except InvalidCheckpoint as error:
+        raise CheckpointError(errno.EINVAL, f"invalid checkpoint: {error}", str(path)) from error
+    if found is None:
+        raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(directory))
+    source = found.path / model
+    if not source.is_dir():
+        raise CheckpointError(errno.ENOENT, f"the checkpoint has no folder {model}", str(source))
+    return source
+
+
+def has_adapters(model: Path) -> bool:
+    """Whether the folder of a checkpoint's model holds adapters instead of a whole model."""
+    return (model / ADAPTER_CONFIG).is_file()
+
+
+def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
+    """Writes adapters, merged with the model below them, to a new folder, which appears when it is complete.
+
+    Args:
+        source: Folder of the adapters.
+        target: The folder to write.
+        base: The model below, whose tokenizer is copied, or None for the adapters' base model and their tokenizer.
+
+    Raises:
+        CheckpointError: `target` exists or cannot be written, or the model below has changed.
+    """
+    below = {} if base is None else {"base": str(base)}
+    with _new_folder(target) as scratch:
+        try:
+            ask(_MERGE, {"adapter": str(source), "target": str(scratch), **below}, _MERGE_S)
+        except ProbeFailed as error:
+            raise CheckpointError(errno.EINVAL, f"cannot be merged: {error.raised or error}", str(source)) from error
+    return target
+
+
+def write_model(source: Path, target: Path) -> Path:
+    """Copies a model to a new folder, which appears when it is complete.
+
+    The files get the access that the user's umask gives new files: safetensors writes weights for their owner alone.
+
+    Raises:
+        CheckpointError: `target` exists or cannot be written.
+    """
+    failed: list[OSError] = []
+
+    def copy(file: str, to: str) -> None:
+        try:
+            shutil.copyfile(file, to)
+        except OSError as error:
+            failed.append(error)
+            raise
+
+    with _new_folder(target) as scratch:
+        try:
+            shutil.copytree(source, scratch, copy_function=copy)
+        except OSError as error:  # it only lists what has failed
+            raise (failed[0] if failed else error) from error
+    return target
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A name beside `target`, for a folder that gets the final name when the block has written it.
+
+    Raises:
+        CheckpointError: `target` exists or cannot be written.
+    """
+    scratch = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        yield scratch
+        os.rename(scratch, target)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(error.errno, error.strerror, str(target)) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
