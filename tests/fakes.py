@@ -727,6 +727,10 @@ class FakeRun(ABC, Generic[SpecT]):
         self.resume = resume
         self.stop = asyncio.Event()
         self.trainer_calls = RecoverableCalls()
+        self.found: Checkpoint | None = None
+        """The checkpoint that the run resumes from."""
+        self.taken_over = 0
+        """Finished samples that the run has taken over from it."""
 
     def change(self, **sections: Mapping[str, Any]) -> None:
         """Give fields of the spec other values, by section."""
@@ -736,14 +740,18 @@ class FakeRun(ABC, Generic[SpecT]):
     def build(self) -> Controller:
         """Build the controller. Called inside the running event loop."""
 
-    async def take_over(self) -> None:
-        """Take over what the checkpoint has besides the state. Called inside the running event loop, after `build`."""
+    async def start(self) -> Controller:
+        """Build the controller, with the state of the checkpoint."""
+        controller = self.build()
+        if self.found is not None:
+            self.taken_over = await controller.components.source.restore(self.found)
+        return controller
 
     def open_store(self) -> tuple[CheckpointStore, Checkpoint | None, Ledger]:
         """The run's checkpoints, the one to resume from, and the ledger as it was then."""
         store = CheckpointStore(self.out / "checkpoints", 2)
         store.prepare()
-        found = store.latest() if self.resume else None
+        found = self.found = store.latest() if self.resume else None
         return store, found, Ledger() if found is None else Ledger.restore(found.state["ledger"])
 
     def recovery(
@@ -756,8 +764,7 @@ class FakeRun(ABC, Generic[SpecT]):
         """Run to the end."""
 
         async def run() -> RunOutcome:
-            controller = self.build()
-            await self.take_over()
+            controller = await self.start()
             return await controller.run()
 
         return asyncio.run(run())
@@ -766,8 +773,7 @@ class FakeRun(ABC, Generic[SpecT]):
         """Run, and set `stop` once the policy has this version."""
 
         async def run() -> RunOutcome:
-            controller = self.build()
-            await self.take_over()
+            controller = await self.start()
 
             async def stop() -> None:
                 while controller.version < version:

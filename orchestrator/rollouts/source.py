@@ -22,7 +22,7 @@ from troupe.orchestrator.data.texts import TextOrder
 from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool, finished_samples
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.rollouts.kept_samples import write_samples
+from troupe.orchestrator.rollouts.kept_samples import read_samples, write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
@@ -32,8 +32,8 @@ from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch, val
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers, std
-from troupe.orchestrator.training.batch import Batch, SourceSnapshot, plan_rows, unless_stopped
-from troupe.orchestrator.training.checkpoint import SAMPLES
+from troupe.orchestrator.training.batch import Batch, BatchSource, SourceSnapshot, plan_rows, unless_stopped
+from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import PrepareRequest, SampleSummary
@@ -82,8 +82,8 @@ def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
     return found
 
 
-class RolloutSource:
-    """The `BatchSource` of rollouts: takes groups from the scheduler and computes their advantages."""
+class RolloutSource(BatchSource):
+    """Batches of rollouts: takes groups from the scheduler and computes their advantages."""
 
     def __init__(
         self,
@@ -92,23 +92,32 @@ class RolloutSource:
         components: RolloutComponents,
         console: Console,
         stop: asyncio.Event,
-        advantage_state: AdvantageState | None = None,
     ) -> None:
-        """Writes samples to the run folder `out`, if the spec says so.
-
-        `advantage_state` is the state of the advantage computation after earlier batches (see `state`).
-        """
+        """Writes samples to the run folder `out`, if the spec says so."""
         self._spec = spec
         self._trajectories = out / "trajectories" if spec.output.trajectories else None
         self._components = components
         self._batch_scorers = _batch_scorers(spec, components.workers)
         self._console = console
         self._stop = stop
-        self._advantage_state = advantage_state or AdvantageState()
+        self._advantage_state = AdvantageState()
+        """State of the advantage computation after the last batch."""
         self._groups: Sequence[ScoredGroup] = ()
         self._train: TableRef | None = None
         """TRAIN table of the last batch, until its samples are written."""
         self._writing: asyncio.Task[object] | None = None
+
+    async def restore(self, found: Checkpoint) -> int:
+        """Takes over the order of prompts (and of texts), the advantages and finished samples (see `BatchSource`)."""
+        parts = self._components
+        groups = await read_samples(found, self._spec, parts.rewards)
+        with found.restoring():
+            state = found.state["source"]
+            parts.prompts.restore(state["prompts"])
+            if parts.texts is not None:
+                parts.texts.restore(state["texts"])
+            self._advantage_state = AdvantageState.model_validate(state["advantages"])
+            return parts.scheduler.restore(state.get("scheduler", {}), groups)
 
     def start(self) -> None:
         """Starts generation."""

@@ -10,12 +10,11 @@ from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.errors import DataError, TroupeError
-from troupe.orchestrator.runs.parts import run_parts
+from troupe.orchestrator.runs.parts import controller_of
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.offline import OfflineEvaluation
 from troupe.orchestrator.telemetry.recorder import RunRecorder
-from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.offline_source import (
@@ -83,7 +82,6 @@ class OfflineRun:
         if found is not None:
             with found.restoring():
                 ledger = Ledger.restore(found.state["ledger"])
-                order.restore(found.state["source"])
             loading = partial(load_checkpoint, found, updates.trainers, spec.schedule.train_timeout_s)
             for line in await calls.retry(loading):
                 self._session.console.message(line)
@@ -103,10 +101,7 @@ class OfflineRun:
             recorder=recorder,
             data=counts,
         )
-        sinks = MetricSinks.of_spec(spec, self._out, done)
-        console, stop = self._session.console, self._session.stop
-        parts = run_parts(spec, components, checkpoints, sinks, console)
-        return Controller(spec, components, parts, sinks, console, stop, done)
+        return await controller_of(self._session, components)
 
     def _order(self, examples: Tokenized) -> PromptOrder:
         """The order of examples. Raises DataError: no example of a source can be used."""

@@ -15,11 +15,10 @@ from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator, engine_sampler, sets_of
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
-from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
-from troupe.orchestrator.runs.parts import run_parts
+from troupe.orchestrator.runs.parts import controller_of
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
@@ -27,14 +26,12 @@ from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sources import SourceShare
 from troupe.orchestrator.telemetry.recorder import RunRecorder
-from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.checkpoint import Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import RunPart
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateProfiles
-from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import TextCut
 
 
@@ -83,7 +80,7 @@ class RolloutRun:
         found, done = checkpoints.found, checkpoints.done
         settings = group_settings(spec, data.train)
         source_of = (lambda row: settings[row].source) if spec.data.mixture else None
-        ledger, advantages = Ledger(source_of), None
+        ledger = Ledger(source_of)
         curriculum = curriculum_of(spec, settings)
         prompts = prompt_order(spec, data.train, curriculum)
         profiles = UpdateProfiles(spec.output.profile, self._out)
@@ -105,17 +102,11 @@ class RolloutRun:
         if found is not None:
             with found.restoring():
                 ledger = Ledger.restore(found.state["ledger"], source_of)
-                advantages = AdvantageState.model_validate(found.state["source"]["advantages"])
-                prompts.restore(found.state["source"]["prompts"])
-                if texts is not None:
-                    texts.restore(found.state["source"]["texts"])
             await calls.retry(lambda: load_trainers(found, spec, self._pools))
         # Engines that sleep wake with weights, and engines without adapters do not sample.
         if spec.trains_adapters or (found is not None and self._pools.trainer_memory is not None):
             await calls.retry(lambda: sync.push(done))
         scheduler = self._scheduler(ledger, prompts, curriculum, done, settings)
-        if found is not None:
-            await self._take_over(found, scheduler)
         rollouts = RolloutComponents(
             workers=self._workers,
             pool=self._pool,
@@ -130,7 +121,7 @@ class RolloutRun:
         evaluator = self._evaluator(done)
         beside = evaluator is not None and spec.evaluation is not None and spec.evaluation.beside
         components = RunComponents(
-            source=RolloutSource(spec, self._out, rollouts, self._session.console, self._session.stop, advantages),
+            source=RolloutSource(spec, self._out, rollouts, self._session.console, self._session.stop),
             updates=updates,
             recovery=recovery,
             sync=sync,
@@ -145,10 +136,7 @@ class RolloutRun:
             recorder=RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib),
             data=data_metrics(data.pools, data.refused),
         )
-        sinks = MetricSinks.of_spec(spec, self._out, done)
-        console, stop = self._session.console, self._session.stop
-        parts = run_parts(spec, components, checkpoints, sinks, console, self._own_parts(found))
-        return Controller(spec, components, parts, sinks, console, stop, done)
+        return await controller_of(self._session, components, self._own_parts(found))
 
     def _evaluator(self, done: int) -> Evaluator | None:
         """Evaluates on the held-out sets and logs the results, or None if the spec has none."""
@@ -211,11 +199,3 @@ class RolloutRun:
         table = self._session.cluster.put(self._session.data.train.table)
         observe = None if curriculum is None else curriculum.observe
         return RolloutScheduler(self._spec, self._pool, scorer, ledger, prompts.next, table, done, observe, settings)
-
-    async def _take_over(self, found: Checkpoint, scheduler: RolloutScheduler) -> None:
-        """Makes the scheduler take over the finished samples of groups that were open at the checkpoint."""
-        groups = await read_samples(found, self._spec, self._rewards)
-        with found.restoring():
-            samples = scheduler.restore(found.state["source"].get("scheduler", {}), groups)
-        if samples:
-            self._session.console.message(f"{samples} finished samples of the checkpoint are not sampled again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from troupe.orchestrator.cluster.worker_group import WorkerGroup
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import StopRequested
 from troupe.orchestrator.telemetry.metrics import PhaseTimers
+from troupe.orchestrator.training.checkpoint import Checkpoint
 from troupe.orchestrator.training.micro_batches import plan_ranks
 from troupe.workers.contract.messages import RankPlan, TrainSummary
 from troupe.workers.contract.roles import TableRef
@@ -49,52 +51,58 @@ class BatchSource(Protocol):
     """Supplies one batch per step, records in the ledger what was trained, and returns the state to save.
 
     In each step, the loop calls `next_batch`, `mark_trained` after the updates, `metrics` and `save_trajectories`. It
-    calls `snapshot` between two steps.
+    calls `snapshot` between two steps. Methods that are not abstract do nothing unless a subclass overrides them.
     """
+
+    @abstractmethod
+    async def restore(self, found: Checkpoint) -> int:
+        """Takes over what `snapshot` returned, before the start.
+
+        Returns:
+            Finished samples of the checkpoint that are not sampled again.
+
+        Raises:
+            CheckpointError: It is the state of another kind of run.
+            DataError: The order of the data cannot continue.
+        """
 
     def start(self) -> None:
         """Starts work on the first batch."""
-        ...
 
+    @abstractmethod
     async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
         """Waits for the next batch for a policy of this version.
 
         Raises:
             StopRequested: The run is to stop.
         """
-        ...
 
+    @abstractmethod
     def mark_trained(self, version: int) -> None:
         """Records the last batch as trained; the policy now has this version."""
-        ...
 
     def mark_served(self, version: int) -> None:
         """Records that every engine serves this version, which is trained or being recorded as trained."""
-        ...
 
+    @abstractmethod
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
         """Metrics of the batch on which `version` was trained, in a step that took `seconds`."""
-        ...
 
     async def save_trajectories(self, version: int) -> None:
         """Writes the samples on which `version` was trained, if the run keeps them; may continue in the background."""
-        ...
 
     async def flush(self) -> None:
         """Waits until everything is written."""
-        ...
 
+    @abstractmethod
     async def snapshot(self) -> SourceSnapshot:
         """Returns what to save after the last trained batch, all as of one moment."""
-        ...
 
     async def probe(self) -> None:
         """Probes the workers that only this source uses."""
-        ...
 
     async def close(self) -> None:
         """Stops all work in flight."""
-        ...
 
 
 class HeldOutEvaluation(Protocol):

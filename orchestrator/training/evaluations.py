@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from troupe.orchestrator.errors import EvaluationLost
@@ -26,16 +25,6 @@ _IN_REPORT_ONLY = ("_low", "_high", "solved_at")
 """Ends of metrics of an evaluation that only the report and the files show; with those by level."""
 
 
-@dataclass(frozen=True)
-class Evaluators:
-    """The objects that evaluate a run."""
-
-    waited_for: HeldOutEvaluation | None
-    """None without held-out data."""
-    beside: EvaluationBesideTraining | None = None
-    """None if training waits for every evaluation."""
-
-
 class RunEvaluations(RunPart):
     """Makes the evaluations of a run, one at a time.
 
@@ -49,16 +38,21 @@ class RunEvaluations(RunPart):
     def __init__(
         self,
         spec: RunSpec,
-        evaluators: Evaluators,
+        evaluator: HeldOutEvaluation | None,
+        beside: EvaluationBesideTraining | None,
         saves: RunSaves,
         recorder: RunRecorder,
         console: Console,
         sinks: MetricSinks,
     ) -> None:
-        """Evaluates nothing yet."""
+        """Evaluates nothing yet.
+
+        Without held-out data there is no `evaluator`, and without `beside` training waits for every evaluation.
+        """
         self._config = spec.evaluation
         self._steps = spec.schedule.steps
-        self._evaluators = evaluators
+        self._evaluator = evaluator
+        self._beside = beside
         self._saves = saves
         self._recorder = recorder
         self._console = console
@@ -128,7 +122,7 @@ class RunEvaluations(RunPart):
 
     async def evaluate(self, step: int, *, late: bool = False) -> Metrics:
         """Evaluates the served weights while the loop waits, unless an evaluation runs beside it."""
-        evaluator = self._evaluators.waited_for
+        evaluator = self._evaluator
         if evaluator is None or self.pending == step:
             return {}
         metrics = await evaluator.run(step, lambda done, total: self._console.phase("evaluate", done, total))
@@ -187,8 +181,7 @@ class RunEvaluations(RunPart):
         self._saves.expect(step)
 
     async def _begin(self, step: int) -> None:
-        beside = self._evaluators.beside
-        work = None if beside is None else await beside.begin(step)
+        work = None if self._beside is None else await self._beside.begin(step)
         if work is not None:
             self._set(asyncio.create_task(work, name=f"evaluate {step}"), step)
             self._overdue = False

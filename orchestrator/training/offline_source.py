@@ -14,7 +14,8 @@ from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
 from troupe.orchestrator.spec.sections import BaseSchedule
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers
-from troupe.orchestrator.training.batch import Batch, SourceSnapshot, plan_rows, unless_stopped
+from troupe.orchestrator.training.batch import Batch, BatchSource, SourceSnapshot, plan_rows, unless_stopped
+from troupe.orchestrator.training.checkpoint import Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_units
 from troupe.workers.contract.messages import TrainSummary
@@ -83,8 +84,8 @@ class OfflineComponents:
     examples_per_step: int
 
 
-class OfflineSource:
-    """The `BatchSource` of offline data: takes examples in the order of the seed."""
+class OfflineSource(BatchSource):
+    """Batches of offline data: takes examples in the order of the seed."""
 
     def __init__(self, components: OfflineComponents, console: Console, stop: asyncio.Event) -> None:
         self._components = components
@@ -94,8 +95,12 @@ class OfflineSource:
         self._picks: Sequence[PromptPick] = ()
         self._tokens = 0
 
-    def start(self) -> None:
-        """Does nothing: the data are loaded."""
+    async def restore(self, found: Checkpoint) -> int:
+        """Takes over the order of examples (see `BatchSource`)."""
+        with found.restoring():
+            self._components.order.restore(found.state["source"])
+        self._state = self._components.order.state()
+        return 0
 
     async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
         """Assembles the next examples and waits for the reference's log-probs; unblocked by the workers or a stop."""
@@ -112,9 +117,6 @@ class OfflineSource:
             self._components.ledger.dispatch(pick.prompt_uid, pick.row, 1)
             self._components.ledger.mark_trained(pick.prompt_uid, 0)
         self._state = self._components.order.state()
-
-    def mark_served(self, version: int) -> None:
-        """Does nothing: there are no engines."""
 
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
         """Number of examples and tokens, throughput (tokens/s over `seconds`), epoch."""
@@ -134,21 +136,9 @@ class OfflineSource:
             metrics |= {f"source/{name}/share": own / len(self._picks), f"source/{name}/epoch": float(passes[name])}
         return metrics
 
-    async def save_trajectories(self, version: int) -> None:
-        """Does nothing: there are no samples besides the data."""
-
-    async def flush(self) -> None:
-        """Does nothing: nothing is being written."""
-
     async def snapshot(self) -> SourceSnapshot:
         """The order of examples after the last trained batch."""
         return SourceSnapshot(self._state, self._components.ledger.state())
-
-    async def probe(self) -> None:
-        """Does nothing: there are no workers besides the trainers."""
-
-    async def close(self) -> None:
-        """Does nothing: nothing is in flight."""
 
 
 class ExampleEvaluator:

@@ -45,7 +45,6 @@ from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.rollouts.kept_samples import read_samples
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
@@ -106,18 +105,10 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.evaluator: HeldOutEvaluation | None = None
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
-        self.taken_over = 0
-        """Finished samples that the run has taken over from its checkpoint."""
         self.sync_timeout_s = 1.0
         self.copies: RemoteCheckpoints | None = None
         self.mixed_rows: tuple[int, ...] = ()
         """Rows of each source of a mixture."""
-
-    async def take_over(self) -> None:
-        """Take over the finished samples of the checkpoint."""
-        if self.found is not None:
-            groups = await read_samples(self.found, self.spec, self.rewards)
-            self.taken_over = self.scheduler.restore(self.found.state["source"].get("scheduler", {}), groups)
 
     def build(self) -> Controller:
         """Build the controller. Call it inside the running event loop."""
@@ -139,8 +130,6 @@ class RolloutRun(FakeRun[RolloutSpec]):
                 else Curriculum(self.curriculum, 17, RowTable((0,), (CurriculumSource("", 1.0),)))
             )
             prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
-        if found:
-            prompts.restore(found.state["source"]["prompts"])
         weights = PoolWeights(lambda engine: sync.bring_up(engine), lambda: self.trainer_calls.retry(sync.renew))
         pool = self.pool = self.engine_pool(weights)
         policy = self.policy = policy_group(*self.policies, calls=self.trainer_calls)
@@ -156,11 +145,9 @@ class RolloutRun(FakeRun[RolloutSpec]):
         texts = None
         if self.texts:
             texts = TextOrder(Pieces(FakeTable("texts", ()), self.texts, "digest"), self.texts_per_step, 3)
-            if found:
-                texts.restore(found.state["source"]["texts"])
         observe = None if curriculum is None else curriculum.observe
         scheduler = RolloutScheduler(self.spec, pool, scorer, ledger, prompts.next, None, done, observe, settings)
-        self.found, self.scheduler = found, scheduler
+        self.scheduler = scheduler
         makers = RolloutComponents(
             Workers({"policy": policy} if critics is None else {"policy": policy, "critic": critics}),
             pool,

@@ -236,7 +236,7 @@ def kill(run: BesideRun, version: int) -> None:
     """Run, and end it while the step behind this version is made: nothing is saved then, as after SIGKILL."""
 
     async def killed() -> None:
-        task = asyncio.create_task(run.build().run())
+        task = asyncio.create_task((await run.start()).run())
         while run.controller.version < version:
             await asyncio.sleep(0)
         task.cancel()

@@ -130,7 +130,7 @@ class Scaled(RolloutRun):
             self.worker_scaler.change(self.script[0])
 
         async def go() -> RunOutcome:
-            controller = self.build()
+            controller = await self.start()
             first = asyncio.create_task(change_first(controller)) if 0 in self.script else None
             try:
                 return await controller.run()

@@ -119,7 +119,7 @@ class PoolRun(RolloutRun):
 
     def run(self) -> Any:
         async def run() -> Any:
-            controller = self.build()
+            controller = await self.start()
             beside = None if self.during is None else asyncio.create_task(self.during(controller))  # type: ignore[arg-type]
             outcome = await controller.run()
             if beside is not None:

@@ -86,8 +86,7 @@ def stop_after(run: RolloutRun, samples: int) -> RunOutcome:
     """Run, and ask it to stop once so many samples are finished."""
 
     async def stopped() -> RunOutcome:
-        controller = run.build()
-        await run.take_over()
+        controller = await run.start()
         running = asyncio.create_task(controller.run())
         while sampled(run).total() < samples:
             await asyncio.sleep(0.001)
@@ -135,8 +134,7 @@ def killed_after(run: RolloutRun, samples: int) -> None:
     """Run, and end it once so many samples are finished: nothing is saved then, as after SIGKILL."""
 
     async def killed() -> None:
-        controller = run.build()
-        await run.take_over()
+        controller = await run.start()
         task = asyncio.create_task(controller.run())
         while sampled(run).total() < samples:
             await asyncio.sleep(0.001)

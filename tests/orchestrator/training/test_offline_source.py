@@ -100,8 +100,6 @@ class OfflineRun(FakeRun[OfflineSpec]):
         if self.shares:
             pools = [Tokenized(rows, "d") for rows in (4, EXAMPLES - 4)]
             self.order = PromptMixture(pools, self.shares, 17)
-        if found is not None:
-            self.order.restore(found.state["source"])
         ranks = [FaultyWorker(f"policy-{n}", t) for n, t in enumerate(self.trainers)]
         trainer = ExampleGroup("policy", ranks, 256, calls=self.trainer_calls)
         reference = ReferenceScorer(trainer, trainer.reference_logprobs)
