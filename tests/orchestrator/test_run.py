@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +21,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.runs import session as session_module
+from troupe.orchestrator.runs.lock import locked
 from troupe.orchestrator.runs.session import RunRequest, open_session
 from troupe.orchestrator.runs.training import train
 from troupe.orchestrator.spec.derived.warnings import warnings_of
@@ -106,3 +109,18 @@ def test_a_run_begins_with_the_warnings_of_its_spec(monkeypatch: pytest.MonkeyPa
         train(RunRequest(spec, tmp_path / "run", False, None), Console(shown))
     (line,) = warnings_of(spec)
     assert f"warning: {line}" in " ".join(shown.getvalue().split())
+
+
+async def test_a_run_folder_is_locked_until_the_last_thread_that_writes_to_it_ends(tmp_path: Path) -> None:
+    written, request = threading.Event(), RunRequest(load_rollout_spec(GRPO), tmp_path / "run", False, None)
+
+    def write() -> None:
+        time.sleep(0.2)
+        with pytest.raises(UsageError, match="a run is active in it"), locked(request.out):
+            pass
+        written.set()
+
+    async with session_module._run_folder(request, Console(io.StringIO())):
+        asyncio.get_running_loop().run_in_executor(None, write)
+    with locked(request.out):
+        assert written.is_set()
