@@ -1,4 +1,4 @@
-"""Models of checkpoints as folders of their own: copied, or adapters merged with the model below them."""
+"""Models of checkpoints as separate folders: copied, or adapters merged with the model below them."""
 
 from __future__ import annotations
 
