@@ -1,7 +1,7 @@
 """Tokens per second streamed through the orchestrator, against bare vLLM on the same prompts and seeds.
 
     python -m benchmarks.rollout_throughput --groups 16 --samples 8 --max-tokens 32
-    python -m benchmarks.rollout_throughput --lengths long-tail --training
+    python -m benchmarks.rollout_throughput --lengths long-tail
 
 The product samples through its own Ray actors, engine pool, scheduler, `RolloutWorker.generate` and Arrow tables in the
 object store; only scoring is left out. The baselines are `LLM.generate` and `AsyncLLM` with the same engine arguments.
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.support.bare_engines import BareAsyncLLM, BareLLM, SampledBatch
 from benchmarks.support.harness import NotCorrect, Report, Turn, best, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter, RemoteObject, stopped
-from benchmarks.support.training_load import BackgroundLoad, TrainingLoad
 from benchmarks.support.workload import (
     Group,
     Settings,
@@ -35,7 +34,7 @@ from benchmarks.support.workload import (
     without_eos,
 )
 from troupe.orchestrator.data.prompts import load_pools
-from troupe.orchestrator.roles.settings import policy_config, rollout_config
+from troupe.orchestrator.roles.settings import rollout_config
 from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -176,23 +175,20 @@ async def measure_once(given: argparse.Namespace, baselines: Sequence[str]) -> R
             ]
             for name in baselines
         }
-        trainer = RemoteObject("training-load", TrainingLoad, policy_config(spec)) if given.training else None
-        load = BackgroundLoad(trainer)
         processes = [child for members in children.values() for child in members]
-        stack.callback(load.close)
         pids = [child.pid for child in processes]
         for child in processes:
             stack.callback(child.close)
             child.send("ready")
         product = await stack.enter_async_context(
-            RolloutSetup.open(spec, pool.table, work, [*pids, *load.pids], given.max_load, rollout)
+            RolloutSetup.open(spec, pool.table, work, pids, given.max_load, rollout)
         )
         for child in processes:
             await asyncio.to_thread(child.receive, START_TIMEOUT_S)
         bare = {name: Bare(name, members) for name, members in children.items()}
         gate = ThroughputGate(settings)
         await gate.same_tokens(checked, {name: one.alone for name, one in bare.items()} | {PRODUCT: product.alone})
-        taken = await alternate(turns, bare, product, work, gate, load)
+        taken = await alternate(turns, bare, product, work, gate)
         arguments = {"max_load": product.max_load}
         return Report("rollout_throughput", taken, best(taken, list(bare)), gate.checks, arguments=arguments)
 
@@ -231,7 +227,6 @@ async def alternate(
     product: RolloutSetup,
     work: Sequence[Sequence[Group]],
     gate: ThroughputGate,
-    load: BackgroundLoad,
 ) -> dict[str, list[Turn]]:
     """Run the turns of all contenders, each with the others suspended, and check them. Raises NotCorrect."""
     pids = {name: contender.pids for name, contender in bare.items()}
@@ -241,10 +236,10 @@ async def alternate(
         async def take(turn: int) -> Turn:
             if name == PRODUCT:
                 with stopped(baselines):
-                    taken, ids = await load.during(product.turn(turn))
+                    taken, ids = await product.turn(turn)
             else:
-                with stopped([os.getpid()], without=[*pids[name], *load.pids]):
-                    taken, ids = await load.during(bare[name].turn(work[turn]))
+                with stopped([os.getpid()], without=pids[name]):
+                    taken, ids = await bare[name].turn(work[turn])
             gate.turn(name, work[turn], ids)
             return taken
 
@@ -275,7 +270,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--baseline", choices=BARE, help="the only baseline to run (default: both; the faster one is the baseline)")
-    add("--training", action="store_true", help="run a training process in the background of every turn")
     add(
         "--runs",
         type=int,
@@ -289,11 +283,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="maximum number of unfinished samples per engine, including queued ones (default: 0, troupe's own)",
     )
     given = parser.parse_args(arguments)
-    if given.device == "cuda" and (given.training or given.engines > 1):
-        parser.error(
-            "--device cuda supports one engine and no --training: all contenders share one GPU, and the training "
-            "process runs on the CPU"
-        )
+    if given.device == "cuda" and given.engines > 1:
+        parser.error("--device cuda supports one engine: all contenders share one GPU")
     if given.runs < 1:
         parser.error(f"--runs must be at least 1, got {given.runs}")
     return given

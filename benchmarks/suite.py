@@ -74,7 +74,6 @@ SUITE = (
     _sampling("long-tail", "with long-tailed lengths", 250, *_TAIL),
     _sampling("queue", "with long-tailed lengths, a quarter of the sequences at a time", 340, *_TAIL, *_QUEUE),
     _sampling("no-prefix-caching", "without prefix caching", 250, *_SIXTEEN, "--no-prefix-caching"),
-    _sampling("training", "beside a process that trains", 330, *_SIXTEEN, "--training"),
     Benchmark(
         "episode_throughput",
         (*_FLOAT, "--turns", "5"),
