@@ -32,6 +32,7 @@ from troupe.orchestrator.spec.derived.paths import uses_hub
 from troupe.orchestrator.spec.derived.sizes import batch_description
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
+from troupe.workers.contract.text import printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,7 +62,7 @@ def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = Fal
         loaded = planned.spec
         typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {batch_description(loaded)} per step")
         for line in (*lines, *(f"warning: {warning}" for warning in warnings_of(loaded))):
-            typer.echo(f"  {line}")
+            typer.echo(f"  {printable(line)}")
         for field, folder in later[planned.out].items():
             typer.echo(f"  {field}: {folder} is created when the run starts; prompts are not checked against it")
 
@@ -171,7 +172,7 @@ def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
     for planned in runs:
         spec, findings = pin_configs(planned.spec)
         for path, message in findings:
-            typer.echo(f"note: {path}: {message}", err=True)
+            typer.echo(printable(f"note: {path}: {message}"), err=True)
         planned_runs.append(replace(planned, spec=spec))
     return tuple(planned_runs)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from troupe.workers.contract.text import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -73,7 +75,7 @@ def _plain(value: Any) -> Any:
 def exit_with(text: str, code: int) -> NoReturn:
     """Write a line, unless it is empty, to standard error and exit with this code."""
     if text:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(printable(text) + "\n")
     sys.exit(code)
 
 

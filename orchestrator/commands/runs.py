@@ -12,6 +12,7 @@ from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.derived.paths import uses_hub
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import read_document
+from troupe.workers.contract.text import printable
 
 
 def ready(path: Path, overrides: list[str], out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:
@@ -25,7 +26,7 @@ def create_models(runs: Sequence[PlannedRun] | None) -> None:
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    typer.echo(printable(line), err=True)
 
 
 def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:

@@ -249,7 +249,10 @@ def refusal(host: str, site: str) -> str:
         host: Header `Host`.
         site: Header `Sec-Fetch-Site`; empty if the client sends none.
     """
-    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # an address in brackets that is none
+        name = host
     if name != "localhost" and not _is_loopback(name):
         return f"the host {name[:80]!r} is not this machine: open the page as http://127.0.0.1 or http://localhost"
     return "" if site in {"", "none", "same-origin"} else "requests from other sites are not answered"

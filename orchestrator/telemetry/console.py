@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from troupe.orchestrator.telemetry.run_summary import RunSummary, duration
+from troupe.workers.contract.text import printable
 
 SHOWN_STEPS = 8
 """Rows of the live table."""
@@ -161,6 +162,7 @@ class Console:
 
     def message(self, text: str) -> None:
         """Print a line; it stays above the live display."""
+        text = printable(text)
         if self._live is None:
             self._line(text)
         else:

@@ -255,7 +255,7 @@ def test_a_sum_that_overflows_is_a_failure() -> None:
     assert combine(["a"], [1e10], [RewardResult(1e10)]).status.startswith("sum: too large: 1e+20 (at most 1e+15")
 
 
-def enormous(response: str, answer: str) -> float:
+def enormous(response: str, answer: str, metadata: Any) -> float:
     """A reward that is finite and unusable for one response."""
     return -1e308 if response == "2" else 1.0
 

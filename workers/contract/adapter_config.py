@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from troupe.workers.contract.config import LoraConfig
+from troupe.workers.contract.text import one_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 """peft's name of the configuration in the folder of an adapter."""
@@ -29,21 +31,63 @@ _BASE_AS_IT_WAS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the model below as it is; PiSSA, OLoRA, CorDA and LoftQ change it."""
 
 
+def parse_settings(text: bytes | str) -> dict[str, Any]:
+    """The settings in an `adapter_config.json`. Raises ValueError if it does not hold a JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("does not contain a JSON object")
+    return found
+
+
 def unsupported_setting(config: Mapping[str, Any]) -> str:
     """What of a configuration is not supported, as text; empty if all is."""
     if config.get("peft_type") != "LORA":
-        return f"its peft_type is {config.get('peft_type')}: only LORA is supported"
+        return f"its peft_type is {_shown(config.get('peft_type'))}: only LORA is supported"
     if missing := [name for name in ("r", "lora_alpha", "target_modules") if not config.get(name)]:
         return f"its configuration has no {missing[0]}"
+    for name, (is_valid, expected) in _TYPES.items():
+        if name in config and not is_valid(config[name]):
+            return f"its {name} is {_shown(config[name])}: expected {expected}"
     if config.get("bias", "none") != "none":
-        return f"it has biases ({config['bias']}), which are not supported"
+        return f"it has biases ({_shown(config['bias'])}), which are not supported"
     whole = config.get("modules_to_save") or []
     if set(whole) - {SCORE}:
-        return f"it has modules that were trained whole ({', '.join(map(str, whole))}): only {SCORE} is supported"
+        return f"it has modules that were trained whole ({_shown(', '.join(whole))}): only {SCORE} is supported"
     if (start := config.get("init_lora_weights", True)) not in _BASE_AS_IT_WAS:
-        return f"it was trained on weights that peft changed at its start (init_lora_weights: {start})"
+        return f"it was trained on weights that peft changed at its start (init_lora_weights: {_shown(start)})"
     found = next((name for name in _UNSUPPORTED if config.get(name)), "")
     return f"it has {found}, which is not supported" if found else ""
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _MOST_RANK
+
+
+def _is_alpha(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST_ALPHA
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+_MOST_RANK, _MOST_ALPHA = 1 << 16, 1e9
+_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "r": (_is_rank, f"a whole number from 1 to {_MOST_RANK}"),
+    "lora_alpha": (_is_alpha, f"a number above 0, at most {_MOST_ALPHA:g}"),
+    "target_modules": (lambda value: isinstance(value, str) or _is_names(value), "text or a list of names"),
+    "modules_to_save": (lambda value: value is None or _is_names(value), "a list of names"),
+    "use_rslora": (lambda value: isinstance(value, bool | None), "true or false"),
+    "base_model_name_or_path": (lambda value: isinstance(value, str | None), "text"),
+}
+"""What the values of settings have to be, and in words."""
+
+
+def _shown(value: object) -> str:
+    return one_line(str(value), 60)
 
 
 def difference(config: Mapping[str, Any], lora: LoraConfig) -> tuple[str, str]:

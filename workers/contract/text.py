@@ -37,6 +37,15 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
     return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters besides the tab and the end of a line."""
+
+
+def printable(text: str) -> str:
+    """The text without escape sequences, which a terminal would obey, and with `?` for control characters."""
+    return _CONTROLS.sub("?", _ESCAPES.sub("", text))
+
+
 _SECRET = re.compile(r"secret|token|key|password|credential|^sig$", re.IGNORECASE)
 """In the names of options that are credentials."""
 _NO_USER = "gs://anonymous@"

@@ -15,6 +15,7 @@ from troupe.workers.contract.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     BASE_DIGEST,
+    parse_settings,
     scaling,
     unsupported_setting,
 )
@@ -86,7 +87,10 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
         ValueError: It has something that is not supported.
     """
     path = Path(folder)
-    config = json.loads((path / ADAPTER_CONFIG).read_text())
+    try:
+        config = parse_settings((path / ADAPTER_CONFIG).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path / ADAPTER_CONFIG} {error}") from None
     if wrong := unsupported_setting(config):
         raise ValueError(f"{path}: {wrong}")
     with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:

@@ -21,6 +21,7 @@ from troupe.workers.contract.adapter_config import (
     BASE_DIGEST,
     SCORES,
     difference,
+    parse_settings,
     unsupported_setting,
 )
 from troupe.workers.contract.config import NO_TEMPLATE, LoraConfig, ModelConfig
@@ -194,10 +195,9 @@ def _read(folder: Path) -> dict[str, Any] | str:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         return f"{folder} has no {ADAPTER_WEIGHTS}"
     try:
-        found = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        return f"{file} cannot be read: {error}"
-    return found if isinstance(found, dict) else f"{file} does not contain a JSON object"
+        return parse_settings(file.read_bytes())
+    except (OSError, ValueError) as error:
+        return f"{file} {error}"
 
 
 def _wrong_kind(section: str, config: Mapping[str, Any], trains: Trains) -> str:

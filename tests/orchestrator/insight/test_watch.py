@@ -88,6 +88,7 @@ def test_requests_by_another_name_or_from_another_site_are_refused(server: Watch
     ("host", "fine"),
     [
         *(("127.0.0.1:8300", True), ("localhost", True), ("[::1]:1", True), ("127.0.0.1.evil.example", False)),
+        *(("[", False), ("[::1", False), ("a]:1", False)),
         *(("", False), ("10.0.0.7:8300", False), ("localhost.evil.example:8300", False), ("evil@localhost", True)),
     ],
 )
