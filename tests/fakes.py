@@ -530,11 +530,7 @@ class FakeTrainer:
         """Writes the groups of the table."""
         return write_tables(folder, {KEPT_BATCH: pa.table({"uids": list(batch.uids)})})
 
-    async def export(self, directory: str) -> None:
-        """As `save`."""
-        await self.save(directory)
-
-    async def export_average(self, directory: str) -> None:
+    async def export(self, directory: str, average: bool = False) -> None:
         """As `save`."""
         await self.save(directory)
 

@@ -311,13 +311,9 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
         return await self._calls.retry(keep)
 
-    async def export(self, directory: str, *, timeout_s: float) -> None:
-        """Writes the model as a Hugging Face folder."""
-        await self._broadcast(Trainer.export, timeout_s, directory)
-
-    async def export_average(self, directory: str, *, timeout_s: float) -> None:
-        """Writes the moving average of the weights as a Hugging Face folder."""
-        await self._broadcast(Trainer.export_average, timeout_s, directory)
+    async def export(self, directory: str, average: bool = False, *, timeout_s: float) -> None:
+        """Writes the model, or the moving average of its weights, as a Hugging Face folder."""
+        await self._broadcast(Trainer.export, timeout_s, directory, average)
 
 
 class PolicyGroup(TrainerGroup[Policy]):

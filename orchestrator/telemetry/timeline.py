@@ -70,8 +70,8 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
     ),
     "evaluate": (roles.ExampleTrainer.evaluate,),
     "checkpoint": (
-        *(roles.Trainer.save, roles.Trainer.begin_save, roles.Trainer.load),
-        *(roles.Trainer.export, roles.Trainer.export_average),
+        *(roles.Trainer.save, roles.Trainer.begin_save),
+        *(roles.Trainer.load, roles.Trainer.export),
     ),
 }
 _PHASE_OF = {method.__name__: phase for phase, methods in _METHODS.items() for method in methods}

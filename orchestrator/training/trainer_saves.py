@@ -145,7 +145,7 @@ class TrainerSaves:
         try:
             await trainer.export(str(folder / MODEL), timeout_s=self._timeout_s)
             if self._averages:
-                await trainer.export_average(str(folder / AVERAGE), timeout_s=self._timeout_s)
+                await trainer.export(str(folder / AVERAGE), average=True, timeout_s=self._timeout_s)
         except WorkerRaised as error:
             if await trainer.find_dead() is not None:  # the other ranks report it first
                 raise

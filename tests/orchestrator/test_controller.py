@@ -694,8 +694,8 @@ class _Unexportable(FakePolicy):
             raise _raised("the folder has no tokenizer")
         await super().try_save(directory)
 
-    async def export(self, directory: str) -> None:
-        await super().export(directory)
+    async def export(self, directory: str, average: bool = False) -> None:
+        await super().export(directory, average)
         if self.broken:
             raise _raised("generation_config.json is invalid")
 

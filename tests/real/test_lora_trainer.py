@@ -193,7 +193,7 @@ class Scenario:
         facts["saved"] = self.saved(checkpoint, stage)
         facts["logprobs"] = policy_end
         worker.export(str(self.out / f"export-{name}"))
-        worker.export_average(str(self.out / f"average-{name}"))
+        worker.export(str(self.out / f"average-{name}"), average=True)
         published = worker.publish_weights(3)
         if published is not None:
             received = {key: tensor.clone() for key, tensor in read_weights(published)}

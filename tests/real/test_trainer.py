@@ -256,7 +256,7 @@ class Scenario:
             worker.engine._save_shards(f"{checkpoint}-trial")
         worker.save(checkpoint)  # from host memory
         worker.export(f"{checkpoint}-model")
-        worker.export_average(f"{checkpoint}-average")
+        worker.export(f"{checkpoint}-average", average=True)
         writer = worker._writer = LateWriter()
         late = str(self.out / f"late-{name}")
         worker.begin_save(late, f"{late}-model", f"{late}-average")
@@ -272,7 +272,7 @@ class Scenario:
         end, digest = weights_of(worker), worker.digest()
         self.save_weights(f"end-{name}", end)
         self.record(f"metrics-{name}", [self.flatten(item) for item in metrics])
-        worker.export_average(str(self.out / f"average-{name}"))
+        worker.export(str(self.out / f"average-{name}"), average=True)
         self.record(f"unchanged-{name}", equal(end, weights_of(worker)))
         self.record(f"late-{name}", self.late_files(worker, writer, checkpoint, late))
         if stage in (0, 3):
@@ -301,7 +301,7 @@ class Scenario:
         self.record(f"resume-{name}", [same_random, equal(end, weights_of(resumed))])
         repeated = digest == resumed.digest()
         self.record(f"digests-{name}", [repeated, digest != digest_before])
-        resumed.export_average(str(self.out / f"average-resumed-{name}"))
+        resumed.export(str(self.out / f"average-resumed-{name}"), average=True)
         self.shortened_step(resumed, plan, table, name)
 
     def late_files(self, worker: PolicyWorker, writer: LateWriter, checkpoint: str, late: str) -> list[Any]:
@@ -465,11 +465,11 @@ class Scenario:
             for _ in range(UPDATES - 1):
                 worker.update(plan, table, 0.0, texts())
             self.save_weights(f"resharded-{name}", weights_of(worker))
-            worker.export_average(str(self.out / f"average-resharded-{name}"))
+            worker.export(str(self.out / f"average-resharded-{name}"), average=True)
             worker = self.loaded_policy(stage, dtype, self.other / f"between-{name}")
             self.record(f"continued-{name}", self.flatten(worker.update(plan, table, 0.0, texts())))
             self.save_weights(f"continued-{name}", weights_of(worker))
-            worker.export_average(str(self.out / f"average-continued-{name}"))
+            worker.export(str(self.out / f"average-continued-{name}"), average=True)
         for stage, written in ((1, 0), (0, 1)):
             try:
                 self.loaded_policy(stage, "bfloat16", self.out / f"checkpoint-{written}-bfloat16")

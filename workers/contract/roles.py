@@ -311,12 +311,8 @@ class Trainer(Worker, Protocol):
         """Writes a step's batch, and these rows of its texts, to files. Not collective."""
         ...
 
-    def export(self, directory: str) -> Reply[None]:
-        """Writes the model as a Hugging Face folder."""
-        ...
-
-    def export_average(self, directory: str) -> Reply[None]:
-        """Writes the moving average of the weights as a Hugging Face folder."""
+    def export(self, directory: str, average: bool = False) -> Reply[None]:
+        """Writes the model, or the moving average of its weights, as a Hugging Face folder."""
         ...
 
 

@@ -382,27 +382,34 @@ class TrainEngine:
         if adapter is not None and trained_on != adapter.base:
             raise ValueError(f"{file} belongs to another base model: digest {trained_on}, now {adapter.base}")
 
-    def export(self, directory: str, source: ModelConfig) -> None:
+    def export(self, directory: str, source: ModelConfig, average: bool = False) -> None:
         """Write a Hugging Face folder (safetensors, configuration) with the tokenizer of the model `source`.
 
         With adapters: the folder of peft that holds them.
+
+        Args:
+            directory: The folder.
+            source: The model that was loaded.
+            average: Whether to write the moving average of the weights.
+
+        Raises:
+            RuntimeError: The moving average is to be written, and `ema_decay` is 0.
         """
-        self._write_everywhere(self.copy_export(directory, source))
-
-    def copy_export(self, directory: str, source: ModelConfig) -> list[Write]:
-        """Copy what `export` writes. Collective; the returned functions write it on rank 0, and are not collective."""
-        weights = {}
-        for name, tensor in self.named_weights():
-            if self.rank == 0:
-                weights[name] = tensor.to("cpu", copy=True)
-        return [partial(self._write_model, Path(directory), source, weights)] if self.rank == 0 else []
-
-    def _write_everywhere(self, writes: Sequence[Write]) -> None:
+        writes = self.copy_export(directory, source, average)
         try:
             for write in writes:
                 write()
         finally:
             dist.barrier()  # after a failure too: the other ranks wait here, and train on
+
+    def copy_export(self, directory: str, source: ModelConfig, average: bool = False) -> list[Write]:
+        """Copy what `export` writes. Collective; the returned functions write it on rank 0, and are not collective."""
+        weights = {}
+        with self._with_average() if average else contextlib.nullcontext():
+            for name, tensor in self.named_weights():
+                if self.rank == 0:
+                    weights[name] = tensor.to("cpu", copy=True)
+        return [partial(self._write_model, Path(directory), source, weights)] if self.rank == 0 else []
 
     def try_save(self, directory: str, source: ModelConfig) -> None:
         """Write what `save` and `export` write, without the numbers: one small tensor stands for the weights.
@@ -444,12 +451,9 @@ class TrainEngine:
         copy_tokenizer(source, folder)
         name_end(source, folder)
 
-    def export_average(self, directory: str, source: ModelConfig) -> None:
-        """Like `export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""
-        self._write_everywhere(self.copy_average(directory, source))
-
-    def copy_average(self, directory: str, source: ModelConfig) -> list[Write]:
-        """Like `copy_export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""
+    @contextlib.contextmanager
+    def _with_average(self) -> Iterator[None]:
+        """The model has the moving average as its weights in the block. Raises RuntimeError if `ema_decay` is 0."""
         if not self._average:
             raise RuntimeError("there is no moving average of the weights: ema_decay is 0")
         parts = self._averaged_parts()
@@ -457,7 +461,7 @@ class TrainEngine:
         try:
             for tensor, average in zip(parts, self._average, strict=True):
                 tensor.copy_(average)
-            return self.copy_export(directory, source)
+            yield
         finally:
             for tensor, before in zip(parts, trained, strict=True):
                 tensor.copy_(before)

@@ -276,7 +276,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
         self._require_written()
         state = self.engine.copy_state(directory)
         exports = self.engine.copy_export(model, self._config.model) if model else []
-        exports += self.engine.copy_average(average, self._config.model) if average else []
+        exports += self.engine.copy_export(average, self._config.model, average=True) if average else []
         self._writer.start(directory, state, exports)
 
     def _require_written(self) -> None:
@@ -307,13 +307,9 @@ class TrainingRank(ABC, Generic[ConfigT]):
         tables = {KEPT_BATCH: batch} if texts is None else {KEPT_BATCH: batch, KEPT_TEXTS: picked(texts, rows)}
         return write_tables(folder, tables)
 
-    def export(self, directory: str) -> None:
-        """Write a Hugging Face folder with the current weights."""
-        self.engine.export(directory, self._config.model)
-
-    def export_average(self, directory: str) -> None:
-        """Write a Hugging Face folder with the moving average of the weights."""
-        self.engine.export_average(directory, self._config.model)
+    def export(self, directory: str, average: bool = False) -> None:
+        """Write a Hugging Face folder with the current weights, or with their moving average."""
+        self.engine.export(directory, self._config.model, average)
 
     def health(self) -> WorkerHealth:
         """Health of the worker."""
