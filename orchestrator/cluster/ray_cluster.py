@@ -40,7 +40,7 @@ from troupe.orchestrator.errors import (
 from troupe.orchestrator.plan.placement import Node, Placement, WorkerPlacement, fit, misfit
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.metrics import PeakMemory
-from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall
+from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.contract.judges import JudgeGone
 from troupe.workers.contract.messages import (
@@ -295,15 +295,6 @@ class Cluster:
                 server.close()
         return cls(owned=started, session=session, server=server if started else None)
 
-    @classmethod
-    def list_nodes(cls, address: str) -> list[Node]:
-        """Nodes of a running cluster. Reserves and starts nothing; raises ClusterUnreachable."""
-        ray_nodes.join(address)
-        try:
-            return ray_nodes.nodes()
-        finally:
-            ray.shutdown()
-
     def capacity(self) -> dict[str, float]:
         """CPUs and GPUs of all nodes; for a cluster started for this run, the machine's cores."""
         nodes = ray_nodes.nodes()
@@ -327,10 +318,6 @@ class Cluster:
         """Type of the cluster's GPUs, or empty if unknown or if there are several."""
         types = {node.gpu_type for node in ray_nodes.nodes() if node.gpus}
         return types.pop() if len(types) == 1 else ""
-
-    def open_calls(self) -> list[OpenCall]:
-        """Calls to workers that have not ended. May be called from any thread."""
-        return self.calls.open_calls()
 
     def locations(self) -> dict[str, Process]:
         """Locations of the workers' processes, by name. May be called from any thread."""
@@ -478,7 +465,11 @@ class Cluster:
         if spec.concurrent:
             options["max_concurrency"] = _ASYNC_CALLS
         actor = ray.remote(spec.worker_class).options(**options).remote(*spec.args)
-        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self.calls, self._watch, self._lost)
+
+        def lost(worker: str, detail: str) -> None:
+            self.events.record("worker_lost", worker=worker, detail=detail)
+
+        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self.calls, self._watch, lost)
         self._actors.append(worker)
         if self._watch is not None:
             self._watch.add(worker)
@@ -501,9 +492,6 @@ class Cluster:
         """Whether a worker is placed on this node."""
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
         return nodes[placed.bundle] == ray.get_runtime_context().get_node_id()
-
-    def _lost(self, worker: str, detail: str) -> None:
-        self.events.record("worker_lost", worker=worker, detail=detail)
 
     async def end(self, worker: ActorWorker[Any], timeout_s: float) -> None:
         """Asks a worker to close, then ends its process."""

@@ -103,6 +103,15 @@ def connected() -> Path | None:
     return Path(node.get_session_dir_path())
 
 
+def nodes_at(address: str) -> list[Node]:
+    """Nodes of a running cluster. Reserves and starts nothing; raises ClusterUnreachable."""
+    join(address)
+    try:
+        return nodes()
+    finally:
+        ray.shutdown()
+
+
 def nodes() -> list[Node]:
     """Live nodes with their total resources."""
     return _nodes(ray.nodes())

@@ -185,9 +185,9 @@ def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> l
         return described_nodes(cluster, cpus, gib)
     if cluster is None and address is None:
         return None
-    from troupe.orchestrator.cluster.ray_cluster import Cluster
+    from troupe.orchestrator.cluster.ray_nodes import nodes_at
 
-    return Cluster.list_nodes(address or "auto")
+    return nodes_at(address or "auto")
 
 
 def algorithms(

@@ -159,7 +159,7 @@ class RunObserver:
     def _known(self) -> Facts:
         """What needs no look at processes."""
         cluster, now, progress = self._cluster, time.time(), self._console.progress()
-        calls = [c for c in cluster.open_calls() if is_bounded(c.worker, c.method)]
+        calls = [c for c in cluster.calls.open_calls() if is_bounded(c.worker, c.method)]
         calls = calls[:_MOST_CALLS]
         run = RunFacts(
             self._name,
@@ -224,7 +224,7 @@ class RunObserver:
             late.append(("step", progress.steps))
         if time.monotonic() - self._beat > _LEAST_S:
             late.append(("blocked", self._beat))
-        for call in self._cluster.open_calls():
+        for call in self._cluster.calls.open_calls():
             if is_bounded(call.worker, call.method) and now - call.since > SHARE * call.timeout_s:
                 late.append((call.worker, call.method, call.since))
         return next((reason for reason in late if reason not in self._reported), None)

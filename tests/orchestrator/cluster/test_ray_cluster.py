@@ -296,7 +296,7 @@ async def test_a_look_shows_where_a_worker_is_and_what_it_does(cluster: Cluster)
     async with asyncio.timeout(TIMEOUT_S):
         while worker.name not in cluster.locations():
             await asyncio.sleep(0.1)
-        (open_call,) = cluster.open_calls()
+        (open_call,) = cluster.calls.open_calls()
         while True:
             (report,) = await asyncio.to_thread(cluster.inspect, {os.getpid(): "driver-0"}, (Path("/tmp"),), 5.0)
             by_worker = {process.worker: process for process in report.processes}

@@ -8,7 +8,6 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,7 @@ from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall
+from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.workers.contract.atomic_file import write_atomic
 
 
@@ -33,9 +32,6 @@ class Cluster:
         self.calls = CallLog()
         self.events = EventLog()
         self._workers = workers
-
-    def open_calls(self) -> Sequence[OpenCall]:
-        return self.calls.open_calls()
 
     def locations(self) -> dict[str, Process]:
         return {name: Process(self.node, pid) for name, pid in self._workers.items()}
