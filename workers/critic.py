@@ -14,7 +14,7 @@ from troupe.workers.models.modeling import TokenValues, load_value, score_plan, 
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
-from troupe.workers.training.rank import TrainingRank
+from troupe.workers.training.rank import TrainingRank, loss_metrics
 from troupe.workers.training.zero3 import partitioner_for
 
 
@@ -37,7 +37,7 @@ class CriticWorker(TrainingRank[CriticConfig]):
         """One optimizer step on the plan's rows of a TRAIN table with values and returns. Collective."""
         table = TokenTable(batch)
         update = self._update(plan, [partial(self._output, table, plan, rows) for rows in plan.micro_batches])
-        return self._loss_metrics(update)
+        return loss_metrics(update, self._device)
 
     def _output(
         self, table: TokenTable, plan: RankPlan, rows: Sequence[int], forward: Forward

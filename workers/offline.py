@@ -80,7 +80,7 @@ class OfflineRank(TrainingRank[OfflineConfig]):
         totals = all_reduce({f"{n}/total": t for n, (t, _) in tally.items()}, self._device, "sum")
         weights = all_reduce({f"{n}/weight": w for n, (_, w) in tally.items()}, self._device, "sum")
         means = tally_means({name: (totals[f"{name}/total"], weights[f"{name}/weight"]) for name in tally})
-        return self._metrics(update, _terms(update.outputs), means)
+        return update.metrics(_terms(update.outputs), means, self._device)
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:
         """This rank's share of the loss and metrics of the plan's rows, without an update. Collective."""

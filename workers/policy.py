@@ -37,7 +37,7 @@ from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.training.deepspeed_engine import Forward
 from troupe.workers.training.master_weights import WeightSnapshot
 from troupe.workers.training.meter import TokenRecorder
-from troupe.workers.training.rank import TrainingRank
+from troupe.workers.training.rank import TrainingRank, loss_metrics
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import RankWeights, WeightPublisher, read_payload
 from troupe.workers.weights.shared_memory import Bytes
@@ -113,7 +113,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         update = self._update(plan, work)
         if self._records is not None:
             self._records.end_update(batch)
-        metrics = self._loss_metrics(update)
+        metrics = loss_metrics(update, self._device)
         loss = metrics.sums["loss"] + self._config.ptx_coef * metrics.sums.get("ptx_loss", 0.0)
         return replace(metrics, sums=metrics.sums | {"loss": loss})
 

@@ -80,6 +80,31 @@ class Update(Generic[OutputT]):
     meter: UpdateMeter
     sequences: int
 
+    def metrics(self, sums: dict[str, float], values: dict[str, float], device: Device) -> UpdateMetrics:
+        """These metrics of the outputs, and those of the step and its speed. Collective."""
+        step = self.step
+        return UpdateMetrics(
+            sums=sums | {"sequences": float(self.sequences)},
+            values=values | self.meter.metrics() | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
+            skipped=step.skipped,
+            peak=own_peak(device),
+        )
+
+
+def loss_metrics(update: Update[LossOutput], device: Device) -> UpdateMetrics:
+    """Metrics of an update on a TRAIN table: means per loss token, and maxima over all ranks. Collective."""
+    terms, sums = added(output.terms for output in update.outputs), added(output.sums for output in update.outputs)
+    maxima: dict[str, float] = {}
+    for output in update.outputs:
+        for name, value in output.maxima.items():
+            highest = float(value)
+            maxima[name] = max(maxima.get(name, highest), highest)
+    totals = all_reduce(sums, device, "sum")
+    tokens = totals.pop("tokens")
+    means = {name: total / max(tokens, 1.0) for name, total in totals.items()}
+    values = means | all_reduce(maxima, device, "max")
+    return update.metrics(terms | {"tokens": sums["tokens"]}, values, device)
+
 
 class TrainingRank(ABC, Generic[ConfigT]):
     """One process of a training group. Methods that use the model are collective: all ranks call them in one order."""
@@ -163,7 +188,12 @@ class TrainingRank(ABC, Generic[ConfigT]):
             self._base_of = adapter
         elif reference is not None:
             frozen = load_causal(reference, partitioner_for(reference, self._config.trainer))
-            self._refer_to(self._logprobs(frozen, temperature), frozen)
+            if self._config.trainer.kernels == "liger":
+                use_liger(frozen, self._device)
+            scores = self._logprobs(frozen, temperature)
+            # Both score the same micro-batches.
+            self._packs = adapt(scores, frozen, self._device, self._packs, self._sequence) and self._packs
+            self._reference = place_frozen(scores, self._config.trainer, self.engine.device)
 
     def _logprobs(self, model: PreTrainedModel, temperature: float, entropy_grad: bool = False) -> CausalLogprobs:
         return CausalLogprobs(model, temperature, self._head_chunks(model), entropy_grad)
@@ -171,14 +201,6 @@ class TrainingRank(ABC, Generic[ConfigT]):
     def _head_chunks(self, model: PreTrainedModel) -> int:
         vocabulary = model.config.get_text_config().vocab_size
         return head_chunks(vocabulary, self._config.trainer.worker_tokens, self._device)
-
-    def _refer_to(self, module: ModelModule, model: PreTrainedModel) -> None:
-        """Keep a frozen reference next to the trained model."""
-        if self._config.trainer.kernels == "liger":
-            use_liger(model, self._device)
-        # Both score the same micro-batches.
-        self._packs = adapt(module, model, self._device, self._packs, self._sequence) and self._packs
-        self._reference = place_frozen(module, self._config.trainer, self.engine.device)
 
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
         """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
@@ -221,30 +243,6 @@ class TrainingRank(ABC, Generic[ConfigT]):
         with profiled(plan.trace, self._device):
             step = self.engine.update(work, loss_of)
         return Update(step, outputs, meter, sum(map(len, plan.micro_batches)))
-
-    def _loss_metrics(self, update: Update[LossOutput]) -> UpdateMetrics:
-        """Metrics of an update on a TRAIN table: means per loss token, and maxima over all ranks. Collective."""
-        terms, sums = added(output.terms for output in update.outputs), added(output.sums for output in update.outputs)
-        maxima: dict[str, float] = {}
-        for output in update.outputs:
-            for name, value in output.maxima.items():
-                highest = float(value)
-                maxima[name] = max(maxima.get(name, highest), highest)
-        totals = all_reduce(sums, self._device, "sum")
-        tokens = totals.pop("tokens")
-        means = {name: total / max(tokens, 1.0) for name, total in totals.items()}
-        values = means | all_reduce(maxima, self._device, "max")
-        return self._metrics(update, terms | {"tokens": sums["tokens"]}, values)
-
-    def _metrics(self, update: Update[OutputT], sums: dict[str, float], values: dict[str, float]) -> UpdateMetrics:
-        """These metrics of an update's outputs, and the metrics of its step and speed. Collective."""
-        step = update.step
-        return UpdateMetrics(
-            sums=sums | {"sequences": float(update.sequences)},
-            values=values | update.meter.metrics() | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
-            skipped=step.skipped,
-            peak=own_peak(self._device),
-        )
 
     def packs(self) -> bool:
         """Whether all models of the rank take the rows of a micro-batch concatenated, without padding."""
