@@ -188,6 +188,7 @@ def _updates(rank: int, meeting: Queue[Any], case: Case, folder: str, table: pa.
     from troupe.workers.policy import PolicyWorker
 
     config = PolicyConfig(
+        share_prompts=False,
         model=ModelConfig(path=folder, dtype=case.dtype),
         trainer=case.trainer(),
         loss=PolicyLossConfig(),

@@ -54,6 +54,7 @@ def policy_worker(given: argparse.Namespace, name: str, longest: int) -> PolicyW
     from troupe.workers.policy import PolicyWorker
 
     config = PolicyConfig(
+        share_prompts=False,
         model=ModelConfig(path=str(given.model), dtype=given.dtype),
         trainer=TrainerConfig(
             micro_batch_tokens=given.micro_batch_tokens, learning_rate=LEARNING_RATE, threads=given.threads

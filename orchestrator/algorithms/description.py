@@ -12,8 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
-from troupe.orchestrator.algorithms.section import ROW_ONLY, unread_options
-from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm
+from troupe.orchestrator.algorithms.table import ALGORITHMS, ROW_ONLY, Algorithm, unread_options
 from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 
 _SPEC_NAMES = {"kl_estimator": "kl.estimator", "kl_to_go": "kl.to_go"}

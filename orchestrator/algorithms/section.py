@@ -14,7 +14,19 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.orchestrator.algorithms.offline import ALGORITHM, OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.overrides import overridden, overrides
-from troupe.orchestrator.algorithms.table import ADAPTED, ALGORITHMS, Algorithm, KlPenalty, TrustRegion
+from troupe.orchestrator.algorithms.table import (
+    ADAPTED,
+    ALGORITHMS,
+    COMPARES,
+    CRITIC_OPTIONS,
+    KL_FIELDS,
+    ROW_ONLY,
+    TRUST_REGION_OPTIONS,
+    Algorithm,
+    KlPenalty,
+    TrustRegion,
+    unread_options,
+)
 from troupe.orchestrator.errors import nearest
 from troupe.workers.contract.config import (
     AdvantageConfig,
@@ -25,44 +37,9 @@ from troupe.workers.contract.config import (
 )
 from troupe.workers.contract.consequences import AS_SAMPLED, noted
 
-ROW_ONLY = frozenset(
-    {"objective", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "custom"}
-)
-"""Fields of the losses that distinguish the algorithms: a spec does not set them."""
-KL_FIELDS = frozenset({"kl_coef", "kl_estimator", "kl_to_go", "kl_target", "kl_horizon"})
-"""Fields of the losses that are in the section `kl`."""
-
-_RATIO = frozenset({"importance", "kl_stop"})
-_TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "advantage_clip"})
-ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
-    "group": frozenset({"normalize_by_std"}),
-    "smooth_group": frozenset(),
-    "best_of_group": frozenset(),
-    "distill": frozenset(),
-    "custom": frozenset({"whiten", "advantage_clip"}),
-    "returns": _TOKEN_REWARDS | {"kl_to_go"},
-    "gae": _TOKEN_REWARDS | {"gae_lambda"},
-    "n_step": _TOKEN_REWARDS | {"n_steps"},
-}
-"""Fields of the algorithm section that only some estimators read."""
-
-OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
-    "clip": _RATIO | {"clip_range", "clip_low", "clip_high", "dual_clip"},
-    "cispo": _RATIO | {"clip_high"},
-    "policy_gradient": _RATIO,
-    "kl_penalty": _RATIO | {"kl_old"},
-    "likelihood": frozenset(),
-    "custom": _RATIO,
-}
-"""Fields of the algorithm section that only some objectives read."""
-
 CUSTOM_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Name of a custom algorithm."""
 _REPLACED = 3  # groups that a custom filter may replace, for each group of a step, as with dapo
-CRITIC_OPTIONS = frozenset({"value_clip"})
-TRUST_REGION_OPTIONS = frozenset({"trust_region"})
-COMPARES = frozenset({"group", "smooth_group", "best_of_group", "custom"})
-"""Estimators for which a group of equal rewards may carry no signal, so that it is worth replacing."""
 
 
 def unknown_algorithm(name: str) -> str:
@@ -266,14 +243,6 @@ def critic_loss(config: AlgorithmConfig) -> CriticLossConfig | None:
     """The critic's loss; None for an algorithm without a critic."""
     row = row_of(config)
     return None if row.critic_loss is None else overridden(row.critic_loss, _given(config))
-
-
-def unread_options(row: Algorithm) -> frozenset[str]:
-    """Fields that other estimators and objectives read, but the row's do not."""
-    unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
-    unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
-    # Without rewards to go every token is credited with the whole return, which is not discounted.
-    return unread if row.advantage.reward_to_go else unread | {"gamma"}
 
 
 def unused_options(config: AlgorithmConfig) -> list[str]:

@@ -44,6 +44,43 @@ class TrustRegion(Frozen):
     """Attempts; if none is within the limit, the step is undone."""
 
 
+ROW_ONLY = frozenset(
+    {"objective", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "custom"}
+)
+"""Fields of the losses that distinguish the algorithms: a spec does not set them."""
+KL_FIELDS = frozenset({"kl_coef", "kl_estimator", "kl_to_go", "kl_target", "kl_horizon"})
+"""Fields of the losses that are in the section `kl`."""
+
+_RATIO = frozenset({"importance", "kl_stop"})
+_TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "advantage_clip"})
+ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
+    "group": frozenset({"normalize_by_std"}),
+    "smooth_group": frozenset(),
+    "best_of_group": frozenset(),
+    "distill": frozenset(),
+    "custom": frozenset({"whiten", "advantage_clip"}),
+    "returns": _TOKEN_REWARDS | {"kl_to_go"},
+    "gae": _TOKEN_REWARDS | {"gae_lambda"},
+    "n_step": _TOKEN_REWARDS | {"n_steps"},
+}
+"""Fields of the algorithm section that only some estimators read."""
+
+OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
+    "clip": _RATIO | {"clip_range", "clip_low", "clip_high", "dual_clip"},
+    "cispo": _RATIO | {"clip_high"},
+    "policy_gradient": _RATIO,
+    "kl_penalty": _RATIO | {"kl_old"},
+    "likelihood": frozenset(),
+    "custom": _RATIO,
+}
+"""Fields of the algorithm section that only some objectives read."""
+
+CRITIC_OPTIONS = frozenset({"value_clip"})
+TRUST_REGION_OPTIONS = frozenset({"trust_region"})
+COMPARES = frozenset({"group", "smooth_group", "best_of_group", "custom"})
+"""Estimators for which a group of equal rewards may carry no signal, so that it is worth replacing."""
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """One row: the roles the algorithm needs besides rollout, policy and reward, and its defaults."""
@@ -321,3 +358,11 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
     )
 }
+
+
+def unread_options(row: Algorithm) -> frozenset[str]:
+    """Fields that other estimators and objectives read, but the row's do not."""
+    unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
+    unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
+    # Without rewards to go every token is credited with the whole return, which is not discounted.
+    return unread if row.advantage.reward_to_go else unread | {"gamma"}

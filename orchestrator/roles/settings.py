@@ -138,14 +138,14 @@ def reference_config(spec: RunSpec) -> ReferenceConfig | None:
 def policy_config(spec: RolloutSpec) -> PolicyConfig:
     """Configuration of each policy rank."""
     role = spec.roles.policy
-    return PolicyConfig(
+    return role.part(
+        PolicyConfig,
         model=spec.model,
         trainer=role.worker_config(TrainerConfig),
         loss=section.policy_loss(spec.algorithm),
         advantage=section.advantage(spec.algorithm),
         sampling=spec.sampling,
         ptx_coef=spec.algorithm.ptx_coef,
-        share_prompts=role.share_prompts,
         run_id=spec.name,
         reference_model=_colocated_reference(spec),
         total_updates=spec.updates_of("policy"),
@@ -154,7 +154,6 @@ def policy_config(spec: RolloutSpec) -> PolicyConfig:
         transfer_backend=resolved_backend(spec),
         weight_store=spec.weight_sync.url,
         records_tokens=spec.output.trajectories,
-        lora=role.lora,
     )
 
 

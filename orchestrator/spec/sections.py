@@ -33,6 +33,7 @@ from troupe.workers.contract.config import (
     GreedyOrTemperature,
     LoraConfig,
     ModelConfig,
+    PolicySettings,
     RewardConfig,
     Sleep,
     StructuredConfig,
@@ -183,12 +184,8 @@ class TrainerRole(TrainerConfig, RoleResources):
         return max(1, self.workers // self.sequence_parallel_size)
 
 
-class PolicyRole(TrainerRole):
+class PolicyRole(PolicySettings, TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""
-
-    share_prompts: bool = True
-    """Train the samples of a group behind one copy of their prompt if they are packed and it saves work; the result
-    is the same to float tolerance."""
 
 
 class CriticRole(TrainerRole):

@@ -29,6 +29,7 @@ INVALID = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
 
 def _try_and_export(model: str, out: str) -> None:
     config = PolicyConfig(
+        share_prompts=False,
         model=ModelConfig(path=model, dtype="float32"),
         trainer=TrainerConfig(learning_rate=1e-3, micro_batch_tokens=64, threads=1),
         loss=PolicyLossConfig(),

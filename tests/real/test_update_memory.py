@@ -59,6 +59,7 @@ def config(model: str, budget: int) -> PolicyConfig:
         zero_stage=1, micro_batch_tokens=budget, learning_rate=1e-2, warmup_updates=0, adam_eps=1e-2, threads=1
     )
     return PolicyConfig(
+        share_prompts=False,
         model=ModelConfig(path=model, dtype="float32"),
         trainer=trainer,
         loss=PolicyLossConfig(),

@@ -646,7 +646,15 @@ class RankConfig(Frozen):
     """Train adapters (and a critic's or reward model's head), or all weights if None."""
 
 
-class PolicyConfig(RankConfig):
+class PolicySettings(Frozen):
+    """Settings of a role `policy` that its workers get as they are."""
+
+    share_prompts: bool = True
+    """Train the samples of a group behind one copy of their prompt if they are packed and it saves work; the result
+    is the same to float tolerance."""
+
+
+class PolicyConfig(PolicySettings, RankConfig):
     """Configuration of one rank of the policy."""
 
     loss: PolicyLossConfig
@@ -661,8 +669,6 @@ class PolicyConfig(RankConfig):
     """URL of the object store that weights go through on their way to other nodes."""
     ptx_coef: float = 0.0
     """Weight of the texts' negative log-likelihood (PPO-ptx)."""
-    share_prompts: bool = False
-    """Train the samples of a group behind one copy of their prompt, if the model supports it."""
     records_tokens: bool = False
     """Keep log-probs and entropies of the updates until they are taken."""
 

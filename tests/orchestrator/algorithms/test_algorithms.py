@@ -15,9 +15,6 @@ from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.description import description, listing, row_defaults
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import (
-    CRITIC_OPTIONS,
-    ESTIMATOR_OPTIONS,
-    OBJECTIVE_OPTIONS,
     AlgorithmConfig,
     KlConfig,
     advantage,
@@ -27,7 +24,7 @@ from troupe.orchestrator.algorithms.section import (
     policy_loss,
     unused_options,
 )
-from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, CRITIC_OPTIONS, ESTIMATOR_OPTIONS, OBJECTIVE_OPTIONS
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
