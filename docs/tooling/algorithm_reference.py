@@ -13,7 +13,7 @@ from troupe.orchestrator.algorithms.description import (
     row_defaults,
 )
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, RATIOS
 
 _HEAD = """\
 # Algorithms
@@ -93,16 +93,6 @@ rollouts is a mean over tokens, except for `gspo`.
 ## Algorithms on rollouts
 """
 
-_RATIOS = {
-    "policy_gradient": "unclipped: nothing bounds a token's `r` (`trpo` bounds the step)",
-    "clip": "clipped: a token (`gspo`: a response) whose `r` has left the clip range in the direction of its advantage "
-    "has no gradient",
-    "kl_penalty": "unclipped, with a penalty on KL(old \\|\\| new)",
-    "cispo": "a truncated weight: every token keeps its gradient",
-    "likelihood": "none: the objective is the likelihood of chosen samples, whoever sampled them",
-}
-"""What the ratio does in each objective of a row."""
-
 _OFFLINE = """\
 # Offline algorithms
 
@@ -160,7 +150,7 @@ def algorithm_reference(curves: Curves | None = None) -> str:
 def _ratios() -> str:
     """The rows by what the ratio does in their loss, as Markdown."""
     lines = ["| ratio | algorithms |", "|---|---|"]
-    for objective, text in _RATIOS.items():
+    for objective, text in RATIOS.items():
         names = [f"`{row.name}`" for row in ALGORITHMS.values() if row.loss.objective == objective]
         lines.append(f"| {text} | {', '.join(names)} |")
     return "\n".join(lines)

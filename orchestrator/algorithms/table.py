@@ -75,6 +75,16 @@ OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
 }
 """Fields of the algorithm section that only some objectives read."""
 
+RATIOS = {
+    "policy_gradient": "unclipped: nothing bounds a token's `r` (`trpo` bounds the step)",
+    "clip": "clipped: a token (`gspo`: a response) whose `r` has left the clip range in the direction of its advantage "
+    "has no gradient",
+    "kl_penalty": "unclipped, with a penalty on KL(old \\|\\| new)",
+    "cispo": "a truncated weight: every token keeps its gradient",
+    "likelihood": "none: the objective is the likelihood of chosen samples, whoever sampled them",
+}
+"""What the ratio does in each objective of a row."""
+
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
 COMPARES = frozenset({"group", "smooth_group", "best_of_group", "custom"})
