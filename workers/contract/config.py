@@ -58,6 +58,10 @@ REDUCE_BUCKET = 500_000_000
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature above 0 to this one, and the trainer would divide its logits by another number."""
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses a request with a higher one."""
+MAX_TOP_K = 2**31 - 1
+"""vLLM holds it in 32 bits."""
 
 
 NO_TEMPLATE = "none"
@@ -86,7 +90,7 @@ def _sampled_as_configured(temperature: float) -> float:
     return temperature
 
 
-GreedyOrTemperature = Annotated[float, Field(ge=0.0), AfterValidator(_sampled_as_configured)]
+GreedyOrTemperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE), AfterValidator(_sampled_as_configured)]
 """Softmax temperature; 0: greedy."""
 
 
@@ -157,12 +161,13 @@ class SamplingConfig(Frozen):
     With `top_p`, `top_k` or `min_p`, the tokens left to each sampled token are recorded. The trainer's log-probs are
     among the same tokens, so that the trained policy is the sampling one."""
 
-    temperature: Annotated[float, NOT_EVALUATED] = Field(default=1.0, ge=MIN_TEMPERATURE)
-    """Softmax temperature. The trainer divides its logits by the same value. vLLM has none between 0 and 0.01."""
+    temperature: Annotated[float, NOT_EVALUATED] = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
+    """Softmax temperature. The trainer divides its logits by the same value. vLLM has none between 0 and 0.01, or above
+    2."""
     top_p: Annotated[float, NOT_EVALUATED] = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability, after the
     temperature, min-p and top-k; 1: from all."""
-    top_k: Annotated[int, NOT_EVALUATED] = Field(default=0, ge=0)
+    top_k: Annotated[int, NOT_EVALUATED] = Field(default=0, ge=0, le=MAX_TOP_K)
     """Sample from the k most probable tokens (more if probabilities are equal); 0: from all."""
     min_p: Annotated[float, NOT_EVALUATED] = Field(default=0.0, ge=0.0, lt=1.0)
     """Sample from the tokens whose probability is at least this share of the most probable one's; 0: from all."""
@@ -186,10 +191,10 @@ class EvalSampling(Frozen):
     """Sampling for evaluation."""
 
     temperature: GreedyOrTemperature = 0.0
-    """0 is greedy decoding. vLLM has no temperature between 0 and 0.01."""
+    """0 is greedy decoding. vLLM has no temperature between 0 and 0.01, or above 2."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
     """Sample from the k most probable tokens; 0: from all."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest response, in tokens; null: `sampling.max_tokens`."""
