@@ -20,9 +20,9 @@ class Ranks:
     def __init__(self, count: int, work: Callable[..., Any], *args: Any) -> None:
         """Starts them."""
         context = multiprocessing.get_context("spawn")
-        meeting, self._results = context.Queue(), context.Queue()
+        self._queues = context.Queue(), context.Queue()  # kept: without them their semaphores are gone for the ranks
         self._processes = [
-            context.Process(target=_rank, args=(work, rank, meeting, self._results, args)) for rank in range(count)
+            context.Process(target=_rank, args=(work, rank, *self._queues, args)) for rank in range(count)
         ]
         for process in self._processes:
             process.start()
@@ -35,7 +35,7 @@ class Ranks:
     def results(self, timeout_s: float) -> list[Any]:
         """What every rank returned. Raises NotCorrect with the traceback of one that failed."""
         try:
-            found = [self._results.get(timeout=timeout_s) for _ in self._processes]
+            found = [self._queues[1].get(timeout=timeout_s) for _ in self._processes]
         finally:
             for process in self._processes:
                 process.join(timeout=_JOIN_S)
