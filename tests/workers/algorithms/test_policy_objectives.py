@@ -227,6 +227,7 @@ def test_dynamic_bounds_are_the_papers_numbers() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1e-4, 1.0), st.floats(0.01, 0.24), st.floats(0.01, 0.5))
+@example(0.04, 0.01, 0.5)
 def test_dynamic_bounds_solve_the_inequality(q: float, clip_low: float, clip_high: float) -> None:
     """At a bound |(r - 1) r q| is epsilon (sec. 3.1), where the lower one exists."""
     config = PolicyLossConfig(dynamic_clip=True, clip_low=clip_low, clip_high=clip_high)
@@ -236,7 +237,7 @@ def test_dynamic_bounds_solve_the_inequality(q: float, clip_low: float, clip_hig
     if q > 4 * clip_low:
         assert (1 - low) * low * q == pytest.approx(clip_low)
     else:
-        assert low == 0.5
+        assert low == pytest.approx(0.5, abs=1e-6)  # the root of a rounding error where q is four times the bound
 
 
 def test_dcpo_lets_improbable_tokens_move_further() -> None:
