@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import random
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pyarrow as pa
 import pytest
 
+from tests.fakes import FakePolicy, FakeReward, FaultyEngine, FaultyWorker, fake_spec, policy_group, restart_fakes
 from tests.orchestrator.insight.bench.measured import GRPO
+from tests.orchestrator.test_controller import pool_of
+from troupe.orchestrator.cluster.worker_group import RecoverableCalls
+from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.prompt_check import PromptCheck
 from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.runs import evaluation
 from troupe.orchestrator.runs import session as session_module
+from troupe.orchestrator.runs.checkpoints import folder_checkpoints
+from troupe.orchestrator.runs.evaluation import EvaluationOptions
 from troupe.orchestrator.runs.lock import locked
-from troupe.orchestrator.runs.session import RunRequest, open_session
+from troupe.orchestrator.runs.rollouts import train_on_rollouts
+from troupe.orchestrator.runs.session import RunRequest, Session, open_session
 from troupe.orchestrator.runs.training import train
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.metrics import PeakMemory
+from troupe.orchestrator.telemetry.timeline import CallLog
 
 
 @pytest.fixture
@@ -124,3 +141,51 @@ async def test_a_run_folder_is_locked_until_the_last_thread_that_writes_to_it_en
         asyncio.get_running_loop().run_in_executor(None, write)
     with locked(request.out):
         assert written.is_set()
+
+
+def session_of(out: Path, spec: RolloutSpec, data: RunData) -> Session:
+    """A session with fake workers."""
+    calls, out = RecoverableCalls(), out / "run"
+    out.mkdir(exist_ok=True)
+    engines = [Engine(FaultyWorker(name, FaultyEngine(name, random.Random(0))), "host") for name in ("rollout-0",)]
+    workers = {"policy": policy_group(FakePolicy(0), calls=calls), "rollout": engines}
+    cluster: Any = SimpleNamespace(put=lambda table: table, calls=CallLog(), events=EventLog(), peaks=PeakMemory())
+    launcher: Any = SimpleNamespace(calls=calls, restart=restart_fakes, engine=None, replica=None)
+    return Session(
+        RunRequest(spec, out, False, None),
+        spec,
+        cluster,
+        launcher,
+        Workers({**workers, "reward": [FaultyWorker("reward-0", FakeReward())]}),
+        Console(io.StringIO()),
+        asyncio.Event(),
+        folder_checkpoints(spec, out),
+        read=data,
+    )
+
+
+def test_training_resumes_in_a_session_with_the_checkpoint_of_an_earlier_one(tmp_path: Path) -> None:
+    data = RunData(pool_of(12), {})
+    first = asyncio.run(train_in(tmp_path, fake_spec(schedule={"steps": 2}), data))
+    assert (first.steps_done, first.ledger["trained"]) == (2, 2 * 20)
+    second = asyncio.run(train_in(tmp_path, fake_spec(), data))
+    assert (second.steps_done, second.ledger["trained"], second.ledger["dispatched"]) == (4, 4 * 20, 4 * 20)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+async def train_in(out: Path, spec: RolloutSpec, data: RunData) -> RunOutcome:
+    return await train_on_rollouts(session_of(out, spec, data))
+
+
+async def test_an_evaluation_has_the_data_of_its_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = fake_spec(data={"eval": {"kind": "jsonl", "path": "held.jsonl"}}, evaluation={"at_start": True})
+    pool = pool_of(5)
+    column = pool.table.column_names.index("metadata")
+    table = pool.table.set_column(column, pool.table.field(column), pa.array(["{}"] * 5))
+    session = session_of(tmp_path, spec, RunData(pool, {"eval": replace(pool, table=table)}))
+    monkeypatch.setattr(evaluation, "open_session", lambda *_, **__: nullcontext(session))
+    options = EvaluationOptions(output=tmp_path / "results.json")
+    metrics = await evaluation.evaluate_on_prompts(session.request, session.console, options)
+    assert metrics["eval/prompts"] == 5.0 and metrics["eval/failed_samples"] == 0.0
+    assert json.loads((tmp_path / "results.json").read_text())["model"] == {"path": "model"}
