@@ -22,7 +22,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock models demo cluster-demo test test-long test-faults mutants lint docs bench gpu-check clean distclean
+.PHONY: help setup lock models demo cluster-demo test test-long test-faults mutants pairs lint docs bench gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ test-faults: models ## inject faults into runs on the real stack, and write thei
 
 mutants: models ## plant one-line faults and run the tests that must find them, a quarter of an hour
 	$(RUN) "$(BIN)/python" -m tests.mutants $(ARGS)
+
+pairs: models ## run every pair of features of a run for two steps, on the real stack
+	$(RUN) "$(BIN)/python" -m pytest -n 0 -m "pairs or real" tests/real/test_pairs.py $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(RUN) "$(BIN)/ruff" check .

@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.algorithm_curves import curves
 from docs.tooling.algorithm_reference import algorithm_reference
 from docs.tooling.cli_reference import cli_reference
+from docs.tooling.combination_page import combination_page
 from docs.tooling.metric_reference import metric_reference
 from docs.tooling.migration_page import migration_page
 from docs.tooling.spec_reference import spec_reference
@@ -25,6 +26,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/algorithms.md": _algorithms,
     "reference/metrics.md": metric_reference,
     "reference/cli.md": cli_reference,
+    "reference/combinations.md": combination_page,
     "guides/migration.md": migration_page,
 }
 """Every generated page by its path in `docs/`, and the function that returns its text."""
