@@ -16,9 +16,10 @@ import json
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TextIO
 
 from aiohttp import web
 
@@ -41,6 +42,8 @@ BASE_URL, API_KEY, MODEL = "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"
 ROW_VARIABLE = "TROUPE_ROW"
 """Environment variable of a command: the row, as JSON."""
 _SHUTDOWN_S = 0.5
+_LONGEST_LINE = 2**24
+"""Bytes of a line that a command writes."""
 
 
 @dataclass(eq=False)
@@ -81,6 +84,8 @@ class Agent(Environment):
         self._runner: web.AppRunner | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._requests = self._restarts = self._rewritten = 0
+        self._refused = ""
+        """Why the last malformed request was refused; an agent may catch the client's error."""
 
     async def start(self, row: Row) -> Observation:
         """The agent's first request."""
@@ -137,7 +142,8 @@ class Agent(Environment):
             request.cancel()
             reward = self._agent.result()  # raises what the agent raised
             if not self._requests:
-                raise ValueError("the agent ended without a request")
+                why = f"; its last one was refused: {self._refused}" if self._refused else ""
+                raise ValueError(f"the agent ended without a request{why}")
             counts = {"requests": self._requests, "restarted": self._restarts, "rewritten": self._rewritten}
             info = {name: float(count) for name, count in counts.items()}
             return Observation(reward=reward, done=True, info=info)
@@ -202,16 +208,19 @@ class Agent(Environment):
             env=os.environ | own,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE,
             start_new_session=True,
         )
-        if process.stdout is None:
-            raise RuntimeError("the command has no output")
-        last = b""
-        async for line in process.stdout:
-            last = line.strip() or last
+        errors = asyncio.create_task(_last_line(process.stderr, sys.stderr))
+        last = await _last_line(process.stdout)
         code = await process.wait()
+        await asyncio.wait({errors}, timeout=_SHUTDOWN_S)  # a process that it leaves behind may hold the pipe open
+        if not errors.done():
+            errors.cancel()
         if code:
-            raise RuntimeError(f"the command ended with exit code {code}")
+            said = errors.result().decode(errors="replace") if errors.done() and not errors.exception() else ""
+            raise RuntimeError(f"the command ended with exit code {code}" + (f": {said}" if said else ""))
         with contextlib.suppress(ValueError):
             return float(last)
         return None
@@ -231,10 +240,10 @@ class Agent(Environment):
         try:
             body = await request.json()
             choices = read_request(body)
-        except RecursionError:
-            return _error(400, "the request is nested too deeply")
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            return _error(400, str(error))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            deep = isinstance(error, RecursionError)
+            self._refused = "the request is nested too deeply" if deep else str(error)
+            return _error(400, self._refused)
         asked = self._retried(request, body)
         if asked is None:
             asked = _PendingRequest(request, body, choices)
@@ -278,6 +287,16 @@ def _load(name: str) -> Any:
     if not callable(function):
         raise ValueError(f"{name}: not a function, got {type(function).__name__}")
     return function
+
+
+async def _last_line(stream: asyncio.StreamReader | None, copy: TextIO | None = None) -> bytes:
+    """The last line that is not empty, once the stream has ended; all of them are written to `copy` as well."""
+    last = b""
+    while stream is not None and (line := await stream.readline()):
+        last = line.strip() or last
+        if copy is not None:
+            copy.write(line.decode(errors="replace"))
+    return last
 
 
 async def _stream(request: web.Request, done: dict[str, Any], with_usage: bool) -> web.StreamResponse:

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from troupe.workers.agents.environments.functions import Tool, ToolCallError
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.imports import require_package
+from troupe.workers.contract.text import valid_json
 from troupe.workers.isolation.descendants import is_secret
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class McpServer:
         from mcp.types import CONNECTION_CLOSED
 
         try:
-            result = await self._connected().call_tool(name, arguments)
+            # Half a character, which a policy can write, would end the connection.
+            result = await self._connected().call_tool(name, valid_json(arguments))
         except MCPError as error:
             if error.error.code == CONNECTION_CLOSED:
                 raise RuntimeError(f"the MCP server {self._name} has ended") from error

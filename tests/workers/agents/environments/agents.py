@@ -87,6 +87,16 @@ def streams(row: Row, client: OpenAI) -> float:
     return float("".join(part.choices[0].delta.content or "" for part in parts) == "answer 0")
 
 
+def catches(row: Row, client: OpenAI) -> float:
+    """Hides that its request was refused."""
+    try:
+        create: Any = client.chat.completions.create
+        create(model="any", messages=list(row.messages), logit_bias={"5": 1})
+    except BadRequestError:
+        pass
+    return 0.0
+
+
 def counts_usage(row: Row, client: OpenAI) -> float:
     """1 if the tokens of a stream's chunks add up to those of the response, where it asks for them."""
     totals: list[int] = []

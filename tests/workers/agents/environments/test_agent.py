@@ -239,6 +239,10 @@ def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:
     ("function", "status"),
     [
         ("silent", "start: error: ValueError: the agent ended without a request"),
+        (
+            "catches",
+            "start: error: ValueError: the agent ended without a request; its last one was refused: logit_bias",
+        ),
         ("broken", "step: error: RuntimeError: lost the plot (agents.py:"),
         ("word", "step: error: TypeError: the agent returned no number, but str"),
         ("endless", "step: timeout after 2 s"),
@@ -279,6 +283,11 @@ def test_a_program_in_any_language_is_an_agent() -> None:
     assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
     played = play(command=["false"])
     assert played.last.status.startswith("start: error: RuntimeError: the command ended with exit code 1")
+    script = "import subprocess, sys; subprocess.Popen(['sleep', '20'], stdout=-3); sys.exit('no such table')"
+    played = play(command=[sys.executable, "-c", script])
+    assert "the command ended with exit code 1" in played.last.status
+    played = play(command=[sys.executable, "-c", "import sys; print('x' * 200_000); sys.exit('no such table: orders')"])
+    assert "the command ended with exit code 1: no such table: orders" in played.last.status
 
 
 @pytest.mark.parametrize(
