@@ -94,12 +94,12 @@ def _load(
 
     from troupe.workers.contract.config import ModelConfig, Rendezvous, TrainerConfig
     from troupe.workers.models.modeling import load_causal
-    from troupe.workers.training.group import join_group, leave_group, own_address, rendezvous_store
+    from troupe.workers.training.group import join_group, leave_group, open_store, own_address
     from troupe.workers.training.zero3 import ZeroPartitioner
 
     torch.set_num_threads(1)
     address = own_address()
-    store = rendezvous_store(address, 0, serve=True) if rank == 0 else None
+    store = open_store(address) if rank == 0 else None
     if store is not None:
         for _ in range(world):
             meeting.put(store.port)

@@ -468,7 +468,11 @@ class FakeTrainer:
         """Time in which it writes a save in the background."""
         self.saving: tuple[str, asyncio.Task[SaveStatus]] | None = None
 
-    async def rendezvous(self) -> tuple[str, int]:
+    async def host(self) -> str:
+        """One machine for all."""
+        return "host"
+
+    async def rendezvous(self, *, one_host: bool) -> tuple[str, int]:
         """An address nobody connects to."""
         return "127.0.0.1", 1
 

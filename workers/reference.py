@@ -30,7 +30,7 @@ from troupe.workers.models.modeling import (
     torch_dtype,
 )
 from troupe.workers.telemetry.start_activity import Activity, announce
-from troupe.workers.training.group import join_group, leave_group, rendezvous_store
+from troupe.workers.training.group import LOOPBACK, join_group, leave_group, open_store
 from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
 from troupe.workers.training.zero3 import FrozenModule, ZeroPartitioner, place_frozen
 
@@ -79,7 +79,6 @@ class ReferenceWorker:
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = "127.0.0.1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -128,7 +127,7 @@ class ShardedReference:
         Raises:
             OSError: The model is missing.
         """
-        self._store = rendezvous_store(_LOOPBACK, 0, serve=True)
+        self._store = open_store(LOOPBACK)
         self._connections: list[Connection] = []
         self._closing = threading.Event()
         self._processes = [self._started(config, rank) for rank in range(1, config.shards)]
@@ -212,7 +211,7 @@ def _serve(config: ReferenceConfig, rank: int, port: int, requests: Connection, 
 
 
 def _rendezvous(config: ReferenceConfig, rank: int, port: int) -> Rendezvous:
-    return Rendezvous(address=_LOOPBACK, port=port, rank=rank, world_size=config.shards)
+    return Rendezvous(address=LOOPBACK, port=port, rank=rank, world_size=config.shards)
 
 
 def _partitioner(config: ReferenceConfig) -> ZeroPartitioner:

@@ -249,7 +249,8 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
     async def start(self, timeout_s: float) -> None:
         """Starts the ranks: rank 0 names the address at which all of them meet. Then asks whether they pack."""
-        address, port = await self.workers[0].call(Trainer.rendezvous, timeout_s)
+        one_host = self.ranks == 1 or len(set(await self._broadcast(Trainer.host, timeout_s))) == 1
+        address, port = await self.workers[0].call(Trainer.rendezvous, timeout_s, one_host=one_host)
         places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
         started = await self._scatter(Trainer.start, timeout_s, places)
         self.gpu_memory = min(health.gpu_memory for health in started)

@@ -209,7 +209,7 @@ def measure(device: str, *overrides: str) -> Measurements:
 
     variants = [variant for variant in VARIANTS if variant.on_cpu or device == "cuda"]
     first = ExamplePolicyWorker(offline_config(read_spec(variants[0], device, overrides)), "policy-0")
-    address, port = first.rendezvous()
+    address, port = first.rendezvous(one_host=True)
     first.join(Rendezvous(address=address, port=port, rank=0, world_size=1))
     plain: dict[str, Trained] = {}
     found: dict[str, float | str] = {}

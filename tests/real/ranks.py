@@ -49,7 +49,7 @@ def rank_context() -> ForkServerContext:
 def meet(worker: PolicyWorker, rank: int, world: int, addresses: Any) -> Rendezvous:
     """Where the ranks of a group meet; rank 0 opens it and tells the others through the queue `addresses`."""
     if rank == 0:
-        opened = worker.rendezvous()
+        opened = worker.rendezvous(one_host=True)
         for _ in range(world):
             addresses.put(opened)
     address, port = addresses.get(timeout=60)

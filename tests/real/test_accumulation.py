@@ -21,7 +21,7 @@ from tests.real.ranks import rank_context, wait_for_ranks
 from troupe.workers.contract.config import ModelConfig, Rendezvous, TrainerConfig
 from troupe.workers.models.modeling import ModelModule, load_causal
 from troupe.workers.training.deepspeed_engine import TrainEngine
-from troupe.workers.training.group import join_group, leave_group, rendezvous_store
+from troupe.workers.training.group import join_group, leave_group, open_store
 
 pytestmark = pytest.mark.real
 
@@ -148,7 +148,7 @@ def trained(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights and gradient norms of every case, on one rank and on two."""
     out = tmp_path_factory.mktemp("trained")
     context = rank_context()
-    stores = {world: rendezvous_store("127.0.0.1", 0, serve=True) for world in RANKS}
+    stores = {world: open_store("127.0.0.1") for world in RANKS}
     ranks = [
         context.Process(target=rank_main, args=(model, rank, world, stores[world].port, out))
         for world in RANKS

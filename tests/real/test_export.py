@@ -42,7 +42,7 @@ def _try_and_export(model: str, out: str) -> None:
         device="cpu",
     )
     worker = PolicyWorker(config, "policy-0")
-    address, port = worker.rendezvous()
+    address, port = worker.rendezvous(one_host=True)
     worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
     worker.try_save(f"{out}/trial")
     worker.export(f"{out}/export")

@@ -69,7 +69,7 @@ from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_ca
 from troupe.workers.models.token_batch import TokenTable
 from troupe.workers.offline import ExamplePolicyWorker
 from troupe.workers.policy import PolicyWorker
-from troupe.workers.training.group import join_group, leave_group, rendezvous_store, sequence_group
+from troupe.workers.training.group import join_group, leave_group, open_store, sequence_group
 
 pytestmark = pytest.mark.real
 
@@ -347,7 +347,7 @@ def rank_main(rank: int, world: int, port: int, model: str, out: Path) -> None:
 
 def run_ranks(world: int, model: str, out: Path) -> list[dict[str, Any]]:
     """What each rank records."""
-    store = rendezvous_store("127.0.0.1", 0, serve=True)
+    store = open_store("127.0.0.1")
     context = rank_context()
     ranks = [context.Process(target=rank_main, args=(rank, world, store.port, model, out)) for rank in range(world)]
     for process in ranks:

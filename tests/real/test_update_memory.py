@@ -158,7 +158,7 @@ def rank_main(model: str, out: Path) -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
     try:
         worker = PolicyWorker(config(model, BUDGET), "policy-0")
-        address, port = worker.rendezvous()
+        address, port = worker.rendezvous(one_host=True)
         worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
         groups = peaks_by_groups(worker, out)
         worker.release()

@@ -34,7 +34,7 @@ from troupe.workers.models.modeling import (
 )
 from troupe.workers.models.partitioned import is_partitioned
 from troupe.workers.training.deepspeed_engine import TrainEngine
-from troupe.workers.training.group import import_deepspeed, join_group, leave_group, rendezvous_store
+from troupe.workers.training.group import import_deepspeed, join_group, leave_group, open_store
 from troupe.workers.training.zero3 import ZeroPartitioner, partitioner_for, place_frozen
 
 pytestmark = pytest.mark.real
@@ -243,7 +243,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_models(models)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "compiled")
     context = multiprocessing.get_context("spawn")
-    store = rendezvous_store("127.0.0.1", 0, serve=True)
+    store = open_store("127.0.0.1")
     ranks = [
         context.Process(target=rank_main, args=(models, folder, rank, store.port), daemon=True) for rank in range(WORLD)
     ]

@@ -263,8 +263,15 @@ class Reference(Replica, Protocol):
 class Trainer(Worker, Protocol):
     """One rank of a group of workers that train a model. All methods are collective unless they say otherwise."""
 
-    def rendezvous(self) -> Reply[tuple[str, int]]:
-        """Address and port at which the ranks of the group meet; called on rank 0. Not collective."""
+    def host(self) -> Reply[str]:
+        """Name and address of the rank's machine. Not collective."""
+        ...
+
+    def rendezvous(self, *, one_host: bool) -> Reply[tuple[str, int]]:
+        """Address and port at which the ranks of the group meet; called on rank 0. Not collective.
+
+        `one_host`: All ranks are on its machine.
+        """
         ...
 
     def start(self, rendezvous: Rendezvous) -> Reply[WorkerHealth]:

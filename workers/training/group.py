@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Literal, cast
@@ -20,19 +21,38 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from troupe.workers.contract.config import Device, Rendezvous
 from troupe.workers.models.sequence_parallel import SequenceGroup
 
+LOOPBACK = "127.0.0.1"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest wait of one rank for another; a collective that takes longer fails."""
 
 
-def rendezvous_store(address: str, port: int, serve: bool) -> TCPStore:
-    """The store through which the ranks of a training group find each other.
+def open_store(address: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> TCPStore:
+    """The store through which the ranks of a group find each other, on a free port of this host (`store.port`).
 
-    Args:
-        address: Host of the store.
-        port: Port of the store; 0 with `serve` takes a free one (`store.port`).
-        serve: Open the store in this process instead of connecting to it.
+    It listens at this address alone. torch's own socket would listen on every interface, and a store asks nobody who he
+    is: who reaches it can move or end the training.
     """
-    return TCPStore(address, port, is_master=serve, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+    listener = socket.create_server((address, 0))
+    port = int(listener.getsockname()[1])
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+@contextmanager
+def _within_node(address: str) -> Iterator[None]:
+    """Makes groups of gloo that are created inside the block listen at loopback, if their store does."""
+    before = os.environ.get(_GLOO_INTERFACE)
+    if address == LOOPBACK:
+        os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_GLOO_INTERFACE, None)
+        else:
+            os.environ[_GLOO_INTERFACE] = before
 
 
 def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = None) -> None:
@@ -41,7 +61,7 @@ def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = 
     Args:
         rendezvous: Address of the store, rank and world size.
         device: Device of the rank.
-        store: The store, if `rendezvous_store` opened it in this process.
+        store: The store, if `open_store` opened it in this process.
     """
     os.environ |= {
         "DS_ACCELERATOR": device,
@@ -54,14 +74,17 @@ def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = 
     }
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=store or rendezvous_store(rendezvous.address, rendezvous.port, serve=False),
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    import_deepspeed().init_distributed(dist_backend=dist.get_backend(), timeout=COLLECTIVE_TIMEOUT)
+    if store is None:
+        store = TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    with _within_node(rendezvous.address):
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        import_deepspeed().init_distributed(dist_backend=dist.get_backend(), timeout=COLLECTIVE_TIMEOUT)
 
 
 def sequence_group(size: int) -> SequenceGroup | None:
@@ -75,7 +98,8 @@ def sequence_group(size: int) -> SequenceGroup | None:
     ranks = dist.get_world_size()
     if ranks % size:
         raise ValueError(f"sequence_parallel_size {size} does not divide the {ranks} workers")
-    group, _ = dist.new_subgroups(group_size=size, timeout=COLLECTIVE_TIMEOUT)
+    with _within_node(os.environ["MASTER_ADDR"]):
+        group, _ = dist.new_subgroups(group_size=size, timeout=COLLECTIVE_TIMEOUT)
     return SequenceGroup(cast(dist.ProcessGroup, group), size, dist.get_rank() % size)
 
 
@@ -111,4 +135,4 @@ def own_address() -> str:
             probe.connect(("192.0.2.1", 9))
             return str(probe.getsockname()[0])
         except OSError:
-            return "127.0.0.1"
+            return LOOPBACK

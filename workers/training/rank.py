@@ -37,11 +37,12 @@ from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.background_save import BackgroundWriter
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import (
+    LOOPBACK,
     all_reduce,
     join_group,
     leave_group,
+    open_store,
     own_address,
-    rendezvous_store,
     sequence_group,
 )
 from troupe.workers.training.meter import UpdateMeter, profiled
@@ -137,10 +138,17 @@ class TrainingRank(ABC, Generic[ConfigT]):
             raise RuntimeError(f"{self._name} has not been started")
         return self._engine
 
-    def rendezvous(self) -> tuple[str, int]:
-        """(address, port) of the group's store, opened here. Call it before `start`, on the future rank 0."""
-        address = own_address()
-        self._store = rendezvous_store(address, 0, serve=True)
+    def host(self) -> str:
+        """Name and address of this machine."""
+        return f"{socket.gethostname()} {own_address()}"
+
+    def rendezvous(self, *, one_host: bool) -> tuple[str, int]:
+        """(address, port) of the group's store, opened here. Call it before `start`, on the future rank 0.
+
+        `one_host`: All ranks are on this machine, and no other needs to reach the store.
+        """
+        address = LOOPBACK if one_host else own_address()
+        self._store = open_store(address)
         return address, self._store.port
 
     def join(self, rendezvous: Rendezvous) -> None:

@@ -12,6 +12,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import WeightsSent
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend
-from troupe.workers.training.group import own_address
+from troupe.workers.training.group import open_store, own_address
 from troupe.workers.weights.buckets import (
     BUCKET_BYTES,
     Bucket,
@@ -32,7 +33,7 @@ from troupe.workers.weights.buckets import (
     weights_digest,
 )
 from troupe.workers.weights.gpu_handles import PlainHandle, export_handle, gpu_id, release_handle
-from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup, open_store
+from troupe.workers.weights.transfer_group import BOUND_S, TransferFailed, TransferGroup
 
 T = TypeVar("T")
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -129,7 +130,7 @@ class GroupSender(_Sender):
     def _join(self, described: dict[str, Any]) -> None:
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="engines")
         address = own_address()
-        store = open_store(address)
+        store = open_store(address, timedelta(seconds=BOUND_S))
         size = 1 + self._link.processes
         place = {"address": address, "port": store.port, "first_rank": 1, "world_size": size}
         joined = self._calls.submit(self._link.join, described | place)

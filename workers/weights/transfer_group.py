@@ -44,11 +44,6 @@ class TransferFailed(RuntimeError):
     """A member of a transfer group is gone, failed, or does not answer."""
 
 
-def open_store(address: str) -> TCPStore:
-    """The store of a new group on a free port of this host (`store.port`)."""
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=BOUND_S))
-
-
 def connect_store(address: str, port: int) -> TCPStore:
     """The store that the sender has opened."""
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=BOUND_S))

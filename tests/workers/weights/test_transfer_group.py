@@ -16,9 +16,10 @@ import torch
 
 from tests.conftest import ROOT
 from troupe.workers.contract.roles import EngineLink
+from troupe.workers.training.group import open_store
 from troupe.workers.weights import transfer_group
 from troupe.workers.weights.device_sender import device_sender
-from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup, connect_store, open_store
+from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup, connect_store
 
 ADDRESS = "127.0.0.1"
 LARGE = 32 * 2**20
