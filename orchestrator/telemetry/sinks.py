@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import BaseOutput, SinkName
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
+from troupe.workers.contract.text import without_secrets
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -67,7 +68,7 @@ class LoggedRun:
     project: str = "troupe"
     """Project (wandb) or experiment (MLflow) of the run."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """The resolved spec."""
+    """The resolved spec, without secrets: others may see a tracker."""
 
     @property
     def keep_through(self) -> int:
@@ -332,7 +333,10 @@ class MetricSinks:
     def of_spec(cls, spec: RunSpec, folder: Path, resume_at: int) -> MetricSinks:
         """Open the sinks of a spec, for a run that has completed `resume_at` steps."""
         output = spec.output
-        return cls.open(LoggedRun(folder, spec.name, resume_at, output.project, spec.model_dump(mode="json")), output)
+        return cls.open(
+            LoggedRun(folder, spec.name, resume_at, output.project, without_secrets(spec.model_dump(mode="json"))),
+            output,
+        )
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Record one step's metrics in every sink. A sink that cannot be written does not end the run."""

@@ -369,8 +369,8 @@ class RewardFunctionConfig(Frozen):
     label: Annotated[str, COUNTED] = ""
     """Name in the metrics; if empty, the function's own name."""
     env: Annotated[tuple[str, ...], EVALUATED, NOT_REWARDED] = ()
-    """Environment variables with secrets (`..._TOKEN`, `..._API_KEY`, `PASSWORD`, ...) that the function may read; it
-    gets none but these."""
+    """Environment variables with secrets (`..._TOKEN`, `PASSWORD`, URLs with a password, ...) that the function may
+    read; it gets none but these."""
     process: Annotated[bool, COUNTED] = False
     """True: the function returns steps, and each is rewarded at its end (process supervision); a function that returns
     a number makes the sample fail. False: one number counts for the whole response; for a function that returns steps
@@ -479,8 +479,8 @@ class EnvironmentConfig(EpisodeConfig):
     episodes: Annotated[int, NOT_EVALUATED] = Field(default=32, ge=1)
     """Most episodes under way in one worker, each in a separate process."""
     env: Annotated[tuple[str, ...], NOT_EVALUATED] = ()
-    """Environment variables with secrets (`..._TOKEN`, `..._API_KEY`, `PASSWORD`, ...) that the environment may read;
-    it gets none but these."""
+    """Environment variables with secrets (`..._TOKEN`, `PASSWORD`, URLs with a password, ...) that the environment may
+    read; it gets none but these."""
     memory_limit_mib: Annotated[int, NOT_EVALUATED] = Field(default=1024, ge=64)
     """Maximum memory that the process of one episode may allocate, in MiB."""
 

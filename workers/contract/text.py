@@ -1,4 +1,4 @@
-"""Text from models and users: as UTF-8, on one line, without credentials, and the tags of its thoughts."""
+"""Text from models and users: as UTF-8, on one line, without secrets, and the tags of its thoughts."""
 
 from __future__ import annotations
 
@@ -68,6 +68,32 @@ def has_credentials(url: str) -> bool:
     if url.startswith(_AZURE):
         return ":" in parts.netloc.rpartition("@")[0]
     return "@" in parts.netloc and not url.startswith(_NO_USER)
+
+
+HIDDEN = "(hidden)"
+"""What others see of a text that may be secret."""
+_SECRET_FIELD = re.compile(
+    r"secret|passw|passphrase|credential|authorization|cookie|api_?key|access_?key|private_?key"
+    r"|^key$|^token$|(?:auth|access|api|bearer|hf|hub)_?token",
+    re.IGNORECASE,
+)
+_KEY_FORM = re.compile(
+    r"\b(?:sk-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,})"
+    r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY|^(?:Bearer|Basic) "
+)
+"""Keys of widespread services, JSON web tokens, PEM keys and values of `Authorization`."""
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A JSON value of the field `name` in which every text that may be a password or a key is `HIDDEN`."""
+    if isinstance(value, Mapping):
+        return {field: without_secrets(item, str(field)) for field, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(item, name) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    known = _KEY_FORM.search(value) or ("://" in value and has_credentials(value))
+    return HIDDEN if known or (_SECRET_FIELD.search(name) and not name.lower().endswith("_env")) else value
 
 
 _THOUGHT = r"(?:seed:|mm:)?(?:think|thinking|thought|reasoning)(?::[\w.-]+)?"

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Collection, Iterator, Mapping
 from typing import NoReturn
 
+from troupe.workers.contract.text import has_credentials
 from troupe.workers.telemetry.stacks import VARIABLE, stacks_folder
 
 MARK = "TROUPE_CHILD"
@@ -32,13 +33,18 @@ def is_secret(name: str) -> bool:
 def child_environment(mark: str, keep: Collection[str] = (), of: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without secrets, and with the mark of a child process.
 
+    A variable is secret by its name, or because it is a URL with a user and a password.
+
     Args:
         mark: Unique; see `MARK`.
         keep: Names of secrets that the user code needs.
         of: The environment (default: this process's).
     """
     inherited = os.environ if of is None else of
-    visible = {name: value for name, value in inherited.items() if name in keep or not is_secret(name)}
+    hidden = {
+        name for name, value in inherited.items() if is_secret(name) or ("://" in value and has_credentials(value))
+    }
+    visible = {name: value for name, value in inherited.items() if name in keep or name not in hidden}
     stacks = {VARIABLE: folder} if of is None and (folder := stacks_folder()) else {}
     return visible | stacks | {MARK: mark}
 

@@ -28,6 +28,7 @@ from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.orchestrator.telemetry.metric_reference import Metric, metric_named, metric_sections
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.run_summary import LEARNED
+from troupe.workers.contract.text import without_secrets
 from troupe.workers.contract.units import GIB
 
 Json = dict[str, Any]
@@ -73,7 +74,7 @@ def overview(run: RunFolder) -> Json:
         "weights": [_weights(event) for event in events if event.get("event") == "weights"][-_MOST_EVENTS:],
         "events": [_event(event) for event in events if event.get("event") not in _OWN_SECTION][-_MOST_EVENTS:],
         "memory": _memory(history, spec),
-        "spec": yaml.safe_dump(run.spec, sort_keys=False, allow_unicode=True) if run.spec else "",
+        "spec": yaml.safe_dump(without_secrets(run.spec), sort_keys=False, allow_unicode=True) if run.spec else "",
     }
 
 
@@ -89,7 +90,7 @@ def sections(names: Sequence[str]) -> list[Json]:
 
 def spec_differences(specs: Sequence[Mapping[str, Any]]) -> list[Json]:
     """Every field whose value is not the same in all specs, with the value in each; `null` if it is missing."""
-    flat = [dict(_flat(spec)) for spec in specs]
+    flat = [dict(_flat(without_secrets(spec))) for spec in specs]
     fields = sorted({field for one in flat for field in one})
     rows = [(field, [one.get(field) for one in flat]) for field in fields]
     return [

@@ -261,6 +261,16 @@ def test_the_grafana_board_shows_metrics_that_exist() -> None:
     assert [name for name in shown if metric_named(name) is None and name not in own] == []
 
 
+def test_trackers_get_no_secrets_of_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[LoggedRun] = []
+    monkeypatch.setattr(MetricSinks, "open", lambda run, output: opened.append(run))
+    spec = load_rollout_spec(
+        ROOT / "deploy" / "specs" / "tiny-grpo.yaml", ["roles.reward.functions.0.args={api_key: word}"]
+    )
+    MetricSinks.of_spec(spec, tmp_path, 0)
+    assert "word" not in str(opened[0].config) and "'api_key': '(hidden)'" in str(opened[0].config)
+
+
 def test_a_nested_configuration_becomes_one_level() -> None:
     assert flat_config(CONFIG) == {"name": "r", "roles.policy.workers": "2", "empty": "{}"}
     assert flat_config({}) == {}

@@ -122,6 +122,20 @@ def test_a_hostile_name_of_a_run_is_escaped_in_the_title(tmp_path: Path) -> None
     assert "<script>x" not in render(page_data([RunFolder(folder)]))
 
 
+def test_secrets_of_a_spec_are_in_no_report(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, tokens=0) for name in ("one", "two")]
+    for folder in folders:
+        spec = (
+            (folder / "spec.yaml")
+            .read_text()
+            .replace("      args:", f"      args:\n        api_key: word-{folder.name}", 1)
+        )
+        assert "word-" in spec
+        (folder / "spec.yaml").write_text(spec)
+    page = json.dumps(page_data([RunFolder(folder) for folder in folders]))
+    assert "api_key: (hidden)" in page and "word-" not in page
+
+
 @pytest.mark.usefixtures("own_process")
 def test_tokens_come_back_from_their_one_byte_form(run: RunFolder) -> None:
     block = samples_data(run, 2**24)["blocks"][-1]
