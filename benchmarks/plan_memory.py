@@ -170,7 +170,9 @@ def estimate(case: Case, folder: Path) -> tuple[WorkerMemory, ...]:
 
 def measure(case: Case, folder: Path) -> Measured:
     """Run the ranks of a case. Raises NotCorrect if one of them fails."""
-    found = Ranks(case.ranks, _updates, case, str(folder), batch(2 * (case.tokens // ROW_TOKENS))).results(TIMEOUT_S)
+    table = batch(2 * (case.tokens // ROW_TOKENS))
+    with Ranks(case.ranks, _updates, case, str(folder), table) as ranks:
+        found = ranks.results(TIMEOUT_S)
     return Measured(*(max(column) for column in zip(*found, strict=True)))
 
 

@@ -66,10 +66,10 @@ class Loading:
         Raises:
             NotCorrect: A rank failed, or the two ways load other weights.
         """
-        ranks = Ranks(self._ranks, _load, *self._folders, self._dtype, name == PARTITIONED, self._ranks)
-        meter = Meter(ranks.pids)
-        found = ranks.results(TIMEOUT_S)
-        measured = meter.turn(self._bytes / 1e9)
+        with Ranks(self._ranks, _load, *self._folders, self._dtype, name == PARTITIONED, self._ranks) as ranks:
+            meter = Meter(ranks.pids)
+            found = ranks.results(TIMEOUT_S)
+            measured = meter.turn(self._bytes / 1e9)
         peaks, seconds, sums = zip(*found, strict=True)
         self._sums[name] = sums[0]
         if len(set(self._sums.values())) > 1:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.support.harness import NotCorrect
 
@@ -32,15 +32,19 @@ class Ranks:
         """Process ids."""
         return [process.pid for process in self._processes if process.pid is not None]
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits until they have ended, and kills those that do not."""
+        for process in self._processes:
+            process.join(timeout=_JOIN_S)
+            if process.is_alive():
+                process.kill()
+
     def results(self, timeout_s: float) -> list[Any]:
         """What every rank returned. Raises NotCorrect with the traceback of one that failed."""
-        try:
-            found = [self._queues[1].get(timeout=timeout_s) for _ in self._processes]
-        finally:
-            for process in self._processes:
-                process.join(timeout=_JOIN_S)
-                if process.is_alive():
-                    process.kill()
+        found = [self._queues[1].get(timeout=timeout_s) for _ in self._processes]
         if failed := [text for text in found if isinstance(text, str)]:
             raise NotCorrect(failed[0])
         return found

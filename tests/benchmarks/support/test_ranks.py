@@ -23,14 +23,16 @@ def meet(rank: int, meeting: Queue[Any], count: int, fails: int) -> int:
 
 
 def test_ranks_meet_and_answer() -> None:
-    ranks = Ranks(2, meet, 2, -1)
+    with Ranks(2, meet, 2, -1) as ranks:
+        meter = Meter(ranks.pids)
+        assert sorted(ranks.results(60.0)) == [40, 41]
+        assert meter.turn(1.0).cpu_s > 0.0, "they are still there"
     assert len(ranks.pids) == 2
-    assert sorted(ranks.results(60.0)) == [40, 41]
 
 
 def test_the_error_of_a_rank_is_that_of_all() -> None:
-    with pytest.raises(NotCorrect, match="ValueError: as planned"):
-        Ranks(2, meet, 2, 1).results(60.0)
+    with Ranks(2, meet, 2, 1) as ranks, pytest.raises(NotCorrect, match="ValueError: as planned"):
+        ranks.results(60.0)
 
 
 def test_a_meter_makes_a_turn_of_all_seconds_or_of_those_that_count() -> None:
