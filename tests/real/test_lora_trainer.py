@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.real.models import save_llama
 from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
-from tests.real.test_trainer import MANY_BATCHES, TWO_RANKS, batch, equal, rank_plan, weights_of
+from tests.real.test_trainer import CASES, MANY_BATCHES, TWO_RANKS, batch, equal, rank_plan, weights_of
 from troupe.workers.contract.config import (
     AdvantageConfig,
     CriticConfig,
@@ -44,7 +44,6 @@ from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
 
-CASES = [(stage, dtype) for stage in range(4) for dtype in ("float32", "bfloat16")]
 LORA = LoraConfig(rank=3, alpha=6, rslora=True)
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 GROUPS = {"first": 1, "second": 2, "last": 1}

@@ -57,11 +57,10 @@ from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
 
-CASES = [
-    *((stage, "float32") for stage in range(4)),
-    *((stage, "bfloat16") for stage in range(4)),
-]
-CHANGED = [(0, "float32"), (1, "bfloat16"), (3, "float32")]
+STAGES = {"float32": (0, 1, 3), "bfloat16": (0, 2, 3)}
+"""ZeRO stages of each type. Stages 1 and 2 share DeepSpeed's optimizer and every branch of Troupe."""
+CASES = [(stage, dtype) for dtype, stages in STAGES.items() for stage in stages]
+CHANGED = [(0, "float32"), (2, "bfloat16"), (3, "float32")]
 """Cases in which the settings of the optimizer change on a resume."""
 POISONED = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")]
 """Cases in which the files of a checkpoint contain code."""
@@ -470,7 +469,7 @@ class Scenario:
             self.record(f"continued-{name}", self.flatten(worker.update(plan, table, 0.0, texts())))
             self.save_weights(f"continued-{name}", weights_of(worker))
             worker.export(str(self.out / f"average-continued-{name}"), average=True)
-        for stage, written in ((1, 0), (0, 1)):
+        for stage, written in ((2, 0), (0, 2)):
             try:
                 self.loaded_policy(stage, "bfloat16", self.out / f"checkpoint-{written}-bfloat16")
             except ValueError as error:
@@ -519,7 +518,7 @@ class Scenario:
             self.critic(stage)
             self.shared_prompts(stage)
         if self.world == 1:
-            for stage in range(4):
+            for stage in STAGES["float32"]:
                 self.whole_batch(stage)
             for stage, dtype in CHANGED:
                 self.changed_settings(stage, dtype)
@@ -689,7 +688,7 @@ def test_the_kl_divergence_of_an_update_is_exact_over_the_vocabulary(
     plain: PlainResult, groups: dict[int, Path]
 ) -> None:
     assert plain.divergence > 1e-3
-    for stage in range(4):
+    for stage in STAGES["float32"]:
         for world in (1, 2):
             parts = [facts(groups[world], rank)[f"divergence-{stage}-float32"] for rank in range(world)]
             assert sum(states for _, states in parts) == 19
@@ -725,7 +724,7 @@ def test_every_split_and_zero_stage_equals_plain_adamw(model: str, plain: PlainR
     start = dict(load_causal(ModelConfig(path=model, dtype="float32")).named_parameters())
     moved = max(float((expected[name] - start[name].detach()).abs().max()) for name in expected)
     assert moved > 5e-3 and min(norms) > 0.5  # the updates are not negligible, and gradients are clipped
-    for stage in range(4):
+    for stage in STAGES["float32"]:
         close(load_file(groups[1] / f"whole-{stage}.safetensors"), expected, 2e-5)
         close(load_file(groups[1] / f"end-{stage}-float32.safetensors"), expected, 2e-5)
         close(load_file(groups[2] / f"end-{stage}-float32.safetensors"), expected, 2e-5)
@@ -746,11 +745,13 @@ def test_the_weight_average_is_exported_and_survives_a_checkpoint(groups: dict[i
 
 
 def test_packed_updates_have_no_padding(groups: dict[int, Path]) -> None:
-    assert {facts(groups[world])[f"padding-{stage}-float32"] for world in (1, 2) for stage in range(4)} == {0.0}
+    assert {facts(groups[world])[f"padding-{stage}-float32"] for world in (1, 2) for stage in STAGES["float32"]} == {
+        0.0
+    }
 
 
 def test_metrics_do_not_depend_on_the_split(groups: dict[int, Path]) -> None:
-    for stage in range(4):
+    for stage in STAGES["float32"]:
         one = facts(groups[1])[f"metrics-{stage}-float32"]
         two = [facts(groups[2], rank)[f"metrics-{stage}-float32"] for rank in range(2)]
         for update in range(UPDATES):
@@ -766,7 +767,7 @@ def test_metrics_do_not_depend_on_the_split(groups: dict[int, Path]) -> None:
 def test_bfloat16_stays_close_to_float32(groups: dict[int, Path]) -> None:
     for world in (1, 2):
         exact = load_file(groups[world] / "end-1-float32.safetensors")
-        for stage in range(4):
+        for stage in STAGES["bfloat16"]:
             rounded = load_file(groups[world] / f"end-{stage}-bfloat16.safetensors")
             assert all(tensor.dtype == torch.bfloat16 for tensor in rounded.values())
             close(rounded, exact, 6e-3)
@@ -875,7 +876,7 @@ def test_a_missing_or_damaged_rank_file_is_named_and_nothing_is_loaded(groups: d
 
 
 def test_a_bfloat16_checkpoint_needs_the_same_zero_mode(groups: dict[int, Path]) -> None:
-    assert "was written without ZeRO" in facts(groups[1])["refused-1"]
+    assert "was written without ZeRO" in facts(groups[1])["refused-2"]
     assert "was written with ZeRO" in facts(groups[1])["refused-0"]
 
 
@@ -909,7 +910,7 @@ def test_logprobs_equal_those_of_the_model(model: str, groups: dict[int, Path]) 
     table = TokenTable(batch())
     module = CausalLogprobs(load_causal(ModelConfig(path=model, dtype="float32")), 0.9)
     expected = {f"p{row}": score(module, table.batch([row])).tolist() for row in range(6)}
-    for stage in range(4):
+    for stage in STAGES["float32"]:
         one = facts(groups[1])[f"logprobs-{stage}-float32"]
         two = [facts(groups[2], rank)[f"logprobs-{stage}-float32"] for rank in range(2)]
         assert facts(groups[1])[f"rows-{stage}-float32"] == 6 and [len(part) for part in two] == [5, 1]
