@@ -38,6 +38,7 @@ from tests.real.poison import Canary
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
+from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import TroupeError
@@ -226,7 +227,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shar
 async def started() -> AsyncIterator[SharedWorkers]:
     """The workers, until they are no longer needed."""
     spec, with_critic = shipped("dapo"), shipped("ppo")
-    cluster = Cluster.connect({"CPU": 4.0, "GPU": 0.0})
+    cluster = Cluster.connect({"CPU": 4.0, "GPU": 0.0}, server=server_of(spec))
     try:
         launcher = WorkerLauncher(spec, cluster, classes={"reward": ReusableReward, "rollout": ReusableRollout})
         cluster.watch(TIMEOUT_S)

@@ -36,6 +36,7 @@ from tests.real.commands import (
 )
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
+from troupe.orchestrator.cluster.worker_server import WorkerServer
 from troupe.orchestrator.data.conversations import chat_messages
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.launcher import WorkerLauncher
@@ -50,7 +51,7 @@ from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import verify
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config import EngineProcess, ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_response
@@ -192,7 +193,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
     """A cluster with a policy, a reward model and a reference worker that all specs share."""
-    cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0})
+    forks = WorkerServer(EngineProcess(device="cpu", threads=1, enforce_eager=True))  # as there are seven workers
+    cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0}, server=forks)
     try:
         await cluster.reserve([PLACEMENT], TIMEOUT_S)
         dpo, reward_model, kto = (shipped(f"tiny-{name}") for name in ("dpo", "reward-model", "kto"))
