@@ -44,7 +44,7 @@ demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/de
 	$(RUN) "$(BIN)/troupe" demo --models .cache/models
 
 cluster-demo: models ## start four local Ray nodes, scale a run on them while it trains, and kill a node
-	$(RUN) "$(BIN)/python" tests/real/cluster_demo.py
+	$(RUN) "$(BIN)/python" -m tests.real.cluster_demo
 
 test: models ## run the test suite
 	$(RUN) "$(BIN)/python" -m pytest $(SPREAD) $(ARGS)

@@ -29,11 +29,13 @@ from typing import Any
 
 import psutil
 
+from tests.real.patient import ENVIRONMENT, REWARD
+
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 WAIT_S = 600.0
 """Timeout of every wait and command."""
-STEPS_BETWEEN = 3
+STEPS_BETWEEN = 2
 """Steps to train before every change."""
 OBJECT_STORE_BYTES = 200_000_000
 _FIRST_PORT = 20_000
@@ -54,7 +56,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder for the run (default: runs)")
     given = parser.parse_args()
     # One token for all nodes and commands keeps other users of this machine out.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} | ENVIRONMENT
     os.environ.pop("RAY_ADDRESS", None)
     try:
         demonstrate(given.runs.resolve(), f"cluster-demo-{os.getpid()}")
@@ -110,6 +112,7 @@ def submit(url: str, runs: Path, name: str, job: str) -> None:
         f"name={name}",
         f"output.folder={runs}",
         "schedule.steps=100000",  # the demo stops it at the end
+        REWARD,
         "roles.rollout.cpus=1",
         "roles.rollout.max_workers=3",
         "roles.rollout.node_labels={part: engine}",

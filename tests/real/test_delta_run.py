@@ -5,18 +5,15 @@ Two Ray nodes on this machine, of which the second has a host name, an /etc/host
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.stalls import deadly_environment, may_mount
-from tests.real.cluster_demo import answers, free_port
-from tests.real.commands import GRPO, Command, Run, ledger_balances, running, trajectories
+from tests.real.cluster_demo import free_port
+from tests.real.commands import GRPO, Run, ledger_balances, running, trajectories
+from tests.real.ray_nodes import START_S, ray_head, ray_node
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 pytestmark = [
@@ -26,7 +23,7 @@ pytestmark = [
 ]
 
 STEPS = 11
-START_S = 90.0
+OBJECTS = "--object-store-memory=200000000"
 ANOTHER_HOST = (
     *("unshare", "--uts", "--mount", "sh", "-c"),
     "hostname far && mount -t tmpfs -o size=1g tmpfs /dev/shm && "
@@ -40,20 +37,6 @@ SPEC = (
 )
 
 
-@contextlib.contextmanager
-def node(
-    folder: Path, part: str, env: dict[str, str], *arguments: str, within: tuple[str, ...] = ()
-) -> Iterator[Command]:
-    """A Ray node with the label `part`."""
-    # Ray creates sockets in its folder, and the path of a socket has a length limit.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
-        command = [*within, str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
-        command += [f"--temp-dir={scratch}", f"--labels=part={part}", "--object-store-memory=200000000", *arguments]
-        command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
-        with running(Command(folder, command, env)) as started:
-            yield started
-
-
 def test_every_process_of_an_update_dies_within_one_and_the_next_versions_are_whole(tmp_path: Path) -> None:
     marks = {name: tmp_path / name for name in ("applying", "loading", "encoding", "driver")}
     delta, receiver = "troupe.workers.weights.delta", "troupe.workers.weights.vllm_transfer:FileWeightTransferEngine"
@@ -62,16 +45,11 @@ def test_every_process_of_an_update_dies_within_one_and_the_next_versions_are_wh
     )
     near = deadly_environment((f"{delta}:ChangedWords.encode", 6, marks["encoding"]))
     driver = deadly_environment(("troupe.orchestrator.rollouts.weight_sync:FileSync._change", 6, marks["driver"]))
-    port, dashboard = free_port(), free_port()
+    port = free_port()
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    client = f"--ray-client-server-port={free_port()}"  # fixed otherwise; heads of other tests start at the same time
-    head = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", client, "--num-cpus=2")
-    with node(tmp_path, "near", near | token, *head) as first:
-        first.wait_until(lambda: answers(f"http://127.0.0.1:{dashboard}"), "the head", START_S)
-        joined = f"--address=127.0.0.1:{port}"
-        with node(
-            tmp_path, "far", far | token, joined, "--num-cpus=1", within=(*ANOTHER_HOST, str(tmp_path / "hosts"))
-        ) as second:
+    with ray_head(tmp_path, "--labels=part=near", "--num-cpus=2", OBJECTS, port=port, env=near | token):
+        joined = (f"--address=127.0.0.1:{port}", "--labels=part=far", "--num-cpus=1", OBJECTS)
+        with ray_node(tmp_path, *joined, env=far | token, within=(*ANOTHER_HOST, str(tmp_path / "hosts"))) as second:
             second.wait_until(lambda: "Ray runtime started" in second.stdout, "the other node", START_S)
             address = token | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
             with running(Run(tmp_path, GRPO, *SPEC, name="delta", env=address | driver)) as run:

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from ray.util import get_node_ip_address
 
 from tests.conftest import ROOT
 from tests.orchestrator.platforms.kubernetes.manifests import documents
-from tests.real.cluster_demo import answers, free_port
+from tests.real.cluster_demo import free_port
 from tests.real.commands import Command, metrics_lines, running
+from tests.real.ray_nodes import ray_head
 from troupe.orchestrator.platforms.flags import NodeFlags, SlurmFlags
 from troupe.orchestrator.platforms.kubernetes.documents import entrypoint
 from troupe.orchestrator.platforms.kubernetes.pre_stop import has_actors, stop_jobs, wait_for_actors
@@ -53,19 +53,13 @@ def saved_step(out: Path) -> int:
 @contextmanager
 def pods(folder: Path) -> Iterator[tuple[str, Command]]:
     """Ray as KubeRay starts it, with the environment of the head pod; the URL of its job server, and its processes."""
-    port, dashboard = free_port(), free_port()
-    with tempfile.TemporaryDirectory(prefix="head-", ignore_cleanup_errors=True) as scratch:
-        arguments = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-        arguments += [f"--dashboard-port={dashboard}", "--num-cpus=4", f"--temp-dir={scratch}", "--disable-usage-stats"]
-        arguments += [f"--dashboard-agent-listen-port={free_port()}"]
-        job, _ = documents(SFT, stop_s=int(SAVE_S))
-        (container,) = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
-        variables = {variable["name"]: variable["value"] for variable in container["env"]}
-        environment = {"RAY_JOB_STOP_WAIT_TIME_S": variables["RAY_JOB_STOP_WAIT_TIME_S"]}
-        with running(Command(folder, arguments, environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"})) as command:
-            url = f"http://127.0.0.1:{dashboard}"
-            command.wait_until(lambda: answers(url), "an answer of the job server", 90)
-            yield url, command
+    job, _ = documents(SFT, stop_s=int(SAVE_S))
+    (container,) = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    port, name = free_port(), "RAY_JOB_STOP_WAIT_TIME_S"
+    environment = {name: variables[name], "RAY_ADDRESS": f"127.0.0.1:{port}"}
+    with ray_head(folder, "--num-cpus=4", port=port, env=environment) as head:
+        yield head
 
 
 def test_pods_that_are_deleted_wait_until_the_run_has_saved(tmp_path: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.real.cluster_demo import answers, free_port
+from tests.real.cluster_demo import free_port
 from tests.real.commands import (
     EXIT_TIMEOUT_S,
     GRPO,
@@ -24,15 +22,17 @@ from tests.real.commands import (
     trajectories,
     troupe_command,
 )
+from tests.real.patient import ENVIRONMENT, REWARD
+from tests.real.ray_nodes import ray_head
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
 
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
-HEAD_TIMEOUT_S = 90.0
-STEPS_BETWEEN = 3
+STEPS_BETWEEN = 2
 SCALING = (
+    REWARD,
     "algorithm.kl.coef=0.001",
     "roles.reference={workers: 1, max_workers: 2, cpus: 0.25, threads: 1, micro_batch_tokens: 2048}",
     "roles.reward.max_workers=2",
@@ -47,17 +47,8 @@ SCALING = (
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Command]]:
     """A Ray head node that only these tests use: URL of its job server, and its processes."""
-    port, dashboard = free_port(), free_port()
-    # Ray creates sockets in its folder, and the path of a socket has a length limit.
-    with tempfile.TemporaryDirectory(prefix="head-", ignore_cleanup_errors=True) as scratch:
-        arguments = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
-        arguments += [f"--dashboard-port={dashboard}", "--num-cpus=4", f"--temp-dir={scratch}", "--disable-usage-stats"]
-        # The agent that accepts jobs has a fixed default port, which an agent of another head may still hold.
-        arguments += [f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}"]
-        with running(Command(tmp_path_factory.mktemp("head"), arguments)) as command:
-            url = f"http://127.0.0.1:{dashboard}"
-            command.wait_until(lambda: answers(url), "an answer of the job server", HEAD_TIMEOUT_S)
-            yield url, command
+    with ray_head(tmp_path_factory.mktemp("head"), "--num-cpus=4", port=free_port(), env=ENVIRONMENT) as head:
+        yield head
 
 
 @pytest.fixture(scope="module")
