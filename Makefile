@@ -60,7 +60,7 @@ mutants: models ## plant one-line faults and run the tests that must find them, 
 	$(RUN) "$(BIN)/python" -m tests.mutants $(ARGS)
 
 pairs: models ## run every pair of features of a run for two steps, on the real stack
-	$(RUN) "$(BIN)/python" -m pytest -n 0 -m "pairs or real" tests/real/test_pairs.py $(ARGS)
+	$(RUN) "$(BIN)/python" -m pytest -n 0 -m "pairs or long" tests/real/test_pairs.py $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(RUN) "$(BIN)/ruff" check .

@@ -54,7 +54,7 @@ def rows(matrix: Matrix) -> list[Any]:
             matrix,
             row,
             id=f"{matrix.name}-{number}",
-            marks=() if number in SUITE[matrix.name] else pytest.mark.pairs,
+            marks=(pytest.mark.real, pytest.mark.long) if number in SUITE[matrix.name] else pytest.mark.pairs,
         )
         for number, row in enumerate(matrix.rows, 1)
     ]
