@@ -95,7 +95,7 @@ def test_engines_are_linked_to_every_environment_by_its_name() -> None:
         ended = [run.environment(name).target for name in expected]
         first = run.engine
         engines = run.pools.engines
-        await engines.lose(engines.engines[0], WorkerDied("rollout-0", "generate", "the process is gone"))
+        await engines.lose(engines.workers[0], WorkerDied("rollout-0", "generate", "the process is gone"))
         await run.until(lambda: run.engine is not first and run.engine.links == expected)
         assert [worker.ended for worker in ended] == [["rollout-0"]] * 2, "the episodes of the lost engine are closed"
         await run.pools.close()

@@ -33,7 +33,8 @@ def encoded(params: Any) -> bytes:
     """As the engine's process gets them."""
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    return bytes(MsgpackEncoder().encode(params)[0])
+    encoder: Any = MsgpackEncoder()
+    return bytes(encoder.encode(params)[0])
 
 
 @pytest.mark.parametrize(("name", "value"), BEYOND)
