@@ -29,7 +29,7 @@ def combination_page() -> str:
 def _section(matrix: Matrix) -> Iterator[str]:
     pairs, rows, refused = len(pairs_of(matrix.values)), len(matrix.rows), matrix.refused
     yield f"## {_TITLES[matrix.name]}\n"
-    yield f"{pairs - len(refused)} pairs in {rows} runs; {len(refused)} pairs are refused.\n"
+    yield f"{pairs - len(refused)} pairs in {rows} runs, refused: {len(refused)}.\n"
     yield "| feature | values |\n|---|---|"
     yield from (f"| {name} | {', '.join(values)} |" for name, values in matrix.values.items())
     yield "\n| refused together | reason |\n|---|---|"
