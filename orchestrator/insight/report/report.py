@@ -16,7 +16,6 @@ from troupe.orchestrator.insight.report.overview import (
     overview,
     sections,
     spec_differences,
-    spread,
 )
 from troupe.orchestrator.insight.report.page import render
 from troupe.orchestrator.insight.report.samples import TokenTexts, step_block
@@ -34,8 +33,6 @@ REPORT = "report.html"
 
 SAMPLE_BYTES = 24 * MIB
 """Samples that the page holds, over all runs."""
-_TOKEN_STEPS = 64
-"""Steps whose tokens are asked for at once."""
 
 
 def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYTES) -> Path:
@@ -104,8 +101,6 @@ def samples_data(run: RunFolder, budget: int) -> Json:
     files = run.sample_files()
     steps = list(files)
     texts = TokenTexts(run.spec.get("model") or {})
-    if steps:  # one question to the tokenizer for most of the run's tokens, instead of one for each step
-        texts.learn(_distinct_ids(run, spread(steps, _TOKEN_STEPS)))
     found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
     if len(found) == 1:
         found = [first_groups(found[-1], budget)]
@@ -127,8 +122,10 @@ def _fitting_blocks(
     blocks: dict[int, Json | None] = {}
     written: dict[int, int] = {}
 
-    def read(step: int) -> None:
-        if step not in blocks:
+    def read(*chosen: int) -> None:
+        new = [step for step in chosen if step not in blocks]
+        texts.learn(_distinct_ids(run, new))  # in one process, instead of one for each step
+        for step in new:
             blocks[step] = sample_block(run, step, texts)
             written[step] = _size([blocks[step]])
 
@@ -138,8 +135,7 @@ def _fitting_blocks(
     ratio = written[steps[-1]] / max(sizes[steps[-1]], 1)
     while True:
         kept = fitting(steps, lambda step, ratio=ratio: round(ratio * sizes[step]), budget)
-        for step in kept:
-            read(step)
+        read(*kept)
         total = sum(written[step] for step in kept)
         if len(kept) <= 1 or total <= budget:
             return [one for step in kept if (one := blocks[step]) is not None]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pydantic import TypeAdapter
 from typer.testing import CliRunner
@@ -172,6 +173,31 @@ def test_samples_beyond_the_budget_are_left_out_by_whole_steps_and_the_page_says
     kept = [one["step"] for one in part["blocks"]]
     assert 2 <= len(kept) <= 4 and kept[0] == 1 and kept[-1] == 8
     assert f"{len(kept)} of 8 steps" in part["rule"]
+
+
+def test_the_tokenizer_is_asked_a_few_times_for_any_number_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step samples tokens that no other has."""
+    run, asked = RunFolder(write_run(tmp_path / "run", steps=100, rows=GROUP)), list[list[int]]()
+
+    def ask(entry: str, request: dict[str, Any], timeout_s: float) -> list[list[str]]:
+        asked.append(request["ids"])
+        return [[str(token) for token in request["ids"]]]
+
+    samples = run.samples
+    monkeypatch.setattr("troupe.orchestrator.insight.report.samples.ask", ask)
+    monkeypatch.setattr(run, "samples", lambda step: moved(samples(step), 10_000 * step))
+    blocks = samples_data(run, 2**26)["blocks"]
+    assert len(blocks) == 100 and len({one["vocabulary"][0] for one in blocks}) == 100
+    assert len(asked) <= 3
+
+
+def moved(table: pa.Table, by: int) -> pa.Table:
+    """The samples with other tokens."""
+    place = table.column_names.index("response_ids")
+    ids = [[token + by for token in row] for row in table["response_ids"].to_pylist()]
+    return table.set_column(place, table.schema.field(place), pa.array(ids, table.schema.field(place).type))
 
 
 def test_of_one_step_that_is_too_large_the_first_groups_are_kept(tmp_path: Path) -> None:
