@@ -105,7 +105,7 @@ class RolloutSource(BatchSource):
         self._groups: Sequence[ScoredGroup] = ()
         self._train: TableRef | None = None
         """TRAIN table of the last batch, until its samples are written."""
-        self._writing: asyncio.Task[object] | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     async def restore(self, found: Checkpoint) -> int:
         """Takes over the order of prompts (and of texts), the advantages and finished samples (see `BatchSource`)."""
@@ -201,7 +201,7 @@ class RolloutSource(BatchSource):
             return
         tables = [ref for group in self._groups for ref in (group.rollouts, group.reward_table)]
         tables += [] if train is None else [train]
-        self._writing = asyncio.ensure_future(self._write_samples(folder, version, tables))
+        self._writing = asyncio.create_task(self._write_samples(folder, version, tables), name=f"step {version}")
         self._writing.add_done_callback(_retrieve)  # a run that ends with an error does not flush
 
     async def _write_samples(self, folder: Path, version: int, tables: list[TableRef]) -> None:
@@ -220,7 +220,7 @@ class RolloutSource(BatchSource):
             try:
                 await self._writing
             except WorkerError as error:
-                logger.error("the trajectories of a step were not written: %s", error)
+                logger.error("the trajectories of %s were not written: %s", self._writing.get_name(), error)
             self._writing = None
 
     async def snapshot(self) -> SourceSnapshot:

@@ -595,6 +595,22 @@ def test_samples_are_written_with_the_batch_and_what_the_updates_computed(
     assert all(kinds == [*groups, "train", *records] for _, _, kinds in reward.written)
 
 
+def test_samples_that_cannot_be_written_are_named_by_their_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(FakeReward):
+        async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
+            if step == 2:
+                raise WorkerRaised("reward-0", "write_trajectories", "no space left on device")
+            return 0
+
+    run = RolloutRun(tmp_path, schedule={"steps": 3})
+    run.change(output={"trajectories": True})
+    run.reward = FullDisk()
+    assert run.run().steps_done == 3
+    assert "the trajectories of step 2 were not written: " in caplog.text and "no space left" in caplog.text
+
+
 def test_repeated_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
     """The limit is two consecutive skipped updates."""
     run = RolloutRun(tmp_path)

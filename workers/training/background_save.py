@@ -7,9 +7,14 @@ DeepSpeed's own engines do not serve here: its decoupled one is part of FastPers
 
 from __future__ import annotations
 
+import errno
 import logging
+import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 Write = Callable[[], object]
 """Writes files of a checkpoint."""
+_OF_TORCH = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos")
+"""In the errors of torch's writer of files."""
 
 
 class HostCopies:
@@ -94,9 +101,38 @@ class BackgroundWriter:
         return SaveStatus(not self.writes, self._failed, self._export_failed)
 
     def _write(self, state: Sequence[Write], exports: Sequence[Write]) -> None:
-        self._failed = _run(state)
+        self._failed = self._run(state)
         if not self._failed:
-            self._export_failed = _run(exports)
+            self._export_failed = self._run(exports)
+
+    def _run(self, writes: Sequence[Write]) -> str:
+        """Calls these in order; what the first one that fails raises, as text."""
+        try:
+            with whole_files(self._name):
+                for write in writes:
+                    write()
+        except Exception as error:  # it is reported with the status
+            logger.exception("a checkpoint could not be written")
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@contextmanager
+def whole_files(folder: str) -> Iterator[None]:
+    """Names the folder and its disk if torch cannot write a file: of a full disk it tells a position in the file.
+
+    Raises:
+        OSError: instead of torch's RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not _OF_TORCH.search(reason):
+            raise
+        there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+        free = f"{shutil.disk_usage(there).free >> 20} MiB are free on its disk"
+        raise OSError(errno.EIO, f"a file was not written whole: {free} (torch: {reason})", folder) from error
 
 
 def _tensors(node: object) -> Iterator[torch.Tensor]:
@@ -109,14 +145,3 @@ def _tensors(node: object) -> Iterator[torch.Tensor]:
     elif isinstance(node, list | tuple):
         for value in cast("Sequence[object]", node):
             yield from _tensors(value)
-
-
-def _run(writes: Sequence[Write]) -> str:
-    """Calls these in order; what the first one that fails raises, as text."""
-    try:
-        for write in writes:
-            write()
-    except Exception as error:  # it is reported with the status
-        logger.exception("a checkpoint could not be written")
-        return f"{type(error).__name__}: {error}"
-    return ""

@@ -34,7 +34,7 @@ from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.adapter import ModelAdapter
-from troupe.workers.training.background_save import BackgroundWriter
+from troupe.workers.training.background_save import BackgroundWriter, whole_files
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import (
     LOOPBACK,
@@ -264,9 +264,10 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return self.engine.offload_states()
 
     def save(self, directory: str) -> None:
-        """Write this rank's part of a resumable checkpoint. Raises RuntimeError as `begin_save`."""
+        """Write this rank's part of a resumable checkpoint. Raises RuntimeError as `begin_save`, and OSError."""
         self._require_written()
-        self.engine.save(directory)
+        with whole_files(directory):
+            self.engine.save(directory)
 
     def begin_save(self, directory: str, model: str = "", average: str = "") -> None:
         """Copy what `save` writes, and begin to write it in the background; `save_status` reports when it is done.

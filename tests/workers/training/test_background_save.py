@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
+import resource
 import threading
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from troupe.workers.contract.messages import SaveStatus
-from troupe.workers.training.background_save import BackgroundWriter, HostCopies
+from troupe.workers.training.background_save import BackgroundWriter, HostCopies, whole_files
 
 
 def saved(state: Any) -> bytes:
@@ -85,3 +88,19 @@ def test_what_fails_is_said_and_the_model_is_not_written_without_the_state() -> 
     assert written == ["state"] and finished(writer, "b").failed == ""
     with pytest.raises(RuntimeError, match="is not being written"):
         BackgroundWriter().status("a")
+
+
+def test_a_disk_that_is_full_is_named_instead_of_a_position_in_a_file(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for it: torch sees the same short write."""
+    writer, folder = BackgroundWriter(), tmp_path / "step" / "policy"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        writer.start(str(folder), [lambda: torch.save(torch.zeros(1 << 18), tmp_path / "state.pt")], [])
+        failed = finished(writer, str(folder)).failed
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    free = r"a file was not written whole: \d+ MiB are free on its disk \(torch: .*\)"
+    assert re.fullmatch(rf"OSError: \[Errno 5\] {free}: '{folder}'", failed)
+    with pytest.raises(RuntimeError, match="another cause"), whole_files(str(folder)):
+        raise RuntimeError("another cause")
