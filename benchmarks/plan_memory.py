@@ -204,7 +204,7 @@ def _updates(rank: int, meeting: Queue[Any], case: Case, folder: str, table: pa.
     )
     worker = PolicyWorker(config, f"policy-{rank}")
     if rank == 0:
-        place = worker.rendezvous()
+        place = worker.rendezvous(one_host=True)
         for _ in range(case.ranks):
             meeting.put(place)
     address, port = meeting.get(timeout=120)

@@ -204,7 +204,7 @@ async def measure(given: argparse.Namespace) -> Report:
     }
     spec = load_rollout_spec(SPEC, [f"{name}={value}" for name, value in changes.items()])
     worker = PolicyWorker(policy_config(spec), "policy-0")
-    address, port = worker.rendezvous()
+    address, port = worker.rendezvous(one_host=True)
     worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
     link = Link(given.gbit)
     try:

@@ -69,6 +69,6 @@ def policy_worker(given: argparse.Namespace, name: str, longest: int) -> PolicyW
         device=given.device,
     )
     worker = PolicyWorker(config, "policy-0")
-    address, port = worker.rendezvous()
+    address, port = worker.rendezvous(one_host=True)
     worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
     return worker

@@ -598,7 +598,7 @@ def test_samples_are_written_with_the_batch_and_what_the_updates_computed(
 def test_samples_that_cannot_be_written_are_named_by_their_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class FullDisk(FakeReward):
+    class FullDisk(FaultyReward):
         async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
             if step == 2:
                 raise WorkerRaised("reward-0", "write_trajectories", "no space left on device")
