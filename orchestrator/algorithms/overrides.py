@@ -37,7 +37,10 @@ def overrides(
 
     def add(section: type[FrozenT]) -> type[FrozenT]:
         doc, module = section.__doc__, section.__module__
-        return create_model(section.__name__, __base__=section, __doc__=doc, __module__=module, **fields)
+        without_source = {"use_attribute_docstrings": False}  # pydantic would look for one in every module
+        return create_model(
+            section.__name__, __base__=section, __doc__=doc, __module__=module, __cls_kwargs__=without_source, **fields
+        )
 
     return add
 

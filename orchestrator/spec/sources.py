@@ -306,8 +306,11 @@ def in_tables(purpose: type[Columns], *others: type[Frozen]) -> Any:
     sections: list[type[Frozen]] = []
     for word, table in TABLES.items():
         kind = NamedHubFiles if table is HubFiles and issubclass(purpose, SourceName) else table
-        name, doc = word + purpose.__name__, table.__doc__
-        sections.append(create_model(name, __base__=(purpose, kind), __doc__=doc, __module__=__name__))
+        name, about = word + purpose.__name__, {"__doc__": table.__doc__, "__module__": __name__}
+        # Its fields have their descriptions. pydantic would look for a source, through every module of the process.
+        sections.append(
+            create_model(name, __base__=(purpose, kind), __cls_kwargs__={"use_attribute_docstrings": False}, **about)
+        )
     return Annotated[Union[(*sections, *others)], Field(discriminator="kind")]
 
 
