@@ -443,6 +443,26 @@ def test_the_driver_imports_no_model_library_to_start_workers() -> None:
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
+def test_what_a_worker_unpickles_imports_no_spec(tmp_path: Path) -> None:
+    """Its class, and what the watch calls in its process: the models of the spec would take a second in each worker."""
+    dump = (
+        "import sys; from pathlib import Path; from ray import cloudpickle;"
+        "from troupe.orchestrator.cluster.actors import actor_class;"
+        "from troupe.orchestrator.cluster.own_process import register;"
+        "from troupe.orchestrator.roles.table import ROLES;"
+        "sent = [register, *(actor_class(r.worker, r.protocol, concurrent=r.concurrent) for r in ROLES.values())];"
+        "Path(sys.argv[1]).write_bytes(cloudpickle.dumps(sent))"
+    )
+    load = (
+        "import pickle, sys; from pathlib import Path; pickle.loads(Path(sys.argv[1]).read_bytes());"
+        "print(*(name for name in sys.modules if name.startswith('troupe.orchestrator.spec')))"
+    )
+    for code in (dump, load):
+        command = [sys.executable, "-c", code, str(tmp_path / "sent")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
 def test_the_rules_detect_violations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules see lazy, aliased and type-checking imports."""
     source = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -21,17 +20,16 @@ from typing import Any, Protocol
 
 import ray
 from ray._private import state as ray_state
-from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
+from troupe.orchestrator.cluster.own_process import own_logs, register
 from troupe.orchestrator.cluster.proc import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
-from troupe.workers.telemetry.stacks import write_stacks_on_signal
 from troupe.workers.telemetry.start_activity import read_activities
 
 logger = logging.getLogger(__name__)
@@ -134,7 +132,7 @@ class ProcessWatch:
 
     def add(self, worker: WatchedProcess) -> None:
         """Watches a worker from when its process has started; called before any other call of the worker."""
-        answer = worker.actor.__ray_call__.remote(_register)  # first in the worker's queue: the next call may take long
+        answer = worker.actor.__ray_call__.remote(register)  # first in the worker's queue: the next call may take long
         task = asyncio.create_task(self._locate(worker, answer), name=f"locate {worker.name}")
         self._locating.add(task)
         task.add_done_callback(self._locating.discard)
@@ -275,12 +273,6 @@ class ProcessWatch:
             return None
 
 
-def _register(_: object) -> tuple[str, int]:
-    """Node and process of the worker that calls this; from then on it writes its stacks on SIGUSR1."""
-    write_stacks_on_signal(own_logs() / STACKS)
-    return ray.get_runtime_context().get_node_id(), os.getpid()
-
-
 def _look_up(actor: Any, found: list[Process]) -> None:
     """Adds the process of an actor to `found` if Ray has started one and it has not ended."""
     try:
@@ -290,12 +282,6 @@ def _look_up(actor: Any, found: list[Process]) -> None:
         return
     if entry.get("State") in _RUNNING and entry["Pid"]:
         found.append(Process(entry["Address"]["NodeID"], entry["Pid"]))
-
-
-def own_logs() -> Path:
-    """Log folder of Ray's session on this node."""
-    node: Any = ray_worker._global_node
-    return Path(node.get_logs_dir_path())
 
 
 class _NodeTable:

@@ -33,8 +33,13 @@ def without_former_fields(data: Any, path: str = "") -> Any:
     if not isinstance(data, dict):
         return data
     paths = {key: f"{path}.{key}" if path else str(key) for key in data}
-    kept = {key: value for key, value in data.items() if value not in FORMER_FIELDS.get(paths[key], _NONE).values}
+    kept = {key: value for key, value in data.items() if not _holds_anyway(FORMER_FIELDS.get(paths[key], _NONE), value)}
     return {key: without_former_fields(value, paths[key]) for key, value in kept.items()}
+
+
+def _holds_anyway(former: Former, value: Any) -> bool:
+    """Whether the value is among the former field's: 0 is 0.0, but False is not, nor is 1 True."""
+    return any(isinstance(value, bool) is isinstance(one, bool) and value == one for one in former.values)
 
 
 def former_advice(path: Sequence[str]) -> str:

@@ -20,7 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.real.cluster_demo import free_port, node
 from troupe.orchestrator.cluster import ray_nodes
-from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch, own_logs
+from troupe.orchestrator.cluster.own_process import own_logs
+from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.plan.placement import RoleSize, fit, place, place_one
 

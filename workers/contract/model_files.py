@@ -18,7 +18,6 @@ def weight_files(folder: str | Path) -> list[Path]:
 
     If the folder has neither, all files of weights, which vLLM alone loads.
 
-
     Raises:
         OSError, ValueError: The index cannot be read.
     """

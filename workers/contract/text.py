@@ -70,13 +70,20 @@ def has_credentials(url: str) -> bool:
     return "@" in parts.netloc and not url.startswith(_NO_USER)
 
 
-HIDDEN = "(hidden)"
-"""What others see of a text that may be secret."""
-_SECRET_FIELD = re.compile(
-    r"secret|passw|passphrase|credential|authorization|cookie|api_?key|access_?key|private_?key"
-    r"|^key$|^token$|(?:auth|access|api|bearer|hf|hub)_?token",
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY)(?:_|$)"
+    r"|SECRET|_TOKEN$|PASSWORD|_KEY$|^(?:KEY|AUTHORIZATION|COOKIE)$|(?:^|_)(?:PAT|CONNECTION_STRING)$",
     re.IGNORECASE,
 )
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or a field of this name may hold a token or a password."""
+    return _SECRET_NAME.search(name) is not None
+
+
+HIDDEN = "(hidden)"
+"""What others see of a text that may be secret."""
 _KEY_FORM = re.compile(
     r"\b(?:sk-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,})"
     r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY|^(?:Bearer|Basic) "
@@ -93,7 +100,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
     if not isinstance(value, str) or not value:
         return value
     known = _KEY_FORM.search(value) or ("://" in value and has_credentials(value))
-    return HIDDEN if known or (_SECRET_FIELD.search(name) and not name.lower().endswith("_env")) else value
+    return HIDDEN if known or (is_secret(name) and not name.lower().endswith("_env")) else value
 
 
 _THOUGHT = r"(?:seed:|mm:)?(?:think|thinking|thought|reasoning)(?::[\w.-]+)?"

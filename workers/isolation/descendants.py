@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import resource
 import secrets
 import select
@@ -13,21 +12,11 @@ import signal
 from collections.abc import Collection, Iterator, Mapping
 from typing import NoReturn
 
-from troupe.workers.contract.text import has_credentials
+from troupe.workers.contract.text import has_credentials, is_secret
 from troupe.workers.telemetry.stacks import VARIABLE, stacks_folder
 
 MARK = "TROUPE_CHILD"
 """Variable that identifies all descendants of a process, whatever session and parent they have given themselves."""
-_SECRET = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY)(?:_|$)"
-    r"|SECRET|_TOKEN$|PASSWORD|_KEY$|(?:^|_)(?:PAT|CONNECTION_STRING)$",
-    re.IGNORECASE,
-)
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable of this name may hold a token or a password."""
-    return _SECRET.search(name) is not None
 
 
 def child_environment(mark: str, keep: Collection[str] = (), of: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -55,6 +55,9 @@ class LoadedWeights(TypedDict):
     """Actual digest of the last update, if it was not the published one."""
 
 
+_MESSAGE = TypeAdapter(WeightUpdate)
+
+
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
     """A file needs no rendezvous."""
@@ -69,7 +72,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
     def update(self) -> WeightUpdate:
         """The message itself."""
-        return TypeAdapter(WeightUpdate).validate_python(self.fields)
+        return _MESSAGE.validate_python(self.fields)
 
 
 class LoadingEngine(WeightTransferEngine[InitT, UpdateT]):

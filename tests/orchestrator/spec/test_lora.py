@@ -74,6 +74,7 @@ def test_without_the_section_all_weights_train() -> None:
     ("override", "expected"),
     [
         (f"{FIELD}.dropout=0.1", f"{FIELD}.dropout: unknown field (it is 0: an update must compute what the sampler"),
+        (f"{FIELD}.dropout=false", f"{FIELD}.dropout: unknown field (it is 0"),
         (f"{FIELD}.bias=all", f"{FIELD}.bias: unknown field (it is none: vLLM loads no biases"),
         (f"{FIELD}.modules_to_save=[lm_head]", f"{FIELD}.modules_to_save: unknown field (there are none: vLLM"),
         (f"{FIELD}.targets=[]", f"{FIELD}.targets: names no layer"),

@@ -38,7 +38,6 @@ def test_what_may_be_secret_is_hidden_at_any_depth(name: str, value: str) -> Non
     ("name", "value"),
     [
         ("api_key_env", "JUDGE_KEY"),
-        ("level_key", "level"),
         ("max_tokens", 48),
         ("url", "https://host:8000/v1"),
         ("keys", "a"),

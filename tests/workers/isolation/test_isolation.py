@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from troupe.workers.contract.config import RewardFunctionConfig
-from troupe.workers.contract.text import LONGEST_LINE, one_line
+from troupe.workers.contract.text import LONGEST_LINE, is_secret, one_line
 from troupe.workers.isolation.child import OUTPUT_LIMIT, BoundedOutput
-from troupe.workers.isolation.descendants import MARK, child_environment, end_marked, is_secret, marked, new_mark
+from troupe.workers.isolation.descendants import MARK, child_environment, end_marked, marked, new_mark
 from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 
 HERE = "tests.workers.isolation.misbehaving"

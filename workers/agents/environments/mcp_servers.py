@@ -19,8 +19,7 @@ from pydantic import Field, ValidationError
 from troupe.workers.agents.environments.functions import Tool, ToolCallError
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.imports import require_package
-from troupe.workers.contract.text import valid_json
-from troupe.workers.isolation.descendants import is_secret
+from troupe.workers.contract.text import is_secret, valid_json
 
 if TYPE_CHECKING:
     from mcp import Client
