@@ -42,7 +42,7 @@ class Mutant:
     """Text that occurs once in the product."""
     new: str
     tests: tuple[str, ...]
-    """Files and folders of tests, some of which must fail."""
+    """Files and folders of tests; at least one test in them must fail."""
 
     def file(self, root: Path = ROOT) -> Path:
         """The module with the text. Raises ValueError unless it occurs once in all of them."""

@@ -143,7 +143,7 @@ def sum_faults(rewards: Sequence[SampleReward], components: Sequence[Sequence[Re
 
 
 def bounded(outcome: RewardResult) -> RewardResult:
-    """The outcome, or a failed one if its number, or that of a step, is too large for the statistics of a batch."""
+    """The outcome, or a failed one if its number, or a step's, is too large for the statistics of a batch."""
     numbers = [reward for _, reward in outcome.steps] + [0.0 if outcome.value is None else outcome.value]
     wrong = next(filter(None, map(not_usable, numbers)), "")
     return RewardResult(None, wrong, cause=wrong.partition(":")[0]) if wrong else outcome

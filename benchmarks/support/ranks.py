@@ -15,7 +15,7 @@ _JOIN_S = 30.0
 
 
 class Ranks:
-    """Processes that call `work(rank, meeting, *args)`; on the queue `meeting` the first rank says where they meet."""
+    """Processes that call `work(rank, meeting, *args)`; the first rank puts into `meeting` where they meet."""
 
     def __init__(self, count: int, work: Callable[..., Any], *args: Any) -> None:
         """Starts them."""

@@ -84,7 +84,7 @@ class MemoryLock:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Held by the trainers. Waits for the engines that are starting, each of which has a bound."""
+        """Held by the trainers. Waits for engines that are starting; each start has a bound."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._training)
             self._training = True

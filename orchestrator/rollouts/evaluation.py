@@ -125,7 +125,7 @@ def sets_of(
     Args:
         spec: The spec, with an evaluation.
         pools: The prompts by the name of their section.
-        put: Brings a table to the place from which its rows are sampled.
+        put: Puts a table where its rows are sampled, and returns the reference.
         say: Receives a line for each set whose accuracy is not reported.
     """
     sets: list[HeldOutSet] = []

@@ -239,7 +239,7 @@ def estimates(terms: Mapping[str, _Terms]) -> dict[str, MeanEstimate]:
 def _estimate(term: _Terms, *, share: bool) -> MeanEstimate:
     """A ratio of sums over n prompts with its interval; `share`: the ratio is one of a whole, within 0 and 1.
 
-    The variance is that of the linearized ratio (Cochran 1977, sec. 6.4), with n - 1 degrees of freedom: Student's t,
+    The variance is the linearized ratio's (Cochran 1977, sec. 6.4), with n - 1 degrees of freedom: Student's t,
     because of few prompts the normal interval covers too little. A share has Wilson's interval (1927) for as many
     independent trials as would have this variance (Korn and Graubard 1998): if all prompts agree, n.
     """

@@ -88,7 +88,7 @@ class ScheduledGroup:
 
 
 class OpenGroups:
-    """The open groups of a run, and those of them that form the next batch; see the scheduler's module."""
+    """The open groups of a run. Forms the next batch of them; see the scheduler's module."""
 
     def __init__(self, schedule: ScheduleConfig) -> None:
         """Has no group yet. `schedule`: the groups of a step and the staleness limit."""

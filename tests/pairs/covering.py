@@ -38,7 +38,7 @@ def pairs_in(row: Mapping[str, str]) -> set[Pair]:
 def covering_rows(
     factors: Mapping[str, Sequence[str]], refused: Iterable[Pair], allowed: Callable[[Row], bool], seed: int = 0
 ) -> tuple[list[Row], list[Pair]]:
-    """Rows in which every pair occurs that is not refused, those with most new pairs first.
+    """Rows with every pair that is not refused; rows with most new pairs come first.
 
     Each row is the best of several, which begin with a pair that is still missing and take for one factor after the
     other, in random order, the value with most missing pairs. Of equal values the first is taken, the plainest.

@@ -27,7 +27,7 @@ only if the spec has the section around it."""
 
 @dataclass(frozen=True)
 class Matrix:
-    """Factors of which a run has one value each, and the spec that the values are added to."""
+    """Factors with one value each in a run, and the spec that the values are added to."""
 
     name: str
     base: Fields
@@ -90,7 +90,7 @@ class Matrix:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The recorded rows (`python -m tests.pairs.record`), those with most new pairs first."""
+        """The recorded rows (`python -m tests.pairs.record`); rows with most new pairs come first."""
         values = [row.split(", ") for row in json.loads(ROWS.read_text(encoding="utf-8"))[self.name]]
         return [dict(zip(self.values, row, strict=True)) for row in values]
 

@@ -1,4 +1,4 @@
-"""A reward function with which an endless run leaves most of the processors to the workers that start meanwhile."""
+"""A reward function with which an endless run leaves most of the processors to workers that start."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _SHOWN = 3
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The files that transformers loads: the single one, or those of the index.
+    """The files that transformers loads: the single one, or the files of the index.
 
     If the folder has neither, all files of weights, which vLLM alone loads.
 

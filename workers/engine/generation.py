@@ -83,7 +83,7 @@ class Generation:
         self._readers: dict[str, TurnReader] = {}
         """Turn readers by the name of their environment; `_long` has the same keys."""
         self._noted = set[str]()
-        """Environments of which a note was logged."""
+        """Environments with a note in the log."""
         self._long: dict[str, LongReader] = {}
         # One thread: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")

@@ -82,7 +82,7 @@ class Update(Generic[OutputT]):
     sequences: int
 
     def metrics(self, sums: dict[str, float], values: dict[str, float], device: Device) -> UpdateMetrics:
-        """These metrics of the outputs, and those of the step and its speed. Collective."""
+        """These metrics of the outputs, and metrics of the step and its speed. Collective."""
         step = self.step
         return UpdateMetrics(
             sums=sums | {"sequences": float(self.sequences)},

@@ -1,4 +1,4 @@
-"""The bounds of the spec's sampling are those of the installed vLLM: what one takes, the other takes."""
+"""The spec's sampling has the bounds of the installed vLLM: what one takes, the other takes."""
 
 from __future__ import annotations
 

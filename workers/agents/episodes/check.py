@@ -1,6 +1,6 @@
 """Episodes without an engine, to check an environment: with turns from a script, or with random tokens.
 
-Everything but the turns is that of a run: the environment worker, the episode and the reader of turns.
+Everything but the turns is a run's: the environment worker, the episode and the reader of turns.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def catches(row: Row, client: OpenAI) -> float:
 
 
 def counts_usage(row: Row, client: OpenAI) -> float:
-    """1 if the tokens of a stream's chunks add up to those of the response, where it asks for them."""
+    """1 if the tokens of a stream's chunks add up to the response's, if it asks for them."""
     totals: list[int] = []
     for options in ({}, {"stream_options": {"include_usage": True}}):
         create: Any = client.chat.completions.create
