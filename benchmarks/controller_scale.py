@@ -29,6 +29,8 @@ from troupe.orchestrator.data.prompts import PromptPick
 from troupe.workers.contract.messages import GroupRequest, WorkerGone
 
 WARM_STEPS = 1
+_RESTARTS = 1_000_000
+"""As many as the faults need: an engine that is not replaced would make the turn a smaller one."""
 
 
 @dataclass
@@ -121,13 +123,13 @@ class Load:
     def saturated(self, engines: int) -> Shape:
         """The saturated run: one group per engine and step; one step is sampled while the previous one is trained."""
         measured = -(-self.saturated_groups // engines)
-        return Shape(engines, 1, engines, self.samples, 1, WARM_STEPS + measured + 1, restarts=engines)
+        return Shape(engines, 1, engines, self.samples, 1, WARM_STEPS + measured + 1, restarts=_RESTARTS)
 
     def paced(self, engines: int) -> Shape:
         """The paced run: enough open steps that a group is always available. It is stopped before its last step."""
         staleness = -(-3 * engines // (2 * self.paced_groups))
         steps = WARM_STEPS + self.paced_steps + staleness + 1
-        return Shape(engines, 1, self.paced_groups, self.samples, staleness, steps, restarts=engines)
+        return Shape(engines, 1, self.paced_groups, self.samples, staleness, steps, restarts=_RESTARTS)
 
 
 async def simulate(shape: Shape, seconds: Seconds, faults: Faults, stop_at: int) -> tuple[Waits, Clock]:

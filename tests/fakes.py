@@ -691,7 +691,7 @@ def fake_pool(
         return Engine(FaultyWorker(name, FaultyEngine(f"{name}#{started}", random.Random(started))), "host")
 
     workers = [Engine(FaultyWorker(e.name, e), "host") for e in engines]
-    return EnginePool(workers, spawn, spec or pool_spec(), weights=weights)
+    return EnginePool(workers, spawn, spec or pool_spec(), weights or PoolWeights())
 
 
 def policy_group(*policies: FakePolicy, calls: RecoverableCalls | None = None) -> PolicyGroup:

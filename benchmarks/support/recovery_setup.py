@@ -92,7 +92,7 @@ class RecoverySetup:
             failures = {"max_failed_fraction": 0.0, "max_attempts": _ATTEMPTS, "engine_restarts": len(work)}
             spec = measured_spec(spec, len(work), failures)
             weights = PoolWeights(lambda engine: sync.bring_up(engine))
-            pool = EnginePool(own.workers.engines, own.launcher.engine, spec, weights=weights)
+            pool = EnginePool(own.workers.engines, own.launcher.engine, spec, weights)
             picks, ledger = prompt_picks(work), Ledger()
             prompts = own.cluster.put(table)
             scheduler = RolloutScheduler(spec, pool, Unscored(), ledger, lambda: next(picks), prompts)

@@ -21,6 +21,7 @@ from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
 from troupe.orchestrator.pools.engines import EnginePool, sample_group
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import GroupRequest
@@ -98,7 +99,7 @@ class RolloutSetup:
         """
         async with started(spec, "rollout", "reward", rollout=rollout) as own:
             spec = measured_spec(spec, len(work), {"max_attempts": 1, "max_failed_fraction": 0.0})
-            pool = EnginePool(own.workers.engines, own.launcher.engine, spec)
+            pool = EnginePool(own.workers.engines, own.launcher.engine, spec, PoolWeights())
             pool.dispatch.max_load = max_load or pool.dispatch.max_load
             prompts = own.cluster.put(table)
             picks = prompt_picks(work)

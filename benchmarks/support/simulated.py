@@ -36,6 +36,7 @@ from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
@@ -211,10 +212,11 @@ class Simulation:
             await asyncio.sleep(0)
             return Engine(workers.spawn(name), "host")
 
-        pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, spec)
-        pool.dispatch.max_load = shape.slots * shape.samples
         calls = RecoverableCalls()
         policy = PolicyGroup("policy", [workers.policy], 16384, calls=calls)
+        weights = PoolWeights(lambda engine: sync.bring_up(engine))
+        pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, spec, weights)
+        pool.dispatch.max_load = shape.slots * shape.samples
         rewards = RewardPool([workers.reward], shape.timeout_s)
         ledger = Ledger()
         prompts = PromptSource(_Pool((shape.steps + shape.staleness + 1) * shape.groups), 17)

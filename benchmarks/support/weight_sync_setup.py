@@ -16,6 +16,7 @@ from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredSyncR
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -49,7 +50,10 @@ class WeightSyncSetup:
     async def open(cls, spec: RolloutSpec) -> AsyncIterator[WeightSyncSetup]:
         """Start a cluster with the policy and the engines of `spec`, and end it on exit."""
         async with started(spec, "rollout", "policy", rollout=MeasuredSyncRollout, policy=MeasuredPolicy) as own:
-            policy, pool = own.workers.require_policy(), EnginePool(own.workers.engines, own.launcher.engine, spec)
+            policy, pool = (
+                own.workers.require_policy(),
+                EnginePool(own.workers.engines, own.launcher.engine, spec, PoolWeights()),
+            )
             prompts, _ = load_pools(spec.data)
             sync = weight_sync(spec, policy, pool, own.cluster)
             yield cls(policy, pool, sync, own.cluster.put(prompts.table), spec.group_size)

@@ -58,8 +58,8 @@ class EnginePool(ReplicaPool[Engine]):
         engines: Sequence[Engine],
         spawn: Spawn,
         spec: RolloutSpec,
+        weights: PoolWeights,
         on_loss: Callable[[str], Awaitable[None]] | None = None,
-        weights: PoolWeights | None = None,
     ) -> None:
         """Dispatches nothing yet.
 
@@ -67,12 +67,12 @@ class EnginePool(ReplicaPool[Engine]):
             engines: The started engines.
             spawn: Starts a replacement.
             spec: Load, timeouts and restarts of the engines.
+            weights: How an engine that joins gets the current weights.
             on_loss: As in `ReplicaPool`.
-            weights: How an engine that joins gets the current weights, or None if it keeps those it starts with.
         """
         super().__init__(engines, spawn, RestartBudget.of_role(spec, "rollout"), _RETRY_S, on_loss)
         self.spec = spec
-        self.weights = weights or PoolWeights()
+        self.weights = weights
         self.meter = GenerationMeter()
         self.dispatch = Dispatch(self.workers, engine_load(spec), self._all_lost)
         self._sleeps = resolved_sleep(spec) != "none"

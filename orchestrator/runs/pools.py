@@ -175,7 +175,7 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
         await run.session.launcher.calls.retry(run.require_sync().renew)
 
     weights = PoolWeights(bring_up, renew)
-    return EnginePool(run.session.workers.each(role), start, run.spec, on_loss=end_episodes, weights=weights)
+    return EnginePool(run.session.workers.each(role), start, run.spec, weights, on_loss=end_episodes)
 
 
 def reward_pool(run: RunPools, role: str) -> RewardPool:

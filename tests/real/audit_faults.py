@@ -24,6 +24,7 @@ from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.roles.settings import policy_config, rollout_config
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -177,7 +178,7 @@ class Stack:
         self.weights = AuditedWeights("the initial weights", 0, self.initial)
         self.engine = FaultyRollout(rollout_config(spec), "rollout-0")
         self.policy = FaultyPolicy(policy_config(spec), "policy-0")
-        pool = EnginePool([Engine(FaultyWorker("rollout-0", self.engine), "here")], self._no_other, spec)
+        pool = EnginePool([Engine(FaultyWorker("rollout-0", self.engine), "here")], self._no_other, spec, PoolWeights())
         self.pool = pool
         group = PolicyGroup("policy", [FaultyWorker("policy-0", self.policy)], spec.roles.policy.micro_batch_tokens)
         self.group = group

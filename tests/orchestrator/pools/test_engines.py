@@ -13,6 +13,7 @@ from tests.fakes import FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_
 from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerRaised, WorkerTimeout
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WorkerHealth
 
 
@@ -84,7 +85,7 @@ async def test_finished_samples_free_their_slots_before_their_group_ends() -> No
     """An engine of 16 slots stays full and within its limit although samples of a group finish at different times."""
     engine, size, slots = StepwiseEngine(), 4, 16
     held = Engine(FaultyWorker("rollout-0", engine), "host")
-    pool = EnginePool([held], FaultyEngine, pool_spec(slots + 2 * size))  # pyright: ignore[reportArgumentType]  # no engine is replaced
+    pool = EnginePool([held], FaultyEngine, pool_spec(slots + 2 * size), PoolWeights())  # pyright: ignore[reportArgumentType]  # no engine is replaced
     prompts = FakeTable("prompts", ())
 
     async def group(uid: str) -> None:
@@ -167,7 +168,7 @@ def test_a_replacement_that_does_not_start_is_started_again_while_the_budget_las
                 raise WorkerDied(name, "start", "the node is gone")
             return await _engine(name)
 
-        pool = EnginePool([await _engine("rollout-0")], spawn, pool_spec(max_load=8, restarts=3))
+        pool = EnginePool([await _engine("rollout-0")], spawn, pool_spec(max_load=8, restarts=3), PoolWeights())
         held = await pool.acquire(4)
         waiting = asyncio.create_task(pool.acquire(8))
         held.handle.kill()
@@ -230,7 +231,7 @@ class _SilentEngine(FakeEngine):
 @pytest.mark.parametrize(("transferring", "serves"), [(True, True), (False, False)])
 async def test_missed_probes_do_not_count_while_weights_are_transferred(transferring: bool, serves: bool) -> None:
     engine = Engine(FaultyWorker("rollout-0", _SilentEngine("rollout-0")), "host")
-    pool = EnginePool([engine], _engine, pool_spec(restarts=0))
+    pool = EnginePool([engine], _engine, pool_spec(restarts=0), PoolWeights())
     if transferring:
         await pool.weights.lock.acquire()
     for _ in range(pool.spec.failures.health_misses + 1):
@@ -262,7 +263,7 @@ class _ClosedEngine(FakeEngine):
 async def test_an_engine_that_a_transfer_has_closed_is_lost_only_if_the_transfer_does_not_open_it(opened: bool) -> None:
     fake = _ClosedEngine("rollout-0")
     engine = Engine(FaultyWorker("rollout-0", fake), "host")
-    pool = EnginePool([engine], _engine, pool_spec(restarts=0))
+    pool = EnginePool([engine], _engine, pool_spec(restarts=0), PoolWeights())
     await pool.weights.lock.acquire()
     reported = asyncio.create_task(pool.report_failure(engine, WorkerRaised("rollout-0", "generate", "closed")))
     await asyncio.sleep(0.01)

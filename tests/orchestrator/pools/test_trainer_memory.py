@@ -148,7 +148,7 @@ class SharedRun(RolloutRun):
             return engine
 
         self.started = [FaultyWorker(f"rollout-{i}", SharedEngine(f"rollout-{i}", self.gpus)) for i in range(2)]
-        return EnginePool([Engine(worker, "host") for worker in self.started], spawn, self.spec, weights=weights)
+        return EnginePool([Engine(worker, "host") for worker in self.started], spawn, self.spec, weights)
 
     def recovery(
         self, updates: Updates, push: Push | None, store: CheckpointStore, console: Console, done: int

@@ -116,7 +116,7 @@ def test_thousands_of_updates_are_submitted_in_portions_between_which_other_task
 
     async def run() -> None:
         engines = [Engine(LocalWorker(f"rollout-{i}", Counted(f"rollout-{i}")), "host") for i in range(2000)]
-        pool = EnginePool(engines, no_spawn, pool_spec())
+        pool = EnginePool(engines, no_spawn, pool_spec(), PoolWeights())
         beside = asyncio.create_task(others())
         report = await FileSync(policy_group(FakePolicy()), pool, 60.0).push(1)
         beside.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from multiprocessing import get_context
@@ -229,14 +230,15 @@ def test_a_worker_changes_a_file_only_if_it_is_the_base_of_the_delta(trainer: Tr
     second = trainer.publish(first.digest)
     delta, elsewhere = trainer.publisher.delta(second), trainer.elsewhere(second)
 
-    async def changed(held: WeightUpdate) -> bool:
-        file = NodeFile("rollout-0")
-        await file.write(trainer.elsewhere(held), payload)
-        return await file.change(elsewhere, delta)
+    async def changed(held: WeightUpdate, check: Callable[[WeightUpdate], None] = lambda _: None) -> bool:
+        with closing(NodeFile("rollout-0")) as file:
+            await file.write(trainer.elsewhere(held), payload)
+            done = await file.change(elsewhere, delta)
+            check(elsewhere)
+            return done
 
     assert not asyncio.run(changed(replace(first, digest="another")))
-    assert asyncio.run(changed(first))
-    verify(elsewhere)
+    assert asyncio.run(changed(first, verify))
 
 
 def _other_base(trainer: Trainer, update: WeightUpdate) -> str:

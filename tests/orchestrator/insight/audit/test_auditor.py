@@ -18,6 +18,7 @@ from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.workers.audit import score_tokens
 from troupe.workers.contract.audit import TokenScores
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan, SampleSummary
@@ -115,7 +116,9 @@ class Parts:
         policy.module = CausalLogprobs(self.engines[0].model, temperature)
         self.policy = policy
         group = PolicyGroup("policy", [FaultyWorker("policy-0", policy)], 2048)
-        pool = EnginePool([Engine(FaultyWorker(e.name, e), "here") for e in self.engines], self._none, spec)
+        pool = EnginePool(
+            [Engine(FaultyWorker(e.name, e), "here") for e in self.engines], self._none, spec, PoolWeights()
+        )
         prompts = load_data(spec).train
         self.scored: list[bool] = []
         self.auditor = Auditor(spec, pool, group, (prompts, prompts.table), self._score)
